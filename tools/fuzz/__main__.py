@@ -3,6 +3,7 @@
 
     python -m tools.fuzz --minutes 60             # all targets in turn, with fresh inputs until the time is over
     python -m tools.fuzz --target recipe --seed 7 # those whose name has this in it, again the same inputs
+    python -m tools.fuzz --against ml_dtypes,gfloat,torchao,compressed_tensors,gguf,mma_sim   # bits, against libraries
 
 A call ends with a result, with one of fmtsim's own errors, or is a defect; the status is 1 where there was a defect.
 """
@@ -13,7 +14,7 @@ import resource
 import sys
 import time
 
-from tools.fuzz import calls, files, models, runs, saved, verbs
+from tools.fuzz import calls, files, models, peers, runs, saved, verbs
 from tools.fuzz.target import Report
 
 TARGETS = [*files.TARGETS, *runs.TARGETS, *saved.TARGETS, *calls.TARGETS]  # models and verbs fill those of calls
@@ -26,14 +27,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the inputs (default: the clock)")
     parser.add_argument("--target", default="", help="part of the names of targets")
     parser.add_argument("--round", type=int, default=500, help="inputs of a target before the next one (default 500)")
+    parser.add_argument("--against", metavar="PEERS", help=f"libraries to compare with: {','.join(peers.PEERS)}")
     parser.add_argument("--memory", type=int, default=12, help="GiB that may be mapped (default 12)")
     parser.add_argument("--trace", action="store_true", help="show a traceback of each defect")
     options = parser.parse_args()
+    seed = int(time.time()) if options.seed is None else options.seed
+    if options.against is not None:
+        names = options.against.split(",")
+        if unknown := [name for name in names if name not in peers.PEERS]:
+            parser.error(f"--against {unknown[0]}: choose from {', '.join(peers.PEERS)}")
+        findings = peers.run(names, options.minutes, seed)
+        print(findings)
+        return 1 if findings.differing.total() else 0
     targets = [target for target in TARGETS if options.target in target.name]
     if not targets:
         parser.error(f"--target {options.target}: choose from {', '.join(target.name for target in TARGETS)}")
     resource.setrlimit(resource.RLIMIT_AS, (options.memory << 30, options.memory << 30))
-    seed = int(time.time()) if options.seed is None else options.seed
     report, end = Report(), time.monotonic() + 60 * options.minutes
     print(f"seed {seed}, {len(targets)} targets, until {datetime.timedelta(minutes=options.minutes)} are over")
     while time.monotonic() < end:
