@@ -242,6 +242,10 @@ SPECIAL: tuple[str, Known] = (
     "NaN or Inf in a block, whose scale is of finite elements here",
     lambda x, ours, theirs: (~x.isfinite()).any(1, keepdim=True).expand(ours.shape),
 )
+LOG2: tuple[str, Known] = (
+    "log2 in float32, which is a whole number just below powers of two",
+    lambda x, ours, theirs: (theirs[:, -1:] == 2 * ours[:, -1:]).expand(ours.shape),
+)
 UNVERIFIED: tuple[str, Known] = (
     "Inf and NaN between blocks of CDNA3, which nobody recorded",
     lambda x, ours, theirs: ~(ours.isfinite() & theirs.isfinite()),
@@ -500,7 +504,9 @@ def gguf_mxfp4(r: Random) -> Comparison:
         scales = torch.from_numpy(numpy.array(stored.reshape(len(x), -1)[:, :1]))
         return torch.cat([torch.from_numpy(dequantize(stored, kind)), fmtsim.decode(scales, "e8m0").float()], 1)
 
-    return blocks(r, "MXFP4 as it is written", fmtsim.get_format("mxfp4"), theirs, finite=True, known=(ZERO, HALFWAY))
+    return blocks(
+        r, "MXFP4 as it is written", fmtsim.get_format("mxfp4"), theirs, finite=True, known=(ZERO, HALFWAY, LOG2)
+    )
 
 
 @peer("gguf")
@@ -517,7 +523,8 @@ def gguf_blocks(r: Random) -> Comparison:
         stored = SimpleNamespace(tensor_type=kind, shape=(32, len(x)), data=x.to(torch.uint8).numpy(), name="")
         return _values(stored)
 
-    return Comparison(what="values of blocks", details=kind.name, x=codes, row=row, ours=ours, known=(ZERO,),
+    nan: tuple[str, Known] = ("scale 0xFF, NaN here, 2**128 in ggml", lambda x, ours, theirs: ours.isnan())
+    return Comparison(what="values of blocks", details=kind.name, x=codes, row=row, ours=ours, known=(ZERO, nan),
                       theirs=lambda x: torch.from_numpy(dequantize(x.to(torch.uint8).numpy(), kind)),
                       rule="scale times code, float32; ggml's block types")  # fmt: skip
 
