@@ -242,15 +242,23 @@ SPECIAL: tuple[str, Known] = (
     "NaN or Inf in a block, whose scale is of finite elements here",
     lambda x, ours, theirs: (~x.isfinite()).any(1, keepdim=True).expand(ours.shape),
 )
-LOG2: tuple[str, Known] = (
-    "log2 in float32, which is a whole number just below powers of two",
-    lambda x, ours, theirs: (theirs[:, -1:] == 2 * ours[:, -1:]).expand(ours.shape),
-)
 UNVERIFIED: tuple[str, Known] = (
     "Inf and NaN between blocks of CDNA3, which nobody recorded",
     lambda x, ours, theirs: ~(ours.isfinite() & theirs.isfinite()),
 )
+BELOW: tuple[str, Known] = ("numbers below an unsigned format's zero", lambda x, ours, theirs: x < 0)
 NO_NAN: tuple[str, Known] = ("NaN to a format without NaN: the largest value here", lambda x, ours, theirs: x.isnan())
+
+
+def log2_of(top: float) -> tuple[str, Known]:
+    """Return what differs by a float32 logarithm that is a whole number already next to powers of two."""
+
+    def marks(x: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
+        mantissa, _ = torch.frexp(x.double().abs().amax(1, keepdim=True) / top)
+        near = (mantissa < 0.5 + 1e-6) | (mantissa > 1 - 1e-6)
+        return (near & (ours[:, -1:] != theirs[:, -1:])).expand(ours.shape)
+
+    return "log2 in float32, next to powers of two", marks
 
 
 # ml_dtypes and numpy: casts to nearest even of 16 and 32 bits (float64 it rounds twice), values of codes.
@@ -317,10 +325,9 @@ def _gfloat_format(r: Random) -> FloatFormat:
     return fmtsim.get_format(r.choice(names) if r.random() < 0.7 else r.choice(list(GFLOAT_FORMATS)))
 
 
-def _signed_like(fmt: FloatFormat) -> Cast:
-    """Return what keeps numbers for which gfloat has a result: of no sign, and not NaN, where the format has none."""
-    nan = torch.nan if fmt.has_nan else 1.0
-    return lambda x: (x if fmt.signed else x.abs()).nan_to_num(nan, torch.inf, -torch.inf)
+def _without_nan(fmt: FloatFormat) -> Cast:
+    """Return what replaces NaN where a format has none: gfloat refuses it."""
+    return lambda x: x if fmt.has_nan else x.nan_to_num(1.0, torch.inf, -torch.inf)
 
 
 @peer("gfloat")
@@ -337,7 +344,7 @@ def gfloat_round(r: Random) -> Comparison:
 
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
     return element(r, "casts", fmt, theirs, mode=mode, overflow=overflow, dtypes=dtypes, out=torch.float64,
-                   change=_signed_like(fmt))  # fmt: skip
+                   change=_without_nan(fmt), known=(BELOW,) * (not fmt.signed))  # fmt: skip
 
 
 @peer("gfloat")
@@ -353,7 +360,8 @@ def gfloat_stochastic(r: Random) -> Comparison:
         return torch.from_numpy(gfloat.round_ndarray(gfloat_info(fmt), numbers, way, True, drawn, bits))
 
     return element(r, "stochastic rounding by given integers", fmt, theirs, mode="stochastic", out=torch.float64,
-                   change=_signed_like(fmt), random_bits=bits, variant=variant, random_words=words)  # fmt: skip
+                   change=_without_nan(fmt), known=(BELOW,) * (not fmt.signed), random_bits=bits,
+                   variant=variant, random_words=words)  # fmt: skip
 
 
 # torchao: narrow floats by bits, MX blocks by four scale rules, NVFP4 of one level.
@@ -415,8 +423,10 @@ def torchao_mx(r: Random) -> Comparison:
         values = to_dtype(codes, scales, kinds[name], 32, torch.float32)
         return torch.cat([values.reshape(len(x), -1), get_fp_scale(scales).reshape(-1, 1)], 1)
 
-    return blocks(r, f"MX blocks, {rule}", fmtsim.get_format(name), theirs, dtypes=(torch.float32, torch.bfloat16),
-                  known=(SPECIAL,), scale_rule=rule)  # fmt: skip
+    fmt = fmtsim.get_format(name)
+    known = (SPECIAL, log2_of(fmt.element.max)) if rule == "rceil" else (SPECIAL,)
+    return blocks(r, f"MX blocks, {rule}", fmt, theirs, dtypes=(torch.float32, torch.bfloat16), known=known,
+                  scale_rule=rule)  # fmt: skip
 
 
 @peer("torchao")
@@ -504,9 +514,8 @@ def gguf_mxfp4(r: Random) -> Comparison:
         scales = torch.from_numpy(numpy.array(stored.reshape(len(x), -1)[:, :1]))
         return torch.cat([torch.from_numpy(dequantize(stored, kind)), fmtsim.decode(scales, "e8m0").float()], 1)
 
-    return blocks(
-        r, "MXFP4 as it is written", fmtsim.get_format("mxfp4"), theirs, finite=True, known=(ZERO, HALFWAY, LOG2)
-    )
+    known = ZERO, HALFWAY, log2_of(1.0)
+    return blocks(r, "MXFP4 as it is written", fmtsim.get_format("mxfp4"), theirs, finite=True, known=known)
 
 
 @peer("gguf")
