@@ -8,7 +8,7 @@ import torch
 
 from fmtsim.gemm.models import DTYPES, PASSES, Shape
 from fmtsim.spec.call import GemmCall, Layout
-from fmtsim.support.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError, shown
 
 FP8_STEP = 16  # torch._scaled_mm takes K and N that are multiples of it
 OUTPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
@@ -16,9 +16,9 @@ OUTPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}
 
 def check_dtypes(dtypes: Iterable[str]) -> None:
     """Raise ArgumentError where a name is none of ``DTYPES``."""
-    wrong = next((name for name in dtypes if name not in DTYPES), None)
-    if wrong is not None:
-        raise ArgumentError(f"dtypes {wrong!r} is not possible; choose from {', '.join(DTYPES)}")
+    wrong = [name for name in dtypes if not isinstance(name, str) or name not in DTYPES]
+    if wrong:
+        raise ArgumentError(f"dtypes {shown(wrong[0])} is not possible; choose from {', '.join(DTYPES)}")
 
 
 def model_calls(

@@ -45,7 +45,7 @@ SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
 
 def _softmax(x: torch.Tensor, dim: int, half_to_float: bool, log: bool) -> torch.Tensor:
-    if dim % x.ndim != x.ndim - 1 or not x.is_contiguous():
+    if dim % max(x.ndim, 1) != x.ndim - 1 or not x.is_contiguous():
         raise UnknownOrder("softmax over another dimension than the last")
     return softmax.forward(x, log, torch.float32 if half_to_float else x.dtype)
 

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fmtsim.machine.autocast import gpu_autocast, registered, to_lower
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
-from fmtsim.support.errors import ArgumentError, CoverageWarning, did_you_mean
+from fmtsim.support.errors import ArgumentError, CoverageWarning, did_you_mean, shown
+from fmtsim.support.records import checked
 from fmtsim.support.table import aligned
 
 TARGETS = ("h200", "h100")
@@ -139,10 +140,11 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
     def __init__(self, *, target: str = "h200", strict: bool = False) -> None:
         super().__init__()
-        if target not in TARGETS:
+        if not isinstance(target, str) or target not in TARGETS:
             raise ArgumentError(
-                f"target={target!r} cannot be simulated{did_you_mean(target, TARGETS)}; choose from {TARGETS}"
+                f"target={shown(target)} cannot be simulated{did_you_mean(target, TARGETS)}; choose from {TARGETS}"
             )
+        strict = checked("strict", strict, bool)
         from fmtsim.machine import operators  # with numba, which takes a second
 
         self.target, self.strict, self._operators = target, strict, operators
@@ -247,6 +249,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         """Compute one operator."""
         kwargs = kwargs or {}
         if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
+            if torch._subclasses.FakeTensor in types:
+                raise ArgumentError(f"{func}{_place()} has a fake tensor, which has no numbers; pass the tensor itself")
             return NotImplemented  # a subclass says what its operators are, which come back here
         packet = func if isinstance(func, HigherOrderOperator) else func.overloadpacket
         if packet is func or func.namespace not in _NAMESPACES:
@@ -274,8 +278,11 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         self._refuse(name, tensors)
         try:
             # fmtsim's own operators have the same bits on all devices
-            if packet in operators.SAME or (func.namespace == "fmtsim" and handler is None):
+            empty = bool(args) and torch.is_tensor(args[0]) and not args[0].numel()  # no sums, but of nothing
+            if packet in operators.SAME or empty or (func.namespace == "fmtsim" and handler is None):
                 result = func(*args, **kwargs)
+            elif any(x.layout != torch.strided or x.is_nested for x in tensors):
+                raise UnknownOrder(f"{name} of sparse or nested tensors")
             elif handler is None or func._schema.is_mutable is not name.endswith("_"):
                 raise UnknownOrder(name if handler is None else f"written to {func._overloadname}=")
             else:
@@ -287,8 +294,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             return reason.args[1] if len(reason.args) > 1 else func(*args, **kwargs)
         self.exact[name] += 1
         written = any(returned.alias_info is not None for returned in func._schema.returns)
-        canonical = lambda x: operators.canonical(x) if torch.is_tensor(x) and x.is_cpu else x  # noqa: E731
-        return result if written else tree_map(canonical, result)
+        dense = lambda x: torch.is_tensor(x) and x.is_cpu and x.layout == torch.strided  # noqa: E731
+        return result if written else tree_map(lambda x: operators.canonical(x) if dense(x) else x, result)
 
     def _refuse(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Refuse an operator of compiled code, or on another device."""

@@ -13,8 +13,9 @@ import torch
 
 import fmtsim
 from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
-from fmtsim.distributed.arithmetic import from_bytes, require_row_blocks, to_bytes
+from fmtsim.distributed.arithmetic import from_bytes, require_mu, require_row_blocks, to_bytes
 from fmtsim.distributed.gather import HALO, require_whole
+from fmtsim.distributed.simulate import tree as sum_as_tree
 from fmtsim.formats.scaling import History, Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
@@ -269,3 +270,39 @@ def test_whole_tensors_are_dealt_out_evenly():
     owner = whole_tensors(sizes, 4)
     loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(4)]
     assert sorted(set(owner)) == [0, 1, 2, 3] and max(loads) - min(loads) < max(sizes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 8])
+def test_a_stochastic_tree_rounds_each_sum_as_its_receiver_at_its_step(ranks):
+    """An oracle of its own: lists of Python numbers; each sum has the rank, the step and the place it draws by."""
+    notes = []
+
+    class Doubling:  # stands for rounding: the result tells how often each cast was rounded
+        draws = True
+
+        def round_each(self, y, receivers, step, start):
+            notes.extend((rank, step, start, *row) for rank, row in zip(receivers, y.tolist(), strict=True))
+            return 2 * y
+
+    q = [[10.0**rank, rank + 1.0] for rank in range(ranks)]
+    sums = {rank: list(row) for rank, row in enumerate(q)}
+    expected, step = [], 0
+    while len(sums) > 1:
+        step += 1
+        waiting, sums = list(sums.items()), {}
+        for place in range(0, len(waiting), 2):
+            rank, row = waiting[place]
+            if place + 1 < len(waiting):
+                row = [a + b for a, b in zip(row, waiting[place + 1][1], strict=True)]
+                expected.append((rank, step, 7, *row))
+                row = [2 * number for number in row]
+            sums[rank] = row
+    assert sum_as_tree(torch.tensor(q), Doubling(), 7).tolist() == sums[0] and notes == expected
+
+
+@pytest.mark.parametrize("mu", [2.0**-149, 0.5, 1, 3.4028234663852886e38])
+def test_factors_up_to_float32s_ends_are_taken(mu):
+    assert torch.equal(require_mu(get_reduction("fp8lm"), mu, torch.device("cpu")), torch.tensor(float(mu)))
+    for other in (2.0**-151, 3.5e38, 0, -1, -0.5, math.inf, math.nan, "1"):
+        refused("is not a factor; pass a finite number above 0", require_mu, get_reduction("fp8lm"), other,
+                torch.device("cpu"))  # fmt: skip

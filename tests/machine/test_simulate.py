@@ -313,3 +313,56 @@ def test_a_converted_model_multiplies_on_its_own_target():
         converted(x)
     assert y.equal(plain)
     assert run.exact["fmtsim.gemm"] == 3 and run.exact["gelu"] == 1
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"target": 3}, r"target=3 cannot be simulated; choose from"),
+    ({"strict": "no"}, r"strict='no' is not allowed; pass True or False"),
+    ({"strict": torch.ones(2)}, r"strict=tensor.* is not allowed; pass True or False"),
+])  # fmt: skip
+def test_arguments_of_other_types_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        fmtsim.simulate(**options)
+
+
+def test_tensors_without_numbers_are_refused():
+    x = torch._subclasses.FakeTensorMode().from_tensor(torch.ones(3))
+    with (
+        fmtsim.simulate(),
+        pytest.raises(ArgumentError, match="sin.* has a fake tensor, which has no numbers; pass the"),
+    ):
+        x.sin()
+
+
+def test_sparse_tensors_are_computed_as_the_host_does_and_counted_so():
+    x = torch.eye(3).to_sparse()
+    with fmtsim.simulate() as run:
+        y, z = x.sin(), x.clone()
+    assert torch.equal(y.to_dense(), x.sin().to_dense()) and torch.equal(z.to_dense(), x.to_dense())
+    assert run.unknown == {"sin: sin of sparse or nested tensors": 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: functional.log_softmax(x, -1), (1, 8, 0)), (lambda x: functional.layer_norm(x, (33,)), (0, 33)),
+        (lambda x: x.sum(0), (0, 3)), (lambda x: x.mean(), (0,)), (lambda x: x.amax(-1), (0, 4)), (torch.exp, (0,)),
+        (lambda x: functional.linear(x, torch.ones(5, 33), torch.ones(5)), (0, 33)),
+        (lambda x: functional.rms_norm(x, (33,), torch.ones(33)), (0, 33)), (lambda x: x @ x.mT, (3, 0)),
+    ],
+)  # fmt: skip
+def test_what_has_no_elements_is_what_the_host_makes_of_it(function, shape):
+    with fmtsim.simulate(strict=True):
+        x = torch.ones(shape, requires_grad=True)
+        y = function(x)
+        y.sum().backward()
+    host = torch.ones(shape, requires_grad=True)
+    expected = function(host)
+    assert (y.shape, y.dtype) == (expected.shape, expected.dtype) and torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.nan_to_num(), expected.nan_to_num()) and x.grad.shape == host.shape
+
+
+def test_softmax_of_one_number_is_not_known():
+    with fmtsim.simulate() as run:
+        y = torch.tensor(3.0).softmax(0)
+    assert y.item() == 1 and run.unknown == {"_softmax: softmax over another dimension than the last": 1}

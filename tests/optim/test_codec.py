@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codes and scales of states, and the elementary functions that expand groups."""
 
+import math
+
 import pytest
 import torch
 
@@ -67,3 +69,10 @@ def test_elementary_functions_of_the_cpu_have_the_bits_of_the_reference():
         for a, b in zip(found, wanted, strict=True):
             assert torch.equal(a.view(torch.int64)[:-1], torch.tensor(b, dtype=torch.float64).view(torch.int64)[:-1])
     assert bool(found[1][-1].isnan())
+
+
+def test_the_logarithm_of_a_power_keeps_nan_and_inf_and_is_finite_at_zero():
+    x = torch.tensor([0.0, -0.0, 1.0, math.inf, math.nan, 0.5, 2.0, 2.0**-149, 3.0e38])
+    y = codec._ln(x)
+    assert y.dtype == torch.float64 and y[:4].tolist() == [0, 0, 0, math.inf] and math.isnan(y[4])
+    assert y[5:].tolist() == [elementary.ln(number) for number in x[5:].tolist()]

@@ -335,3 +335,11 @@ def test_scales_and_elements_have_words_of_their_own():
     assert not torch.equal(other.elements, found.elements) and not torch.equal(other.scales.scale, same.scale)
     plain = cast(x, E2M1, rule, Rounding(), "saturate", keys)  # elements to nearest: no words
     assert_same_bits(plain.elements, cast(x, E2M1, rule, Rounding(), "saturate", (None, keys[1])).elements)
+
+
+def test_the_logarithm_of_nothing_is_the_least_power():
+    """``(1 / a) * top`` rounds to zero in float16: its logarithm is -Inf, and the factor 2**-126 as the clamp says."""
+    rule, a = Scaling(power_of_two="log2"), torch.tensor([[65504.0, 1.0, 2.0**-14]])
+    exact = [[float(by_logarithm(Fraction(n), Fraction(2) ** -26, DTYPES[torch.float16])) for n in a[0].tolist()]]
+    assert exact[0][:2] == [2.0**-126] * 2 and exact[0][2] == 2.0**-12
+    assert_same_bits(scales(a, rule, 2.0**-26, dtype=torch.float16).factor, torch.tensor(exact), a)

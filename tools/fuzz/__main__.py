@@ -14,11 +14,16 @@ import resource
 import sys
 import time
 
-from tools.fuzz import calls, files, models, peers, runs, saved, verbs
+from tools.fuzz import calls, files, machines, models, peers, runs, saved, verbs
 from tools.fuzz.target import Report
 
-TARGETS = [*files.TARGETS, *runs.TARGETS, *saved.TARGETS, *calls.TARGETS]  # models and verbs fill those of calls
-assert models and verbs
+TARGETS = [
+    *files.TARGETS,
+    *runs.TARGETS,
+    *saved.TARGETS,
+    *calls.TARGETS,
+]  # machines, models and verbs fill those of calls
+assert machines and models and verbs
 
 
 def main() -> int:

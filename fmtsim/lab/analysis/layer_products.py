@@ -89,10 +89,15 @@ def products_of(
 
 def check_rows(verb: str, name: str, rows: Iterable[int]) -> list[int]:
     """Return numbers of rows in order, each once; refuse what is none."""
-    sizes = list(rows) if isinstance(rows, Iterable) else [rows]
-    wrong = next((n for n in sizes if type(n) is not int or not 0 < n <= MOST_ROWS), None)
-    if wrong is not None or not sizes:
-        raise ArgumentError(f"{verb} got {name}={shown(wrong)}; pass numbers of rows from 1 to {MOST_ROWS}")
+    try:
+        sizes = list(rows)
+    except TypeError:  # one number, or an array of none
+        sizes = [rows]
+    wrong = [n for n in sizes if type(n) is not int or not 0 < n <= MOST_ROWS]
+    if wrong or not sizes:
+        raise ArgumentError(
+            f"{verb} got {name}={shown(wrong[0] if wrong else sizes)}; pass numbers of rows from 1 to {MOST_ROWS}"
+        )
     return sorted(set(sizes))
 
 

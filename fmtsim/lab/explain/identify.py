@@ -21,6 +21,7 @@ from fmtsim.gemm.units.unit import list_units
 from fmtsim.lab.analysis.compare import Difference, compare
 from fmtsim.lab.explain.candidates import Accumulation, Observed, candidates, cost, merged, rows_at
 from fmtsim.lab.explain.samples import FEW, Places, affordable, deciding, part_of, probe_of
+from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
 
@@ -240,8 +241,13 @@ def identify(
 
 
 def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None) -> Observed:
-    for name, x in (("a", a), ("b", b), ("y", y)):
-        check_tensor(name, x, "2")
+    for name, x in (("a", a), ("b", b), ("y", y), ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
+        if name in "aby" or x is not None:
+            check_tensor(name, x, "2" if name in "aby" else "1" if name == "bias" else "0+")
+            if not is_readable(x):
+                raise ArgumentError(
+                    f"{name} has no numbers (it is fake, or on the device meta); pass the tensor itself"
+                )
     check_together(a=a, b=b, y=y)
     check_operands("mm", a, b, None, False)
     sizes = m, n, k = a.shape[0], b.shape[1], a.shape[1]
@@ -255,10 +261,9 @@ def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, sca
     for name, x in (("a", a), ("b", b)):
         operand_format(name, x)
     layouts = matrix_layout(a), matrix_layout(b, transposed=True)
-    values, rows, results = (x.detach().cpu().contiguous() for x in (a, b.mT, y))
+    values, rows, results = (x.detach().cpu().resolve_neg().contiguous() for x in (a, b.mT, y))
     product = Observed(a=values, b=rows, y=results, layouts=layouts)
     if bias is not None:
-        check_tensor("bias", bias, "1")
         if len(bias) != n:
             raise ArgumentError(f"bias has {len(bias)} elements; y has {n} columns")
         product = product._replace(bias=bias.detach().cpu())

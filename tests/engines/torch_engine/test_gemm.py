@@ -10,7 +10,7 @@ import torch
 
 from fmtsim.engines.torch_engine import gemm
 from fmtsim.engines.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
-from fmtsim.engines.torch_engine.gemm_operands import assembled, round_value
+from fmtsim.engines.torch_engine.gemm_operands import _convert, assembled, round_value
 from fmtsim.engines.torch_engine.gemm_sums import unit_of
 from fmtsim.engines.torch_engine.gemm_units import integer_sums
 from fmtsim.engines.torch_engine.gemm_wide import WideUnit
@@ -387,3 +387,18 @@ def test_sums_of_integers_beyond_float32():
     exact = (a.long()[:, None] * b.long()).sum(-1)
     assert exact.min() > 1 << 24 and torch.equal(integer_sums(a, b), exact)
     assert torch.equal(integer_sums(a[:, :0], b[:, :0]), torch.zeros(3, 3, dtype=torch.int64))
+
+
+def test_infinities_where_a_mode_would_stop_at_the_largest_value():
+    """Numbers whose rounding without a largest exponent lies above the largest value become Inf in every mode."""
+    x = torch.tensor(
+        [57344.0, 61439.0, 61440.0, 65535.0, 65536.0, 1e6, 2.0**1023, -65536.0, -1e300], dtype=torch.float64
+    )
+    top, inf = 57344.0, math.inf
+    expected = {
+        "toward_zero": [top, top, top, top, inf, inf, inf, -inf, -inf],
+        "nearest_even": [top, top, inf, inf, inf, inf, inf, -inf, -inf],
+        "up": [top, inf, inf, inf, inf, inf, inf, -inf, -inf],
+    }
+    for mode, values in expected.items():
+        assert _convert(x, get_format("e5m2"), Rounding(mode=mode), None).tolist() == values, mode

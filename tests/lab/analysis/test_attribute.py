@@ -344,3 +344,25 @@ def test_a_picture_counts_layers_whose_bars_nobody_would_see():
     assert panel.get_xlabel().endswith("\nnot drawn, with shorter bars: 1 of 5 layers")
     panel = made(a=(0.1, 0.2), b=(0.5, -0.5), c=(0.3, 0.0), d=(0.2, 0.0)).plot().axes[0]  # b's bars cancel and are long
     assert len(panel.get_yticklabels()) == 4 and "not drawn" not in panel.get_xlabel()
+
+
+def test_a_layer_that_runs_twice_costs_what_two_layers_of_its_weights_do():
+    class Two(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a = nn.Linear(16, 16)
+            self.b = self.a if shared else copy.deepcopy(self.a)
+
+        def forward(self, x):
+            return self.b(F.gelu(self.a(x))).square().mean()
+
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    once, both = (fmtsim.attribute(Two(shared), x, format="e4m3").rows for shared in (True, False))
+    assert {row.layer for row in once} == {"a"} and {row.layer for row in both} == {"a", "b"}
+    losses = [sum(row.loss for row in rows if row.operand == "w_f") for rows in (once, both)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.03)  # of first order, each with random signs of its own
+    noise = {row.operand: row.gradient_noise for row in once if row.gradient_noise is not None}
+    for operand, value in noise.items():  # errors of both calls meet in one gradient, and are independent
+        each = [row.gradient_noise for row in both if row.operand == operand]
+        assert math.hypot(*each) / 2 < value < 2 * sum(each), operand

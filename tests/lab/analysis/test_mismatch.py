@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import fields, replace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -275,7 +276,11 @@ def test_what_is_shown(found):
         ({"trainer_tokens": "many"}, "explain_mismatch got trainer_tokens='many'; pass numbers of rows from 1 to"),
         ({"prefill": 0}, "explain_mismatch got prefill=0; pass numbers of rows"),
         ({"decode": [1, 2.5]}, "explain_mismatch got decode=2.5; pass numbers of rows"),
-        ({"decode": []}, "explain_mismatch got decode=None; pass numbers of rows"),
+        ({"decode": []}, "explain_mismatch got decode=[]; pass numbers of rows"),
+        ({"decode": None}, "explain_mismatch got decode=None; pass numbers of rows"),
+        ({"decode": numpy.array(2)}, "explain_mismatch got decode=array(2); pass numbers of rows"),
+        ({"dtype": numpy.ones(3)}, "dtypes array([1., 1., 1.]) is not possible; choose from"),
+        ({"dtype": None}, "dtypes None is not possible; choose from"),
         ({"dtype": "fp4"}, "dtypes 'fp4' is not possible; choose from"),
         ({"batch": torch.zeros(1, 4).long()}, "explain_mismatch takes a torch.nn.Module, not str; pass the model"),
         ({"model": Decoder(), "batch": torch.zeros(1, 4)}, "batch 0 has torch.float32 (1, 4) for token numbers"),

@@ -373,3 +373,10 @@ def test_an_error_inside_leaves_no_hook():
         made(torch.ones(1, 4))
     assert [one.operation for one in run.trace.operations] == ["Linear"]
     assert not any(module._forward_hooks for module in made.modules())
+
+
+def test_the_hash_of_long_rows_is_defined():
+    """Rows of more words than a sum takes: sums end where 65536 words do, and where rows do."""
+    x = torch.arange(300_001, dtype=torch.int32)
+    assert printed(x).hash == printed(x.view(1, -1)).hash == "f3472ddfeba316c4"
+    assert printed(torch.arange(210_000, dtype=torch.int32).view(3, 70_000)).hash == "006732432c384ee8"

@@ -22,9 +22,12 @@ import torch
 from torch import nn
 
 import fmtsim
+import fmtsim.machine.operators  # loaded before the fork
 from fmtsim.formats.tensor_file import read_tensors
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.compare import plot_ulps
+from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.cli import calibration, training  # noqa: F401
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy
@@ -78,8 +81,62 @@ def run_search(folder: Path) -> None:
     result.plot(folder / "front.png")
 
 
+def run_sweep(folder: Path) -> None:
+    """Train the points of a sweep, each of which is a line of a file as soon as it ends."""
+    data = folder.parent / "text.txt"
+    data.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    points = ["--schemes", "fp32,e4m3", "--lr", "1e-2", "--widths", "16", "--steps", "4", "--seeds", "0..2"]
+    how = ["--context", "16", "--layers", "1", "--heads", "2", "--batch-size", "2", "--workers", "1", "--quiet"]
+    assert main(["sweep", *points, *how, "--data", str(data), "--out", str(folder)]) == 0
+
+
+def run_reproduce(folder: Path) -> None:
+    """Measure two claims and keep the table and the numbers."""
+    claims = [word for name in ("stochastic_bits", "dge") for word in ("--only", name)]
+    assert main(["reproduce", *claims, "--workers", "1", "--quiet", "--out", str(folder)]) in (0, 1)
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(32), nn.Linear(32, 8)).bfloat16()
+
+
+def run_simulate(folder: Path) -> None:
+    """Train on a simulated GPU, going on from the file that is written after every step."""
+    model, path = _small(), folder / "model.pt"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    done = 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done = state["steps"]
+    with fmtsim.simulate(target="h200"):
+        for step in range(done, 12):
+            torch.manual_seed(step)  # of dropout, too
+            optimizer.zero_grad()
+            model(torch.randn(16, 32).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            file = io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": step + 1}, file)
+            write_file(path, file.getvalue())
+
+
+def run_audit(folder: Path) -> None:
+    """Record the trace of a simulated step unless a file has it, audit it, and keep the result."""
+    path = folder / "run.safetensors"
+    if not path.exists():
+        model = _small()
+        with fmtsim.simulate(target="h200"), fmtsim.trace(model, level="aten", tensors=True) as run:
+            model(torch.ones(16, 32).bfloat16()).float().sum().backward()
+        run.trace.save(path)
+    result = audit(Trace.load(path), target="h200")
+    write_file(folder / "audit.json", json.dumps(result.to_dict()))
+
+
 JOBS: dict[str, Callable[[Path], None]] = {
-    "train": run_train, "calibrate": run_calibrate, "ptq": run_ptq, "search": run_search,
+    "train": run_train, "calibrate": run_calibrate, "ptq": run_ptq, "search": run_search, "sweep": run_sweep,
+    "reproduce": run_reproduce, "simulate": run_simulate, "audit": run_audit,
 }  # fmt: skip
 
 
@@ -93,6 +150,10 @@ def results(folder: Path) -> dict[str, object]:
         if path.suffix == ".json":
             hook = lambda x: {k: v for k, v in x.items() if k not in ("seconds", "ran")}  # noqa: E731
             content = json.loads(path.read_text(), object_hook=hook)
+        elif path.suffix == ".jsonl":
+            content = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in path.open()]
+        elif path.suffix == ".md":  # the last column of a table is how long a claim took
+            content = re.sub(r"[0-9-]+ [0-9:]+ UTC|[0-9.]+ (s\b|\|$)", "", path.read_text("utf-8"), flags=re.M)
         elif path.suffix == ".html":
             content = re.sub(r"fmtsim train [^\"<]*|[0-9-]+ [0-9:]+ UTC|[0-9.]+ s, ", "", path.read_text("utf-8"))
         elif path.suffix == ".safetensors":

@@ -249,6 +249,11 @@ def test_a_tile_whose_largest_value_lies_beyond_float32():
         (lambda: explain(torch.zeros(2, device="meta"), "e4m3"), ArgumentError, "x is on the meta device and hol"),
         (lambda: explain(1.0, "e4m3", overflow=["ieee"]), FormatError, r"unknown overflow \['ieee'\]; choose"),
         (lambda: explain(1.0, "e4m3", generator=None), ArgumentError, "explain draws from no generator; pass"),
+        (
+            lambda: explain(1.0, "e4m3", generator=torch.Generator()),
+            ArgumentError,
+            "explain draws from no generator; pass",
+        ),
         (lambda: explain(1.0, "e4m3", generator="1"), ArgumentError, "generator='1' is not a seed"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
 from fmtsim.formats.interop import torch_dtype
@@ -287,6 +288,9 @@ Y = torch.zeros(4, 4)
         ((A, B, Y), {"target": "h20"}, ArgumentError, r"unknown target 'h20'; did you mean 'h200'"),
         ((A, B, Y), {"bias": torch.ones(3)}, ArgumentError, r"bias has 3 elements; y has 4 columns"),
         ((A, B, Y), {"scale_a": torch.tensor(2.0)}, ArgumentError, r"scale_a and scale_b belong together"),
+        ((A, B, Y), {"scale_a": torch.tensor(2.0), "scale_b": 1.0}, DtypeError, r"scale_b is float, not a tensor"),
+        ((A, B, Y.to("meta")), {}, ArgumentError, r"y has no numbers .it is fake, or on .* meta.; pass the"),
+        ((FakeTensorMode().from_tensor(A), B, Y), {}, ArgumentError, r"a has no numbers .it is fake"),
         ((A.char(), B.char(), Y), {}, ArgumentError, r"no unit multiplies torch.int8 x torch.int8 to torch.float32"),
     ],
 )  # fmt: skip
@@ -331,3 +335,9 @@ def test_the_command_reads_files_and_goes_on_with_a_probe(tmp_path, monkeypatch,
     ):
         assert main(["identify", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_negated_views_are_their_numbers():
+    """torch negates such a tensor when it is read; its bits in memory are the other sign's."""
+    results = [fmtsim.identify(A, B, y) for y in (-Y, torch._neg_view(Y))]
+    assert results[0].to_dict() == results[1].to_dict()
