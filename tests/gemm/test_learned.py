@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.gemm.targets.learned import FEATURES, Group, Learned, Tree, learned_bytes, write_learned
+from fmtsim.gemm.targets.learned import FEATURES, MAGIC, Group, Learned, Tree, learned_bytes, write_learned
 from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.support.errors import ArgumentError, DataError
@@ -109,7 +109,7 @@ def test_damaged_files(tmp_path, damage):
 def test_a_header_of_lists_without_end(tmp_path):
     header = zlib.compress(b"[" * 100_000)
     path = tmp_path / "a.trees"
-    path.write_bytes(struct.pack("<16sII", b"fmtsim learned 1", len(header), zlib.crc32(header)) + header)
+    path.write_bytes(struct.pack("<16sII", MAGIC, len(header), zlib.crc32(header)) + header)
     with pytest.raises(
         DataError, match="holds no trees that fmtsim reads .more than 64 objects or lists inside each other"
     ):

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import ScalingType
 
 from fmtsim import Datapath, GemmPlan, bmm, encode, get_format, get_unit, int_mm, linear, mm, mma, quantize, scaled_mm
+from fmtsim.gemm.targets.target import find_target
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, FormatError
 from tests.support.gemm_oracle import sums
@@ -313,6 +314,15 @@ def test_an_unknown_target_or_unit_is_reported_first():
             verb(words, torch.ones(5, 2, 3), target="h300")
         with pytest.raises(ArgumentError, match="^unknown target 'hopper.mmma'; did you mean 'hopper.mma'"):
             verb(words, torch.ones(5, 2, 3), target="hopper.mmma")
+
+
+def test_gpus_without_a_record_have_a_sibling():
+    for name, sibling in (("GH200", "h200"), ("H100-PCIe", "h100"), ("rtx 4090", "l40s"), ("v100", "volta.mma")):
+        with pytest.raises(
+            ArgumentError, match=f"^no library on a GPU named '{name}' is recorded; '{sibling}' has its"
+        ):
+            mm(torch.ones(2, 2), torch.ones(2, 2), target=name)
+        find_target(sibling)
 
 
 def test_lengths_count_numbers_not_bytes():

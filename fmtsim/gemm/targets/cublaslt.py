@@ -190,22 +190,17 @@ _STREAM_STAGES: Final = {34: 32, 35: 64}
 
 
 def _one_chain(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
-    """Stream-K kernels (split -1) leave tiles whole where 67 to 90 of them fill most of the GPU at once.
+    """Stream-K kernels (split -1) that share some tiles along K have no known order.
 
-    From 91 to 128 tiles, some of the last ones are shared along K in one call of ten. A split of more than 1 means that
-    all tiles are shared alike: even runs of K, whose sums are added as neighbours in up to 8 parts.
+    A split of more than 1 means that all tiles are shared alike: even runs of K, whose sums are added as neighbours in
+    up to 8 parts.
     """
     plain = not call.bias and architecture == "sm_90"
     if choice.split in range(2, 9) and choice.reduction == 2 and choice.stages in _STREAM_STAGES and plain:
         narrow = {"partial": "fp16", "round_trip": True} if call.accumulate == "fp16" else {}
         shared = {"k_tile": _STREAM_STAGES[choice.stages], "split": choice.split, "owner": "even"}
         return plan_order(**shared, **narrow, reduce="neighbours")
-    if choice.split == -1 and architecture == "sm_90" and choice.custom in TILES:
-        rows, columns = TILES[choice.custom]
-        whole = 66 < ceil_div(call.n, rows) * ceil_div(call.m, columns) * call.batch < 91
-    else:
-        whole = choice.split == 1
-    return plan_order() if whole and not (call.bias and call.n == 1) else None
+    return plan_order() if choice.split == 1 and not (call.bias and call.n == 1) else None
 
 
 def _interleaved(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:

@@ -16,13 +16,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import FmtsimError, LibraryBugWarning, PlanUnknownWarning
+
+_SIBLINGS: Final = {
+    **dict.fromkeys(("h100pcie", "h100nvl", "h800"), "h100"), "h20": "h200", "gh200": "h200", "b300": "gb300",
+    **dict.fromkeys(("l4", "l40", "rtx4090", "rtx6000ada"), "l40s"), "a800": "a100", "rtx5090": "rtx_blackwell.mma",
+    **dict.fromkeys(("a10", "a6000", "rtxa6000", "rtx3090"), "ampere.mma"), "v100": "volta.mma", "t4": "turing.mma",
+}  # fmt: skip
+"""GPUs without a record, and the target or unit that has their matrix units."""
 
 _silent = ContextVar("silent", default=False)
 _warned: set[tuple[type[Warning], str, GemmCall]] = set()
@@ -151,3 +158,12 @@ def warn_of_native_bug(target: Any, call: GemmCall) -> None:
         return
     if spec.basis != "guess":
         warn_of_bug(target, call, spec.plan, guess=False)
+
+
+def sibling_of(name: str) -> str | None:
+    """Return what to take for a GPU that has no record, and how sure it is; None where the name is no such GPU's."""
+    sibling = _SIBLINGS.get("".join(letter for letter in name.lower() if letter.isalnum()))
+    return sibling and (
+        f"no library on a GPU named {name!r} is recorded; {sibling!r} has its matrix units, but accumulation orders "
+        "may differ, as 1 to 5 % of an H100's and an H200's do; fmtsim calibrate --book records those of a GPU"
+    )

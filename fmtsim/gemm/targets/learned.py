@@ -2,6 +2,7 @@
 """What cuBLASLt most likely chooses for calls that it was not asked about: decision trees learned from its answers."""
 
 import json
+import lzma
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ from fmtsim.support.errors import DataError
 from fmtsim.support.files import StrPath, write_file
 from fmtsim.support.records import parse_json
 
-MAGIC: Final = b"fmtsim learned 1"
+MAGIC: Final = b"fmtsim learned 2"
 _HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
-_DAMAGED = (ValueError, TypeError, LookupError, struct.error, zlib.error)
+_DAMAGED = (ValueError, TypeError, LookupError, struct.error, zlib.error, lzma.LZMAError)
 LEAF: Final = 255
+_FILTERS: Final = ({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 20, "pb": 0},)  # of bytes without a grid
 Feature = Callable[[Any, Any, Any, Any, Any, Any], Any]
 
 
@@ -286,11 +288,11 @@ def write_learned(path: StrPath, groups: Sequence[tuple[Group, Tree]]) -> int:
 
 
 def _packed(tree: Tree) -> bytes:
-    """Return a tree in few bytes: columns, thresholds and choices as planes of bytes."""
-    thresholds = tree.thresholds.astype("<f4").view(np.uint8).reshape(-1, 4).T
+    """Return a tree in few bytes: columns, thresholds by their features, and choices as planes of bytes."""
+    thresholds = tree.thresholds[_by_feature(tree.features)].astype("<f4").view(np.uint8).reshape(-1, 4).T
     choices = tree.choices.astype("<u2").view(np.uint8).reshape(-1, 2).T
     pieces = [tree.features.astype(np.uint8), *thresholds, *choices, np.packbits(tree.certain)]
-    packed = [zlib.compress(piece.tobytes(), 9) for piece in pieces]
+    packed = [lzma.compress(piece.tobytes(), lzma.FORMAT_RAW, filters=_FILTERS) for piece in pieces]
     return struct.pack(f"<II{len(packed)}I", len(tree.features), len(tree.choices), *map(len, packed)) + b"".join(
         packed
     )
@@ -300,11 +302,20 @@ def _unpacked(packed: bytes) -> Tree:
     nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)
     pieces, begin = [], 40
     for size in sizes:
-        piece = zlib.decompressobj().decompress(packed[begin : begin + size], LARGEST)
+        inflater = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_FILTERS)
+        piece = inflater.decompress(packed[begin : begin + size], LARGEST)
         pieces.append(np.frombuffer(piece, np.uint8))
         begin += size
-    thresholds = np.stack(pieces[1:5], 1).reshape(-1).view("<f4")
+    features = pieces[0]
+    sorted_thresholds = np.stack(pieces[1:5], 1).reshape(-1).view("<f4")
     choices = np.stack(pieces[5:7], 1).reshape(-1).view("<u2")
-    if len(pieces[0]) != nodes or len(choices) != leaves or len(thresholds) != nodes - leaves:
+    if len(features) != nodes or len(choices) != leaves or len(sorted_thresholds) != nodes - leaves:
         raise ValueError("a tree has another size than it says")
-    return Tree(pieces[0], thresholds, choices, np.unpackbits(pieces[7], count=leaves).astype(bool))
+    thresholds = np.empty_like(sorted_thresholds)
+    thresholds[_by_feature(features)] = sorted_thresholds
+    return Tree(features, thresholds, choices, np.unpackbits(pieces[7], count=leaves).astype(bool))
+
+
+def _by_feature(features: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Return the order of a tree's thresholds in which those of a feature are next to each other."""
+    return np.argsort(features[features != LEAF], kind="stable")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.cublaslt import order_of
-from fmtsim.gemm.targets.doubts import warn_once
+from fmtsim.gemm.targets.doubts import sibling_of, warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
 from fmtsim.gemm.targets.planfile import PlanFile
 from fmtsim.gemm.targets.question import (
@@ -328,7 +328,7 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     if text.lstrip().startswith("{"):
         return _datapath_of(text)
     hint = did_you_mean(text, (*list_targets(), *list_units()))
-    raise ArgumentError(f"unknown target {shown(text)}{hint} ({_kinds()})")
+    raise ArgumentError(sibling_of(text) or f"unknown target {shown(text)}{hint} ({_kinds()})")
 
 
 def _kinds() -> str:
