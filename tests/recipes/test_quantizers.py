@@ -148,6 +148,15 @@ def test_a_quantiser_that_looks_at_the_dtype_is_its_sources(name, operand, sourc
     check(made(name, operand, x), source(x))
 
 
+def test_clamping_keeps_the_dtype_that_logarithms_are_taken_in():
+    """MS-AMP's quantile clipping returns x's dtype: in bfloat16 48.25 * 2^-3 is 6, in float32 it would be above."""
+    x = torch.tensor([[48.25] * 128 + [3.0] * 128])
+    assert made("fp4_ms_code", "x_f", x.bfloat16()).values(torch.float32)[0, 128] == 4  # 3 / 8 is nearest to 0.5
+    assert made("fp4_ms_code", "x_f", x).values(torch.float32)[0, 128] == 0  # 3 / 16 is nearest to 0
+    x = normal(128, 1024, seed=3).bfloat16()
+    check(made("fp4_ms_code", "x_f", x), oracle.fp4_msamp(oracle.occ(x, 0.99, True), 1))
+
+
 @pytest.mark.parametrize("operand", ["g_d", "g_w"])
 def test_stochastic_gradients_of_nvfp4(operand):
     x = matrix()

@@ -26,7 +26,7 @@ from fmtsim.scaling.scales import FLT_MIN
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
 from fmtsim.spec.operand import Keys, Operand, block_of, folds, last_cast, multiplied, spread
-from fmtsim.spec.quantizer import Quantizer, Sparsity, StraightThrough
+from fmtsim.spec.quantizer import Clamp, Quantizer, Sparsity, StraightThrough
 from fmtsim.support.dispatch import is_bare
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.replay.gpu import constant
@@ -250,7 +250,8 @@ def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folde
     last = last_cast(quantizer)
     fmt, only_cast = last.format, not quantizer.transforms and quantizer.then is None and quantizer.scaling is None
     if fmt is None:
-        keeps = only_cast or (quantizer.then is None and all(isinstance(t, Sparsity) for t in quantizer.transforms))
+        in_dtype = all(isinstance(t, Clamp | Sparsity) for t in quantizer.transforms)
+        keeps = only_cast or (quantizer.then is None and in_dtype)
         return dtype if keeps else torch.float32
     if on_gpu and is_bfloat16(last, folded):
         return torch.bfloat16
