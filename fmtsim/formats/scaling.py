@@ -111,7 +111,8 @@ class Scaling:
             r is the scale itself: elements x * r, values q / r.
         power_of_two: Round the scale to a power of two, down or up ("encode" rounds r the other way). ``"log2"`` is for
             "encode": ``2**-floor(log2(r))`` with r = (1 / statistic) * top, every step rounded to the tensor's dtype,
-            where a logarithm may carry into the next power.
+            where a logarithm may carry into the next power; and for "divide": ``2**ceil(log2(statistic / top))``, every
+            step rounded to ``scale``, float32 or 16 bits of torch's.
         multiplier: What a scale is multiplied by after it became a power of two.
         scale: The format that stores the scale.
         input_scale: Store the scale in the tensor's own dtype where that has 16 bits, else in ``scale``.
@@ -165,9 +166,15 @@ class Scaling:
         _require(not both, "factor= and top= together", "one: a factor, or what becomes the top")
         inverts = self.eps_rule != "inverse" or (self.arithmetic == "reciprocal" and self.candidates == (1.0,))
         _require(inverts, "eps_rule='inverse' of this rule", "arithmetic='reciprocal' and one candidate")
-        encodes = self.power_of_two != "log2" or (self.arithmetic == "encode" and self.factor is None)
-        _require(encodes, "power_of_two='log2' of this rule", "arithmetic='encode' without factor=")
-        of_input = self.input_scale or self.power_of_two == "log2" or self.eps_rule == "inverse"
+        log2, divides = self.power_of_two == "log2", self.arithmetic == "divide" and not self.offset
+        has_dtype = self.scale.name in ("fp32", "bf16", "fp16")
+        encodes = self.arithmetic == "encode" or (divides and has_dtype and self.multiplier == 1)
+        _require(
+            not log2 or (encodes and self.factor is None),
+            "power_of_two='log2' of this rule",
+            "arithmetic='encode', or 'divide' with a scale of fp32, bf16 or fp16, without factor=",
+        )
+        of_input = self.input_scale or (log2 and not divides) or self.eps_rule == "inverse"
         alone = not of_input or (self.tensor is None and self.history is None)
         _require(alone, "input_scale, 'log2' or 'inverse' with tensor= or history=", "a rule of one level without one")
         of_tensor = self.block == (None, None) or self.has_fixed_tensor_scale

@@ -109,7 +109,7 @@ def _gaudi() -> LinearConfig:
     biases = tuple(2.0**power for power in (-8, -4, 0, 4))
 
     def tensor(backoff: float) -> Scaling:
-        return Scaling(top=240.0 * backoff, arithmetic="divide", power_of_two="ceil", allowed=biases)
+        return Scaling(top=240.0 * backoff, arithmetic="divide", power_of_two="log2", allowed=biases, scale=BF16)
 
     return layer(cast("e4m3_ieee", tensor(0.25)), cast("e4m3_ieee", tensor(0.5)), cast("e5m2", Scaling(top=57344.0)))
 

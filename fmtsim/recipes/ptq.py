@@ -251,9 +251,12 @@ def is_static(x: Quantizer) -> bool:
 
 
 def fixed(x: Quantizer) -> Quantizer:
-    """Return a quantiser with a static scale, which calibration sets."""
+    """Return a quantiser with a static scale, which calibration sets: the rule no longer computes a logarithm."""
     assert x.scaling is not None
-    scaling = dataclasses.replace(x.scaling, history=History(length=1, fixed=True), candidates=(1.0,))
+    power = "ceil" if x.scaling.power_of_two == "log2" else x.scaling.power_of_two
+    scaling = dataclasses.replace(
+        x.scaling, history=History(length=1, fixed=True), candidates=(1.0,), power_of_two=power, input_scale=False
+    )
     return dataclasses.replace(x, scaling=scaling)
 
 

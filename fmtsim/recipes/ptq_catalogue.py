@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from fmtsim.formats.block import Block
+from fmtsim.formats.floating import FP32
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
@@ -19,8 +20,8 @@ _INC = "Intel Neural Compressor 9b47d09"
 _GPTQ = "Frantar et al., arXiv:2210.17323"
 _OWN = "this package: a usual combination, no single source"
 
-_HALF, _E4M3 = get_format("fp16"), get_format("e4m3")
-assert isinstance(_HALF, FloatFormat) and isinstance(_E4M3, FloatFormat)
+_HALF, _E4M3, _BF16 = get_format("fp16"), get_format("e4m3"), get_format("bf16")
+assert isinstance(_HALF, FloatFormat) and isinstance(_E4M3, FloatFormat) and isinstance(_BF16, FloatFormat)
 _TENSOR, _CHANNEL, _TOKEN = Scaling(), Scaling(block=(1, None)), Scaling(block=(1, None))
 _ABSMAX = Calibration()
 
@@ -59,10 +60,14 @@ _GAUDI3 = tuple(2.0**power for power in range(-55, 8))  # exponent biases 62 to 
 def _pow2(
     top: float, *, allowed: tuple[float, ...] = (), block: Block = (None, None), candidates: tuple[float, ...] = (1.0,)
 ) -> Scaling:  # fmt: skip
-    """Return scales ``amax / top`` rounded up to powers of two, then to the next of a set of the hardware's."""
+    """Return scales ``amax / top`` rounded up to powers of two, then to the next of a set of the hardware's.
+
+    The toolkit computes the scale of a tensor in its hp_dtype, bfloat16 unless told, those of rows in their dtype.
+    """
+    rows = block != (None, None)
     return Scaling(
-        block=block, top=top, arithmetic="divide", power_of_two="ceil", allowed=allowed, candidates=candidates,
-        metric="mse",
+        block=block, top=top, arithmetic="divide", power_of_two="log2", allowed=allowed, candidates=candidates,
+        metric="mse", scale=FP32 if rows else _BF16, input_scale=rows,
     )  # fmt: skip
 
 
@@ -85,8 +90,8 @@ def _gaudi(
 def _gaudis() -> tuple[PtqRecipe, ...]:
     """Return the scale methods of Intel's toolkit; scales are what elements are multiplied with when decoded.
 
-    A fullscale is 240 on Gaudi 2 and 448 on Gaudi 3; backoffs are 0.25 for calibrated activations, 0.5 for weights,
-    and 1 for activations at hand.
+    A fullscale is 240 on Gaudi 2 and 448 on Gaudi 3; backoffs are 0.25 for calibrated activations, 0.5 for weights and
+    for activations at hand.
     """
     x2, w2 = _pow2(60.0, allowed=_GAUDI2), _pow2(120.0, allowed=_GAUDI2)
     x3, w3 = (_pow2(448.0 * backoff, allowed=_GAUDI3) for backoff in (0.25, 0.5))
@@ -108,9 +113,9 @@ def _gaudis() -> tuple[PtqRecipe, ...]:
         _gaudi("gaudi_opt", x, _best(powers), "MAXABS_POW2_OPT_WEIGHT, 2^-10 to 2^9 by least squared error"),
         _gaudi("gaudi_opt_channel", x, few, "ACT_MAXABS_POW2_WEIGHTS_PCS_OPT_POW2, 2^-3 to 2^4 times POW2's"),
         _gaudi("gaudi_exact", exact_x, exact_w, "MAXABS_ARBITRARY, scales not rounded"),
-        _gaudi("gaudi_dynamic", _pow2(240.0), w2, "ACT_MAXABS_PTS_POW2_WEIGHT_MAXABS_PTS_POW2_HW on Gaudi 2",
-               dynamic=True),
-        _gaudi("gaudi_dynamic_token", _pow2(240.0, block=(1, None)), w2,
+        _gaudi("gaudi_dynamic", _pow2(120.0), w2, "MAXABS_HW's weights on Gaudi 2, dynamic activations of granularity "
+               "PTS, rounded by POW2 (a custom configuration, no named method)", dynamic=True),
+        _gaudi("gaudi_dynamic_token", _pow2(120.0, block=(1, None)), w2,
                "ACT_MAXABS_PCS_POW2_WEIGHT_MAXABS_PTS_POW2_HW on Gaudi 2", dynamic=True),
         _gaudi("gaudi2_fixed", sixteen, sixteen, "HW_ALIGNED_SINGLE_SCALE on Gaudi 2: the set's first, 2^4"),
         _gaudi("gaudi3_fixed", high, high, "HW_ALIGNED_SINGLE_SCALE on Gaudi 3: the set's first, 2^7", element="e4m3"),

@@ -22,6 +22,7 @@ from fmtsim.support.float64 import float64, floor_log2, has_float64
 FLT_MAX: Final = torch.finfo(torch.float32).max
 FLT_MIN: Final = torch.finfo(torch.float32).tiny
 _MANTISSA: Final = (1 << 23) - 1
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TORCHAO_LEAST: Final = 2.0**-6  # torchao 36027d8: block scales are never subnormal
 
 Store = Callable[[Tensor], Tensor]
@@ -69,7 +70,7 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
     if scaling.arithmetic in ("encode", "double") and scaling.factor is None:
         s, r = _encoding(a, scaling, top32, empty, dtype)
     else:
-        s, r = _decoding(a, scaling, top32, empty), None
+        s, r = _decoding(a, scaling, top32, empty, store), None
     if scaling.allowed:
         steps = torch.tensor(scaling.allowed, dtype=torch.float32, device=s.device)
         s = steps[torch.searchsorted(steps, s.contiguous()).clamp(max=len(steps) - 1)]
@@ -207,19 +208,24 @@ def _power_by_log2(a: Tensor, top: float, dtype: torch.dtype) -> Tensor:
     """Return ``2**floor(log2((1 / a) * top))``, each step rounded to a dtype; between 2**-126 and 2**127."""
     dtype = torch.float32 if dtype == torch.float64 else dtype
     r = (quotient(torch.ones_like(a), a).to(dtype).float() * top).to(dtype)
+    return _exp2_log2(r, dtype)
+
+
+def _exp2_log2(r: Tensor, dtype: torch.dtype, *, up: bool = False) -> Tensor:
+    """Return ``2**floor(log2(r))``, or of the ceiling, the logarithm rounded to a dtype; from 2**-126 to 2**127."""
     significand, exponent, _ = _significands(r)
-    carries = _carries(dtype, r.device)[exponent + 149]
+    carries = _carries(dtype, r.device, up)[exponent + 149]
     exponent = torch.where(r == 0, -126, exponent + (significand >= carries).long()).clamp(-126, 127).to(torch.int32)
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 @lru_cache(maxsize=16)
-def _carries(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return for each exponent of float32 numbers the significand from which log2, rounded, is the next integer."""
+def _carries(dtype: torch.dtype, device: torch.device, up: bool) -> Tensor:
+    """Return for each exponent of float32 numbers the significand from which the integer of log2 is the next one."""
 
     def carries(significand: int, exponent: int) -> bool:
-        logarithm = math.log2(math.ldexp(significand, exponent - 23))
-        return float(torch.tensor(logarithm, dtype=dtype, device="cpu")) >= exponent + 1
+        logarithm = float(torch.tensor(math.log2(math.ldexp(significand, exponent - 23)), dtype=dtype, device="cpu"))
+        return logarithm > exponent if up else logarithm >= exponent + 1
 
     significands = []
     for exponent in range(-149, 129):
@@ -262,7 +268,10 @@ def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, dtype: tor
     return s, r
 
 
-def _decoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor) -> Tensor:
+def _decoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, store: Store) -> Tensor:
+    if scaling.power_of_two == "log2":  # statistic, quotient and logarithm are rounded to the scale's format
+        s = store(quotient(store(a), torch.full_like(a, top)))
+        return torch.where(empty, 1.0, _exp2_log2(s, _DTYPES[scaling.scale.name], up=True))
     if scaling.factor is not None:
         s = a * float32(scaling.factor)
     elif scaling.arithmetic == "multiply":

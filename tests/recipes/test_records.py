@@ -335,7 +335,7 @@ def test_steps_overlap_where_they_hold_one_step():
     ("fields", "message"),
     [
         ({"eps_rule": "inverse"}, "eps_rule='inverse' of this rule is not allowed; choose arithmetic='reciprocal'"),
-        ({"power_of_two": "log2", "arithmetic": "divide"}, "power_of_two='log2' of this rule is not allowed; choose"),
+        ({"power_of_two": "log2", "arithmetic": "multiply"}, "power_of_two='log2' of this rule is not allowed; choose"),
         (
             {"input_scale": True, "history": History()},
             "'inverse' with tensor= or history= is not allowed; choose a rule",

@@ -82,7 +82,7 @@ def test_clamps_to_the_places_of_sorted_numbers(level, low, high):
         for row, got in zip(wide, y, strict=True):
             ordered = sorted(row.tolist())
             assert got.tolist() == [min(max(v, ordered[low]), ordered[high]) for v in row.tolist()]
-        assert rest is None and y.dtype == torch.float32
+        assert rest is None and y.dtype == rows.dtype
     y, rest = transformed(x, Clamp(level=level, compensate=True), None)
     ordered = sorted(x.flatten().tolist())
     places = int((1 - level) * 36), min(int(level * 36), 35)

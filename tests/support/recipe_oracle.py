@@ -301,10 +301,18 @@ def bitnet_tokens(x):
     return each_block(x, (1, None), cast)
 
 
+def inc_pow2(amax, fullscale, backoff, hardware=None):
+    """Intel's toolkit by torch's operations in the dtype of amax, then the set of the hardware (step, least, most)."""
+    scale = torch.exp2(torch.ceil(torch.log2(amax / (fullscale * backoff))))
+    if hardware is None:
+        return scale.float()
+    step, least, most = hardware
+    powers = 2.0 ** (torch.ceil(torch.log2(scale) / step) * step)
+    return torch.minimum(torch.maximum(powers, f32(2.0**least)), f32(2.0**most)).float()
+
+
 def gaudi(x, backoff):
-    scale = ceil2(torch.div(x.abs().max(), f32(240.0 * backoff)))
-    exponent = math.ceil(math.log2(float(scale)) / 4) * 4
-    scale = f32(2.0 ** min(max(exponent, -8), 4))
+    scale = inc_pow2(x.abs().max().to(torch.bfloat16), 240.0, backoff, (4, -8, 4))
     q = rounded((x * torch.div(f32(1.0), scale)).clamp(-240, 240), "e4m3_ieee")
     return q, scale.reshape(1, 1), q * scale
 
