@@ -174,7 +174,7 @@ REFUSED = [
     (lambda: Scaling(factor=1.0, top=1.0), "factor= and top= together is not allowed; choose one: a factor, or what"),
     (lambda: Scaling(eps_rule="inverse"), "eps_rule='inverse' of this rule is not allowed; choose arithmetic='recip"),
     (lambda: Scaling(eps_rule="inverse", arithmetic="reciprocal", candidates=(1.0, 2.0)), "eps_rule='inverse' of this"),
-    (lambda: Scaling(power_of_two="log2", arithmetic="divide", scale=get_format("e8m0")), "power_of_two='log2' of this"),
+    (lambda: Scaling(power_of_two="log2", arithmetic="divide", scale=get_format("e8m0")), "power_of_two='log2' of"),
     (lambda: Scaling(power_of_two="log2", factor=1.0), "power_of_two='log2' of this rule is not allowed; choose arith"),
     *((lambda fields=fields, more=more: Scaling(**fields, **more), "input_scale, 'log2' or 'inverse' with tensor= or")
       for more in ({"tensor": TensorScale(), "scale": get_format("e4m3")}, {"history": History()})
