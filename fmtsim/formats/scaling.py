@@ -104,7 +104,8 @@ class Scaling:
         margin: The top is ``top * 2**-margin``.
         eps: Least statistic, number added to it, or least scale, as ``eps_rule`` says.
         eps_rule: ``"statistic"`` max(statistic, eps), ``"sum"`` statistic + eps, ``"scale"`` max(scale, eps),
-            ``"inverse"`` elements are x * (1 / max(scale, eps)) while the scale itself stays as it is.
+            ``"inverse"`` elements are x * (1 / max(scale, eps)) while the scale itself stays as it is; under "divide"
+            they are x / max(s, eps), s being the scale before it is stored.
         arithmetic: ``"divide"`` s = statistic / top, elements x / s; ``"reciprocal"`` elements x * (1 / s);
             ``"multiply"`` s = statistic * (1 / top), elements x * (1 / s); ``"encode"`` r = top / statistic, elements
             x * r, s = 1 / r; ``"double"`` as encode, r being the float32 of a float64 quotient; ``"decode_divides"``
@@ -164,8 +165,10 @@ class Scaling:
         _require(self.tensor is None or self.scale != FP32, "tensor= with scale fp32", "a scale such as e4m3")
         both = self.factor is not None and self.top is not None
         _require(not both, "factor= and top= together", "one: a factor, or what becomes the top")
-        inverts = self.eps_rule != "inverse" or (self.arithmetic == "reciprocal" and self.candidates == (1.0,))
-        _require(inverts, "eps_rule='inverse' of this rule", "arithmetic='reciprocal' and one candidate")
+        inverts = self.eps_rule != "inverse" or (
+            self.arithmetic in ("reciprocal", "divide") and self.candidates == (1.0,)
+        )
+        _require(inverts, "eps_rule='inverse' of this rule", "arithmetic='reciprocal' or 'divide', and one candidate")
         log2, divides = self.power_of_two == "log2", self.arithmetic == "divide" and not self.offset
         has_dtype = self.scale.name in ("fp32", "bf16", "fp16")
         encodes = self.arithmetic == "encode" or (divides and has_dtype and self.multiplier == 1)

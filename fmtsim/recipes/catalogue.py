@@ -5,6 +5,7 @@ Recipes of 16 bits and more, and of integers and logarithmic numbers, are here; 
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
@@ -114,9 +115,12 @@ def _halo(level: int, name: str) -> LinearConfig:
     return layer(operand, operand, rotated, w_back=FORWARD, g_back=gradient, x_back=FORWARD)
 
 
-def _bitnet() -> LinearConfig:
+def _bitnet(*, paper: bool) -> LinearConfig:
     ternary = Scaling(statistic="mean_abs", factor=1.0, arithmetic="reciprocal", eps=1e-5, eps_rule="scale")
     tokens = Scaling(block=(1, None), eps=1e-5)
+    if not paper:  # the least divisor is no scale: values are made with the scale as it is, in the tensor's dtype
+        ternary = replace(ternary, arithmetic="divide", eps_rule="inverse", input_scale=True)
+        tokens = replace(_ROW, eps=1e-5)
     return layer(cast("int8", tokens), cast("int2", ternary), HIGH, w_back=FORWARD, x_back=FORWARD)
 
 
@@ -130,6 +134,15 @@ def _qat() -> LinearConfig:
 def _rows() -> Quantizer:
     return cast("int8", _ROW)
 
+
+_BITNETS: tuple[tuple[str, Literal["paper", "code"], str], ...] = (
+    (
+        "bitnet",
+        "code",
+        f"{_LECTURE}: bitnet.py divides by scales of 1e-5 at least, and multiplies by the scales themselves",
+    ),
+    ("bitnet_paper", "paper", "its authors' training tips, figure 3: scales of 1e-5 at least both ways"),
+)
 
 _INTEGERS = (
     *(
@@ -156,12 +169,16 @@ _INTEGERS = (
         linear=layer(_rows(), cast("int8", _TENSOR), _rows(), g_back=HIGH, x_back=HIGH),
         source="Wortsman et al., arXiv:2304.13013: weight gradients in high precision",
     ),
-    Recipe(
-        name="bitnet",
-        machine=HOPPER,
-        linear=_bitnet(),
-        source=f"Ma et al., BitNet b1.58, arXiv:2402.17764; {_LECTURE}",
-        notes="gradients in high precision, straight through the roundings",
+    *(
+        Recipe(
+            name=name,
+            machine=HOPPER,
+            linear=_bitnet(paper=variant == "paper"),
+            variant=variant,
+            source=f"Ma et al., BitNet b1.58, arXiv:2402.17764; {source}",
+            notes="gradients in high precision, straight through the roundings",
+        )
+        for name, variant, source in _BITNETS
     ),
     Recipe(
         name="ao_int4_qat",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fmtsim.formats.floating import FP32
 from fmtsim.formats.scaling import History
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.operand import keeps_scales
@@ -251,12 +252,11 @@ def is_static(x: Quantizer) -> bool:
 
 
 def fixed(x: Quantizer) -> Quantizer:
-    """Return a quantiser with a static scale, which calibration sets: the rule no longer computes a logarithm."""
+    """Return a quantiser with a static scale, which calibration sets: a power of two is one in float32, too."""
     assert x.scaling is not None
-    power = "ceil" if x.scaling.power_of_two == "log2" else x.scaling.power_of_two
-    scaling = dataclasses.replace(
-        x.scaling, history=History(length=1, fixed=True), candidates=(1.0,), power_of_two=power, input_scale=False
-    )
+    power: dict[str, Any] = {"power_of_two": "ceil", "scale": FP32} if x.scaling.power_of_two == "log2" else {}
+    history = History(length=1, fixed=True)
+    scaling = dataclasses.replace(x.scaling, history=history, candidates=(1.0,), **power)
     return dataclasses.replace(x, scaling=scaling)
 
 

@@ -79,7 +79,9 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
     stored = s if is_fp32 else store(s)
     # 4. what elements meet: the stored scale, r itself, or the reciprocal of the stored scale
     if scaling.arithmetic == "divide":
-        return Scales(stored, torch.where(stored == 0, FLT_MIN, stored), divides=True)
+        clipped = scaling.eps_rule == "inverse"
+        divisor = s.clamp(min=scaling.eps) if clipped else torch.where(stored == 0, FLT_MIN, stored)
+        return Scales(stored, divisor, divides=True)
     if r is not None and is_fp32 and not scaling.allowed:
         return Scales(stored, r)
     least = scaling.eps if scaling.eps_rule == "inverse" else 0.0

@@ -107,8 +107,10 @@ CASES = [
     *(("int8_mixed", o, oracle.int8_rows) for o in ("x_f", "w_f", "g_d", "w_d", "g_w", "x_w")),
     *(("switchback", o, oracle.int8_rows) for o in ("x_f", "g_d")),
     ("switchback", "w_f", lambda x: oracle.halo(x, "int8", 127.0)),
-    ("bitnet", "x_f", oracle.bitnet_tokens),
+    ("bitnet", "x_f", lambda x: oracle.int8_rows(x, 1e-5)),
     ("bitnet", "w_f", oracle.bitnet_weights),
+    ("bitnet_paper", "x_f", oracle.bitnet_paper_tokens),
+    ("bitnet_paper", "w_f", oracle.bitnet_paper_weights),
     ("ao_int4_qat", "w_f", oracle.int4_groups),
     ("gaudi", "x_f", lambda x: oracle.gaudi(x, 0.25)),
     ("gaudi", "w_f", lambda x: oracle.gaudi(x, 0.5)),
@@ -132,7 +134,7 @@ def test_a_quantiser_is_its_sources(name, operand, source):
         check(made(name, operand, x), source(x))
 
 
-OF_THE_DTYPE = ("ao_int4_qat", "coat", "fp4_ms_code", "halo0", "halo0_fp6", "halo0_fp8", "int8_mixed")
+OF_THE_DTYPE = ("ao_int4_qat", "bitnet", "coat", "fp4_ms_code", "halo0", "halo0_fp6", "halo0_fp8", "int8_mixed")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -155,6 +157,14 @@ def test_clamping_keeps_the_dtype_that_logarithms_are_taken_in():
     assert made("fp4_ms_code", "x_f", x).values(torch.float32)[0, 128] == 0  # 3 / 16 is nearest to 0
     x = normal(128, 1024, seed=3).bfloat16()
     check(made("fp4_ms_code", "x_f", x), oracle.fp4_msamp(oracle.occ(x, 0.99, True), 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_small_ternary_weights_are_their_mean(dtype):
+    w = torch.full((4, 32), 7e-6, dtype=dtype)  # 0.7 of the least divisor
+    assert_same_bits(made("bitnet", "w_f", w).values(torch.float32), w.float())
+    assert made("bitnet_paper", "w_f", w).values(torch.float32).unique().item() == float(oracle.f32(1e-5))
+    check(made("bitnet", "w_f", w / 2), oracle.bitnet_weights(w / 2))  # 0.35 of it: zeros
 
 
 @pytest.mark.parametrize("operand", ["g_d", "g_w"])

@@ -279,21 +279,33 @@ def halo(x, name, top):
     return q, scale.reshape(1, 1), q * scale
 
 
-def int8_rows(x):
-    """torchao's rows of INT8: a scale in the dtype of x, and 1e-12 at least where elements are divided by it."""
+def int8_rows(x, eps=1e-12):
+    """torchao's rows of INT8: a scale in the dtype of x, and eps at least where elements are divided by it."""
     scale = x.abs().amax(1, keepdim=True) / 127
-    inverse = 1.0 / scale.float().clip(1e-12)
+    inverse = 1.0 / scale.float().clip(eps)
     q = (x.float() * inverse).round().clip(-128, 127)
     return q, scale.float(), q * scale.float()
 
 
-def bitnet_weights(w):
-    scale = f32(math.fsum(w.double().abs().flatten().tolist()) / w.numel()).clamp(min=1e-5)
+def mean_abs(w):
+    return f32(math.fsum(w.double().abs().flatten().tolist()) / w.numel())
+
+
+def bitnet_paper_weights(w):
+    scale = mean_abs(w).clamp(min=1e-5)
     q = (w * torch.div(f32(1.0), scale)).round().clamp(-1, 1)
     return q, scale.reshape(1, 1), q * scale
 
 
-def bitnet_tokens(x):
+def bitnet_weights(w):
+    """torchao's bitnet.py: quotients by the clipped float32 scale, values by the scale itself in the dtype of w."""
+    scale = mean_abs(w)
+    q = (w.float() / scale.clip(1e-5)).round().clip(-1, 1)
+    scale = scale.to(w.dtype).float()
+    return q, scale.reshape(1, 1), q * scale
+
+
+def bitnet_paper_tokens(x):
     def cast(part):
         r = torch.div(f32(127.0), part.abs().max().clamp(min=1e-5))
         return (part * r).round().clamp(-128, 127), torch.div(f32(1.0), r)
