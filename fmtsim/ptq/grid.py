@@ -41,9 +41,13 @@ class Grid:
     whole: float = 0.0
 
     def round(self, w: Tensor, columns: slice | int, mode: RoundingName = "nearest_even") -> Tensor:
-        """Return values of some columns rounded to the grid, saturating; float64 of w's shape."""
+        """Return values of some columns rounded to the grid, saturating; float64 of w's shape.
+
+        w, its scale and their quotient are float32, as in plain casts.
+        """
         s = self.scale[:, columns]
-        return quantize((w / s), self.element, rounding=mode, overflow="saturate", out_dtype=torch.float64) * s
+        y = w.float() / s.float()
+        return quantize(y, self.element, rounding=mode, overflow="saturate", out_dtype=torch.float64) * s
 
     def permuted(self, order: Tensor) -> "Grid":
         """Return the grid of the columns in another order."""

@@ -99,6 +99,16 @@ def test_groups_of_block_formats_keep_the_scale_of_the_tensor(fmt):
     assert (grid.scale[:, 0] == grid.scale.max()).all() if fmt == "nvfp4" else (grid.scale[:, 0] > 1e4).all()
 
 
+def test_a_grid_rounds_float32_quotients_as_casts_do():
+    quantizer = Quantizer(format=get_format("int4"), scaling=Scaling(block=(1, None), arithmetic="divide"))
+    half = torch.arange(0.5, 6.5) * torch.rand(50_000, 1, generator=torch.Generator().manual_seed(0))
+    w = torch.cat([half, half[:, 1:2] * (14 / 3)], 1)  # next to ties under the scale that the last one makes
+    grid, plain = grid_of(w, quantizer), nearest(w, quantizer)
+    assert torch.equal(grid.round(w.double(), slice(None)).float(), plain)
+    exact = (w.double() / grid.scale).round() * grid.scale
+    assert not torch.equal(exact.float(), plain)  # quotients of float64 are off these ties
+
+
 def test_one_scale_a_row_or_tensor_is_made_once():
     x, w, _, _ = problem(2)
     for block in ((1, None), (None, None)):

@@ -59,6 +59,7 @@ class ModelSize:
         shared: Width of a gated layer beside the experts that every token goes through.
         dense: The first blocks, which have no experts, and ``dense_width``, the width of their feed-forward layer.
         latent: Latent attention, whose heads have no projections of their own for keys and values.
+        encoder: Every token attends to all: nothing is generated, and no keys and values are cached.
     """
 
     name: str
@@ -79,6 +80,7 @@ class ModelSize:
     dense: int = 0
     dense_width: int = 0
     latent: Latent | None = None
+    encoder: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -125,7 +127,9 @@ class ModelSize:
 
     @property
     def cached(self) -> int:
-        """Elements that a cache of keys and values keeps of a token in one block."""
+        """Elements that a cache of keys and values keeps of a token in one block; an encoder has none."""
+        if self.encoder:
+            return 0
         return sum(self.qkv[1:]) if self.latent is None else self.latent.values + self.latent.rotary
 
 
@@ -151,16 +155,20 @@ class Family(NamedTuple):
 
     gated, tied: as of ModelSize; tied where the configuration leaves it out. biases: which layers have some, but those
     that the configuration decides. positions: the name of the number of learned positions, and what is added to it.
+    encoder: as of ModelSize, unless the configuration says is_decoder.
     """
 
     gated: bool = True
     tied: bool = False
     biases: tuple[str, ...] = ()
     positions: tuple[str, int] | None = None
+    encoder: bool = False
 
 
 _ALL = ("qkv", "out", "mlp", "norm")
-_BERT = Family(gated=False, tied=True, biases=(*_ALL, "head"), positions=("max_position_embeddings", 0))
+_BERT = Family(
+    gated=False, tied=True, biases=(*_ALL, "head"), positions=("max_position_embeddings", 0), encoder=True
+)  # fmt: skip
 _LLAMA, _TIED = Family(), Family(tied=True)
 
 # modeling_*.py of transformers 4.57 and 5.
@@ -230,6 +238,7 @@ def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
     values: dict[str, Any] = sizes | {
         "name": str(config.get("_name_or_path") or kind), "intermediate": sizes["intermediate"] or 4 * sizes["hidden"],
         "kv_heads": _kv_heads(config, sizes), "head_dim": head, "active": sizes["active"] if sizes["experts"] else 0,
+        "encoder": family.encoder and config.get("is_decoder") is not True,
         "gated": family.gated, "tied": bool(config.get("tie_word_embeddings", family.tied)),
         "biases": _biases(config, family),
         "positions": _number(config, family.positions[:1], where) + family.positions[1] if family.positions else 0,

@@ -105,6 +105,9 @@ def _values(tensor: Any) -> Tensor:
         elements = codes.contiguous().view(torch.int8).float()
     else:
         codes = torch.cat([codes & 15, codes >> 4], 1)
-        elements = decode(codes, "e2m1").float() if kind == "MXFP4" else codes.float() - 8
-    scale = decode(scales, "e8m0").float() if kind == "MXFP4" else scales.contiguous().view(torch.float16).float()
+        elements = 2 * decode(codes, "e2m1").float() if kind == "MXFP4" else codes.float() - 8
+    if kind == "MXFP4":  # ggml's: twice the elements times half the scale, code 255 being 2^128, no NaN
+        scale = torch.where(scales == 255, 2.0**127, decode(scales, "e8m0").float() / 2)
+    else:
+        scale = scales.contiguous().view(torch.float16).float()
     return (elements * scale).reshape(shape)

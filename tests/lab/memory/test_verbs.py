@@ -116,6 +116,14 @@ def test_experts_and_latent_attention():
     assert "q_proj" in whole.attention and "q_a_proj" not in whole.attention
 
 
+def test_encoders_cache_nothing():
+    config = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+              "vocab_size": 512, "max_position_embeddings": 128}  # fmt: skip
+    encoder, decoder = fmtsim.serving_memory(config, context=8), config | {"is_decoder": True}
+    assert encoder["KV cache"] == 0 and fmtsim.serving_memory(decoder, context=8)["KV cache"] == 2 * 2 * 64 * 2 * 8
+    assert fmtsim.serving_memory(ModelSize(**ONE | {"encoder": True}), context=8)["KV cache"] == 0
+
+
 def test_a_tied_head_runs_as_the_recipe_says():
     tied = fmtsim.training_memory(ModelSize(**ONE | {"tied": True}), "te_current", tokens=8)
     assert tied["head and loss"] == fmtsim.training_memory(SIZE, "te_current", tokens=8)["head and loss"]

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.scaling.scales import tensor_factor
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
+from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 from tests.support.refusals import refused
 
@@ -274,6 +276,20 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(FmtsimError, match=r"layout='gguf' needs the package gguf; pip install 'fmtsim\[gguf\]'"):
         fmtsim.export(quantised("q8_0"), tmp_path / "n.gguf", "gguf")
+
+
+def test_every_scale_and_code_of_ggmls_mxfp4_is_what_gguf_py_reads(tmp_path):
+    gguf = gguf_layout.library()
+    codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, dtype=torch.uint8)
+    blocks = torch.cat([torch.arange(256, dtype=torch.uint8)[:, None], codes.expand(256, 16)], 1)  # 255: 2^128
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "none")
+    writer.add_tensor("w", blocks.numpy(), raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    with np.errstate(over="ignore"):
+        expected = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    w = fmtsim.read_export(tmp_path / "m.gguf")["w"].reshape(256, 32)
+    assert_same_bits(w + 0.0, torch.from_numpy(expected.copy()) + 0.0)  # gguf-py has no -0
+    assert w[255].isinf().any() and w[255].abs().min() == 0 and (w[255].abs() == 2.0**127).any()
 
 
 def test_a_type_of_ggml_that_is_not_known_is_named(tmp_path):
