@@ -43,6 +43,11 @@ def _blocks(name: str, block: int, **more: Any) -> StateFormat:
     return scaled_state(name, "amax", (1, block), **more)
 
 
+def _expanded(least_of: str) -> dict[str, StateFormat]:
+    fmt = _blocks("e4m3", 128, expand=True, least_of=least_of)
+    return {"first": fmt, "second": fmt}
+
+
 def _bnb(name: str, block: int) -> Scheme:
     return Scheme(
         name=name,
@@ -88,8 +93,11 @@ _SCHEMES = (
         second=scaled_state("e5m2", "reciprocal"),
         weights=scaled_state("fp16", "reciprocal"),
     ),
+    Scheme(name="coat", source=f"{_COAT}: as its kernel", **_expanded("lanes")),
     Scheme(
-        name="coat", source=_COAT, first=_blocks("e4m3", 128, expand=True), second=_blocks("e4m3", 128, expand=True)
+        name="coat_fixed",
+        source=f"{_COAT}: as its kernel's comments intend, zeros hiding no other magnitude",
+        **_expanded("numbers"),
     ),
     Scheme(
         name="coat_plain",

@@ -40,16 +40,18 @@ RANGE = ln(448.0 * 448.0 / 2)
 """The logarithm of the ratio that groups are expanded to, as the code has it (E4M3's own is 448 / 2**-9)."""
 
 
-def compress(x: Tensor, top_value: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def compress(x: Tensor, top_value: float, *, lanes: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``z / scale`` with x's signs, and scale, power and centre of each group.
 
     Args:
         x: float32 [groups, elements].
         top_value: The format's largest value.
+        lanes: The smallest magnitude is what COAT's kernel finds (``StateFormat.least_of``).
     """
     # 1. The largest magnitude of a group and the smallest that is not zero, both plus 1e-30.
     magnitude = x.abs()
     top, low = extremes(magnitude)
+    low = _least_of_lanes(magnitude) + FLOOR if lanes else low
     # 2. The geometric mean of both.
     centre = square_root(top) * square_root(low)
     # 3. power = floor(16 * (ln 100352 / (ln top - ln low))) / 16; 1 where top = low.
@@ -67,6 +69,22 @@ def extremes(magnitude: Tensor) -> tuple[Tensor, Tensor]:
     low = torch.where(magnitude == 0, torch.inf, magnitude).amin(1, keepdim=True)
     low = torch.where(low == torch.inf, 0.0, low)
     return top + FLOOR, low + FLOOR
+
+
+def _least_of_lanes(magnitude: Tensor) -> Tensor:
+    """Return what the reductions of COAT's kernel leave in lane 0 (fp8_adamw_expand_cuda_kernel.cu); [rows, 1].
+
+    A lane takes the smaller number of its own and another lane's unless the other's is zero; its own zero stays.
+    """
+    low = magnitude.view(len(magnitude), 4, 32)
+    for half in (16, 8, 4, 2, 1):  # 1. of the 32 lanes of each warp
+        low = _lesser(low[..., :half], low[..., half : 2 * half])
+    low = low.squeeze(-1).clamp(max=1e9)  # 2. of the four warps, beside lanes of 1e9
+    return _lesser(*_lesser(low[:, :2], low[:, 2:]).split(1, 1))
+
+
+def _lesser(own: Tensor, other: Tensor) -> Tensor:
+    return torch.where(other > 0, torch.minimum(own, other), own)
 
 
 def power_of(top: Tensor, low: Tensor) -> Tensor:
@@ -127,7 +145,7 @@ def encode(x: Tensor, fmt: StateFormat, previous: Mapping[str, Tensor], key: Ran
     scaled = rows = _rows(x, fmt)
     parts: Parts = {}
     if fmt.expand:
-        scaled, *groups = compress(rows, float(fmt.format.max))
+        scaled, *groups = compress(rows, float(fmt.format.max), lanes=fmt.least_of == "lanes")
         parts |= dict(zip(("scale", "power", "centre"), (part.reshape(-1) for part in groups), strict=True))
     elif fmt.scaling is not None:
         scale = _scale(rows, fmt, fmt.scaling, previous.get("scale"))

@@ -78,6 +78,8 @@ class StateFormat:
         ties: Where codebooks round what lies half-way: to the even code, or up.
         keep_sign: A negative number whose nearest value is zero takes the code below it.
         expand: Raise each block to a power first, so that it fills the format's range (COAT).
+        least_of: The least magnitude that ``expand`` takes: ``"numbers"`` of those that are not zero; ``"lanes"`` what
+            COAT's kernel finds in a block of 128, where a lane whose number is zero drops those it is compared with.
         rounding: To nearest even or stochastic; codebooks round to nearest.
     """
 
@@ -86,6 +88,7 @@ class StateFormat:
     ties: Literal["even", "up"] = "even"
     keep_sign: bool = False
     expand: bool = False
+    least_of: Literal["numbers", "lanes"] = "numbers"
     rounding: Rounding = field(default_factory=Rounding)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,11 @@ class StateFormat:
             raise ArgumentError(f"codebooks round to nearest, not {shown(self.rounding.mode)}; leave rounding out")
         if self.expand and self.rule != "amax":
             raise ArgumentError(f"expand=True with scaling=[{self.scaling}] does not exist; choose STATE_RULES['amax']")
+        if self.least_of == "lanes" and not (self.expand and self.block == (1, 128)):
+            raise ArgumentError(
+                f"least_of='lanes' with expand={self.expand}, block={self.block} does not exist; it is of expanded "
+                "blocks (1, 128)"
+            )
 
     @property
     def bits(self) -> int:

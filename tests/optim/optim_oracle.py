@@ -146,8 +146,25 @@ class Amax:
         return np.concatenate([q * scale for q, scale in stored])
 
 
+def smallest_by_lanes(magnitudes):
+    """COAT's kernel: threads pass their least magnitude down by shuffles, first in warps, then over warps."""
+
+    def shuffled(lanes):
+        for offset in (16, 8, 4, 2, 1):
+            passed = [lanes[i + offset] if i + offset < 32 else lanes[i] for i in range(32)]
+            lanes = [min(a, b) if b > 0 else a for a, b in zip(lanes, passed, strict=True)]
+        return lanes[0]
+
+    threads = [*map(float, magnitudes), *[3.4028234663852886e38] * (128 - len(magnitudes))]
+    warps = [shuffled(threads[32 * i : 32 * i + 32]) for i in range(4)]
+    return f32(shuffled(warps + [1e9] * 28))
+
+
 class Expanded:
     """COAT's groups of 128."""
+
+    def __init__(self, lanes=True):
+        self.lanes = lanes
 
     def encode(self, x):
         return [self._group(b) for b in blocks(x, 128)]
@@ -156,7 +173,8 @@ class Expanded:
         magnitudes = np.abs(x)
         present = magnitudes[magnitudes > 0]
         top = f32(magnitudes.max() + f32(1e-30))
-        low = f32((present.min() if present.size else f32(0)) + f32(1e-30))
+        least = present.min() if present.size else f32(0)
+        low = f32((smallest_by_lanes(magnitudes) if self.lanes else least) + f32(1e-30))
         centre = f32(np.sqrt(top) * np.sqrt(low))
         distance = ln(float(top)) - ln(float(low))
         power = f32(math.floor(16 * (ln(100352.0) / distance)) / 16) if distance else f32(1)
@@ -244,6 +262,7 @@ def scheme(name, shape):
         "intel_2t": lambda: (Reciprocal(ml_dtypes.float8_e4m3, 240), Reciprocal(e5m2, 57344),
                              Reciprocal(np.float16, 65504), plain),
         "coat": lambda: (Expanded(), Expanded(), None, plain),
+        "coat_fixed": lambda: (Expanded(lanes=False), Expanded(lanes=False), None, plain),
         "coat_plain": lambda: (Amax(128, 0), Amax(128, 0), None, plain),
         "ao_8bit": lambda: (Codebook("signed8", 256, "ao"), Codebook("unsigned8", 256, "ao"), None, plain),
         "ao_4bit": lambda: (Codebook("signed4", 128, "ao"), Codebook("unsigned4", 128, "ao"), None, plain),

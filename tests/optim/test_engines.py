@@ -22,21 +22,21 @@ CUDA = (
     ("bnb8", fmtsim.optim.AdamW, torch.float32),
     ("ao_8bit", fmtsim.optim.Adam, torch.float32),
     ("ao_4bit", fmtsim.optim.AdamW, torch.float16),
-    ("coat", fmtsim.optim.AdamW, torch.float32),
+    ("coat_fixed", fmtsim.optim.AdamW, torch.float32),
     ("fp8lm", fmtsim.optim.AdamW, torch.float32),
     ("bf16_sr", fmtsim.optim.AdamW, torch.bfloat16),
     ("int8_weights", fmtsim.optim.AdamW, torch.float32),
     ("lns_madam", fmtsim.optim.Madam, torch.float32),
     ("bnb8", fmtsim.optim.Lion, torch.float32),
     ("fp8lm", fmtsim.optim.SGD, torch.float32),
-    ("coat", nesterov, torch.float32),
+    ("coat_fixed", nesterov, torch.float32),
     *(
         pytest.param(*case, marks=pytest.mark.slow)  # other compilations
         for case in (
             ("int8_weights", fmtsim.optim.Lion, torch.bfloat16),
             ("int8_weights", nesterov, torch.float16),
             ("lns_madam", freely, torch.bfloat16),
-            ("coat", fmtsim.optim.Lion, torch.float32),
+            ("coat_fixed", fmtsim.optim.Lion, torch.float32),
             ("ao_4bit", fmtsim.optim.SGD, torch.float32),
             ("fp32", fmtsim.optim.Lion, torch.float32),
             ("intel_2t", fmtsim.optim.Lion, torch.float32),
@@ -159,7 +159,7 @@ OWN = {
 
 @pytest.mark.parametrize(
     "scheme",
-    ["fp8lm", "coat", *OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel_2t", "coat_plain"))],
+    ["fp8lm", "coat_fixed", *OWN, *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel_2t", "coat_plain"))],
 )
 def test_numbers_of_all_sizes_have_the_bits_of_torch(scheme, on_cuda, only_torch, monkeypatch):
     step = stepping.run
@@ -251,7 +251,7 @@ def test_the_fast_step_is_left_where_something_changed(change, on_cuda, only_tor
     assert all(map(torch.equal, fused, wanted))
 
 
-@pytest.mark.parametrize("scheme", ["fp8lm", "coat"])
+@pytest.mark.parametrize("scheme", ["fp8lm", "coat_fixed"])
 def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
     """Schemes without a kernel of their own: decoded and encoded by torch, updated in between."""
     for bad in (False, True):
@@ -263,7 +263,7 @@ def test_the_update_of_the_cpu_has_the_bits_of_torch(scheme):
 
 @pytest.mark.parametrize(
     ("scheme", "cls"),
-    [("coat", "AdamW"), ("ao_4bit", "AdamW"), ("ao_4bit", "Lion"), ("fp32", "Madam"), ("deepseek_v3", "Adam")],
+    [("coat_fixed", "AdamW"), ("ao_4bit", "AdamW"), ("ao_4bit", "Lion"), ("fp32", "Madam"), ("deepseek_v3", "Adam")],
 )
 def test_parts_of_a_step_have_the_bits_of_the_whole(scheme, cls, monkeypatch):
     whole = train(getattr(fmtsim.optim, cls), scheme, weight_decay=0.0, eps=None)
@@ -341,9 +341,18 @@ def test_words_of_kernels_find_the_codes_of_a_search(scheme, slot):
 
 
 OPTIMIZERS = [(name, "AdamW") for name in fmtsim.optim.list_schemes() if name != "lns_madam"]
-OPTIMIZERS += [("lns_madam", "Madam"), ("bnb8", "Adam"), ("bnb8", "Lion"), ("coat", "SGD"), ("fp32", "Madam")]
+OPTIMIZERS += [
+    ("lns_madam", "Madam"),
+    ("bnb8", "Adam"),
+    ("bnb8", "Lion"),
+    ("coat_fixed", "SGD"),
+    ("coat", "SGD"),
+    ("fp32", "Madam"),
+]
 CASES = [(*pair, torch.bfloat16 if pair[0] == "bf16_sr" else torch.float32) for pair in OPTIMIZERS]
-CASES += [(scheme, "AdamW", torch.bfloat16) for scheme in ("fp32", "bnb8", "ao_4bit", "coat", "fp8lm", "intel_2t")]
+CASES += [
+    (scheme, "AdamW", torch.bfloat16) for scheme in ("fp32", "bnb8", "ao_4bit", "coat_fixed", "fp8lm", "intel_2t")
+]
 CASES += [(scheme, "Adam", torch.float16) for scheme in ("bnb8", "deepseek_v3")]
 
 

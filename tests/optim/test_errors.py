@@ -50,6 +50,7 @@ def weight(*shape):
         (lambda: StateFormat(format=fmtsim.get_format("fp32")), "32 bits is not packed; choose a format of 16 bits"),
         (lambda: scaled_state(fmtsim.get_format("bnb_fp4"), "amax"), "bnb_fp4 is not in order"),
         (lambda: StateFormat(format=fmtsim.get_format("nf4"), rounding=fmtsim.Rounding(mode="up")), "round to nearest"),
+        (lambda: StateFormat(format=E4M3, least_of="lanes"), r"least_of='lanes' with expand=False, block=\(No"),
         (lambda: StateFormat(format=E4M3, expand=True), r"expand=True with scaling=\[None\] does not exist; choose"),
         (lambda: Scheme(name="x", nonfinite="stop"), "nonfinite='stop' is not allowed; choose 'propagate', 'zero',"),
         (lambda: Scheme(name="x", decay="never"), "decay='never' is not allowed; choose 'before', 'after'"),

@@ -7,7 +7,8 @@ import torch
 
 import fmtsim
 from fmtsim.engines.cpu.optim import steps
-from fmtsim.optim import rules
+from fmtsim.optim import get_scheme, rules
+from fmtsim.optim.codec import encode
 from fmtsim.rounding.elementary import exp, ln
 from tests.optim import optim_oracle as oracle
 from tests.optim.optim_samples import gradients, parameter, run
@@ -25,7 +26,7 @@ def difference(ours, wanted):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_equal_the_oracle(name):
-    shape = (8, 640) if name not in ("coat", "bf16_sr", "int8_weights") else (3, 300)
+    shape = (8, 640) if name not in ("coat", "coat_fixed", "bf16_sr", "int8_weights") else (3, 300)
     p, grads = parameter(shape), gradients(shape, 4)
     wanted = oracle.adamw(name, p, grads, **HYPER, decay=0.1, seed=7)
     ours, _, _ = run(fmtsim.optim.AdamW, p, grads, **HYPER, weight_decay=0.1, state=name, seed=7)
@@ -55,6 +56,23 @@ def test_a_planted_error_is_seen(name, monkeypatch):
     wanted = oracle.adamw(name, p, grads, **HYPER, decay=0.1)
     ours, _, _ = run(fmtsim.optim.AdamW, p, grads, **HYPER, weight_decay=0.1, state=name)
     assert not same_bits(ours[-1], wanted[-1])
+
+
+def test_zeros_hide_small_numbers_from_coats_kernel():
+    """Gradients with zeros: a lane that holds one drops the least magnitudes behind it."""
+    p, grads = parameter((3, 300)), gradients((3, 300), 3)
+    for g, part in zip(grads, (0.3, 0.05, 0.9), strict=True):
+        g[np.random.default_rng(int(100 * part)).random(g.shape) < part] = 0
+    found = {}
+    for name in ("coat", "coat_fixed"):
+        wanted = oracle.adamw(name, p, grads, **HYPER, decay=0.1)
+        found[name], _, _ = run(fmtsim.optim.AdamW, p, grads, **HYPER, weight_decay=0.1, state=name)
+        assert difference(found[name], wanted) == [0] * 3
+    assert not same_bits(found["coat"][-1], found["coat_fixed"][-1])
+    x = torch.full((1, 128), 1.0)
+    x[0, 17], x[0, 1] = 1e-3, 0  # lane 1 hides lane 17, which it is compared with first
+    powers = [float(encode(x, get_scheme(name).first, {}, None)["power"]) for name in ("coat", "coat_fixed")]
+    assert powers == [1.0, 1.625]
 
 
 def test_small_tensors_keep_float32_moments():

@@ -101,7 +101,7 @@ def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
         return None
     e4m3, every = get_format("e4m3"), list(moments.values())
     if all(fmt.expand and fmt.block == (1, EXPANDED_GROUP) and fmt.format == e4m3 for fmt in every):
-        plain = all(not fmt.stochastic and not fmt.least for fmt in every)
+        plain = all(not fmt.stochastic and not fmt.least and fmt.least_of == "numbers" for fmt in every)
         return Kernels("optimizer_expanded.cu", (), resident=2) if plain else None
     (block, bits), *others = {(fmt.block, fmt.bits) for fmt in every}
     if others or block[1] is None or any(book_of(fmt) is None for fmt in every):
