@@ -67,6 +67,8 @@ def test_the_layer_is_the_plain_one(per, bias, power_of_two):
     theirs = torch.autograd.grad(plain, [x, *layer.parameters()], g)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    _, s = smooth_swiglu(layer.gate_proj(x), layer.up_proj(x), per=per, power_of_two=power_of_two)
+    assert y.requires_grad and not s.requires_grad  # DETACH_SCALED_SWIGLU=true
 
 
 def test_a_converted_layer_quantises_what_is_smoothed():

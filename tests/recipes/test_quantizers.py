@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every quantiser of every recipe equals its source's formulas, bit for bit, on bfloat16 numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.cast import scales
 from fmtsim.scaling.hadamard_matrix import random_signs, sign_bits
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
@@ -274,3 +277,44 @@ def test_the_slope_of_a_weight():
     y = w * torch.div(torch.tensor(6.0), w.abs().amax(1, keepdim=True))
     found = made("fp4_ms", "w_f", w).slope
     assert torch.allclose(found.double(), oracle.dge(y), rtol=2e-4, atol=0)  # torch.pow near the middle of an interval
+
+
+def torchao_s(amax):
+    """torchao's _round_scale_down_to_power_of_2 of the float32 number that amax_to_scale gives."""
+    return torch.exp2(torch.floor(torch.log2((448.0 / amax.double().clamp(min=1e-12)).float())))
+
+
+def factors(name, amax):
+    scaling = replace(get_recipe(name).linear.operands["w_f"].scaling, history=None)
+    return 1 / scales(amax.float().reshape(-1, 1), scaling, 448.0).scale.flatten()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "source"), [("ao_rowwise", torchao_s), ("fp8lm", lambda amax: oracle.msamp_factor(amax.float(), 448.0))]
+)
+def test_logarithms_of_sources_carry_for_no_amax_of_16_bits(name, source, dtype):
+    amax = torch.arange(1, int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16)), dtype=torch.int16).view(dtype)
+    expected = source(amax)
+    assert torch.equal(factors(name, amax), expected.clamp(max=2.0**127))
+    assert torch.equal(expected.isinf(), (amax.double() < 2.0**-118) & (expected > 2.0**127))
+
+
+def test_logarithms_of_sources_carry_for_a_few_float32_amaxes():
+    """docs/recipes.md, "Where recipes differ": powers of two are exact here."""
+    one = torch.nextafter(torch.tensor(1.75 * 2.0**30), torch.tensor(torch.inf)).reshape(1)
+    assert (1 / factors("ao_rowwise", one)).item() == 8388608 and (1 / torchao_s(one)).item() == 4194304
+    for power in (-30, -6, 5, 17, 30, 60, 120):
+        first = int(torch.tensor(1.75 * 2.0**power).view(torch.int32))
+        amax = torch.arange(first - 300, first + 301, dtype=torch.int32).view(torch.float32)
+        differs = factors("ao_rowwise", amax) != torchao_s(amax)
+        assert not differs[:301].any() and int(differs.sum()) <= 38 and not differs[-200:].any()
+
+
+def test_even_exponents_of_the_largest_amaxes_are_codes():
+    x = torch.full((1, 32), 3.4e38)
+    found = made("ao_mxfp8_even", "x_f", x)
+    assert float(found.scale) == 2.0 ** (247 - 127) and oracle.ao_mx(x, "even")[1].isnan().all()
+    assert (found.elements.float() == 256).all()
+    below = torch.full((1, 32), 1.93 * 2.0**127)
+    check(made("ao_mxfp8_even", "x_f", below), oracle.ao_mx(below, "even"))

@@ -347,6 +347,8 @@ def ao_mx(x, rule, name="e4m3", emax=8, mantissa=3, top=448.0, block=(1, 32)):
         else:
             bits = int(amax.view(torch.int32))
             bits = (bits + (1 << (23 - mantissa - 1))) & 0xFF800000 if rule == "even" else bits
+            if bits == 0x7F800000:  # no longer finite: code 255
+                return torch.full_like(part, math.nan), f32(math.nan)
             up = rule == "ceil" and bits & MASK23 != 0
             exponent = (bits >> 23) - 127 - emax + up
         exponent = min(max(exponent, -127), 128)
