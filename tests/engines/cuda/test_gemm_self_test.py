@@ -281,6 +281,11 @@ def test_what_has_passed_is_remembered(disk, path, monkeypatch):
     anew()
     dispatched(spec)
     assert path.ran == 1 + len(SMALL) and len(list(folder.iterdir())) == 2
+    (other,) = set(folder.iterdir()) - {file}
+    file.replace(other)  # as if it were of this environment
+    anew()
+    dispatched(spec)
+    assert path.ran == 1 + len(SMALL)
 
 
 def test_another_kernel_is_tested_again(disk, path, tmp_path, monkeypatch):
