@@ -44,6 +44,16 @@ def cached_plan(fields: tuple[tuple[str, Any], ...]) -> GemmPlan:
     return GemmPlan(**dict(fields))
 
 
+def sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
+    """Return a copy of a plan with another source; ``replace`` would check all fields again, which takes longer."""
+    copy = object.__new__(GemmPlan)
+    for name in GemmPlan.__dataclass_fields__:
+        object.__setattr__(copy, name, getattr(plan, name))
+    object.__setattr__(copy, "source", source)
+    object.__setattr__(copy, "verified", verified)
+    return copy
+
+
 def reduction_of(choice: Choice, call: GemmCall) -> dict[str, Any] | None:
     """Return how partial sums are added: REDUCTION_SCHEME 0 and 1 in the output, 2 as they are, 4 rounded to it."""
     out = get_format(call.out)

@@ -13,6 +13,7 @@ from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.cublaslt import order_of
 from fmtsim.gemm.targets.doubts import sibling_of, warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
+from fmtsim.gemm.targets.order import sourced
 from fmtsim.gemm.targets.planfile import PlanFile
 from fmtsim.gemm.targets.question import (
     DEFAULT,
@@ -50,16 +51,6 @@ class TargetPlan(NamedTuple):
 
 
 _UNCOVERED = GemmPlan(source="one chain, k in order: no rule covers this call")
-
-
-def _sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
-    """Return a copy of a plan with another source; ``replace`` would check all fields again, which takes longer."""
-    copy = object.__new__(GemmPlan)
-    for name in GemmPlan.__dataclass_fields__:
-        object.__setattr__(copy, name, getattr(plan, name))
-    object.__setattr__(copy, "source", source)
-    object.__setattr__(copy, "verified", verified)
-    return copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -154,7 +145,7 @@ class Target(PlanFile):
         torch asks, (3) and (5) alone count.
         """
         if 0 in (call.m, call.n, call.k, call.batch):
-            return TargetPlan(_sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
+            return TargetPlan(sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
         override = self._ruled(call, list(range(self.overrides)))
         if override is not None:
             return override
@@ -197,7 +188,7 @@ class Target(PlanFile):
             order = kernel.order_of(call, split, self.architecture)
             if order is None:
                 continue
-            plan = _sourced(order.plan, rule.reason, verified=basis == "recorded")
+            plan = sourced(order.plan, rule.reason, verified=basis == "recorded")
             return TargetPlan(plan, basis, number, rule.unit or order.unit, rule.operands or order.operands)
         return None
 
@@ -238,10 +229,10 @@ class Target(PlanFile):
         order = order_of(choice, call, self.architecture)
         if order is None:
             return TargetPlan(
-                _sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess"
+                sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess"
             )
         basis = basis if order.certain else "guess"
-        return TargetPlan(_sourced(order.plan, source), basis, None, order.unit, order.operands)
+        return TargetPlan(sourced(order.plan, source), basis, None, order.unit, order.operands)
 
     def doubt(self, call: GemmCall, plan: GemmPlan, strict: bool) -> None:
         """Warn of a plan that is a guess, once a process, then with a count of calls; or refuse it."""
