@@ -43,7 +43,7 @@ def _blocks(name: str, block: int, **more: Any) -> StateFormat:
     return scaled_state(name, "amax", (1, block), **more)
 
 
-def _expanded(least_of: str) -> dict[str, StateFormat]:
+def _expanded(least_of: str) -> dict[str, Any]:
     fmt = _blocks("e4m3", 128, expand=True, least_of=least_of)
     return {"first": fmt, "second": fmt}
 

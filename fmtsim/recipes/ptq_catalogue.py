@@ -10,6 +10,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.build import BF16
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Gptq, Hqq, LearnedRounding, Rotate, Smooth
 from fmtsim.spec.quantizer import Quantizer, Sparsity
@@ -20,8 +21,8 @@ _INC = "Intel Neural Compressor 9b47d09"
 _GPTQ = "Frantar et al., arXiv:2210.17323"
 _OWN = "this package: a usual combination, no single source"
 
-_HALF, _E4M3, _BF16 = get_format("fp16"), get_format("e4m3"), get_format("bf16")
-assert isinstance(_HALF, FloatFormat) and isinstance(_E4M3, FloatFormat) and isinstance(_BF16, FloatFormat)
+_HALF, _E4M3 = get_format("fp16"), get_format("e4m3")
+assert isinstance(_HALF, FloatFormat) and isinstance(_E4M3, FloatFormat)
 _TENSOR, _CHANNEL, _TOKEN = Scaling(), Scaling(block=(1, None)), Scaling(block=(1, None))
 _ABSMAX = Calibration()
 
@@ -67,7 +68,7 @@ def _pow2(
     rows = block != (None, None)
     return Scaling(
         block=block, top=top, arithmetic="divide", power_of_two="log2", allowed=allowed, candidates=candidates,
-        metric="mse", scale=FP32 if rows else _BF16, input_scale=rows,
+        metric="mse", scale=FP32 if rows else BF16, input_scale=rows,
     )  # fmt: skip
 
 
