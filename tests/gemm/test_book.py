@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run
-from fmtsim.gemm.targets.book_writer import book_bytes, write_book
-from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.gemm.targets.book_writer import _Writer, book_bytes, write_book
+from fmtsim.gemm.targets.question import WINDOW, Choice, Kind, Question, pack
 from fmtsim.lab.calibration.book import sizes_of
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused
@@ -150,6 +150,16 @@ def test_what_is_written_is_found(count):
             m, n, k = (size, *each.sizes) if each.along == "m" else (*each.sizes, size)
             asked = Question(each.kind, each.layout, m, n, k, each.batch)
             assert known.find(asked) == looked_up([each], asked)
+
+
+def test_samples_are_as_many_families_as_fit_the_compressor_s_window():
+    numbers = {None: 0, SPLIT: 1}
+    for count, stride in ((3, 1), (30_000, None)):
+        group = {(4096, i): ((1, None), (1 + i, SPLIT)) for i in range(1, count + 1)}
+        runs = [[(start, numbers[choice]) for start, choice in group[key]] for key in sorted(group)]
+        found = _Writer().section(group, numbers)
+        stride = stride or -(-len(pack(runs)) // WINDOW)
+        assert found[:2] == [count, stride] and (stride > 1) == (count > 3)
 
 
 def test_the_same_families_give_the_same_bytes():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.cublaslt import order_of, plainest, same_order, shared
-from fmtsim.gemm.targets.cuda_cores import GEMV
+from fmtsim.gemm.targets.cublaslt import TILES, order_of, plainest, same_order, shared
+from fmtsim.gemm.targets.cuda_cores import GEMV, GEMV_FLOAT32
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.schedule import schedule
@@ -273,6 +273,23 @@ def test_workspace_tells_how_stream_k_kernels_share_tiles(kind, size, tile, work
     m, n, k = size
     choice = Choice(43 if kind is TF32 else 39, -1, 0, tile, 34 if kind is TF32 else 35)
     assert shared(choice, Question(kind, 0, m, n, k), workspace) == (expected or choice)
+
+
+def test_tiles_have_the_numbers_of_the_library():
+    """cublasLt.h counts its tiles by area, from CUBLASLT_MATMUL_TILE_32x32 = 11 on."""
+    areas = {tile: rows * columns for tile, (rows, columns) in TILES.items()}
+    groups = {11: 10, 12: 11, 13: 11, 14: 12, 15: 12, 16: 12, 17: 13, 18: 13, 19: 14, 20: 14, 21: 14, 23: 15, 24: 15}
+    assert areas == {tile: 1 << power for tile, power in groups.items()}
+    assert all(size & (size - 1) == 0 for tile in TILES.values() for size in tile)
+
+
+def test_lanes_have_at_most_64_products_of_a_slice():
+    """Lanes with an upper limit, at a K beyond it: the least multiple of lanes * 64 whose chains show."""
+    for formats, table in (("bf16", GEMV), ("fp32", GEMV_FLOAT32)):
+        for option, lanes in table["sm_90"].items():
+            if lanes.products < 0:
+                order = order_of(Choice(13, 1, 0, option), mm(1, 8, 4096, formats, F32), "sm_90")
+                assert order.plan.k_tile == 64 * lanes.lanes, (formats, option)
 
 
 def test_interleaved_parts_are_known_with_the_option_that_says_how_they_are_added():

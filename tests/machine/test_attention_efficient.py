@@ -155,6 +155,7 @@ def test_grouped_heads_and_ragged_ones_take_the_math_path():
         assert not run.nondeterministic
     assert not grouped.guess and [run.guess.total() for run in others] == [2, 2]
     assert attend().exact["bmm"] == 0
+    assert attend(heads=4, key_heads=2, length=2).exact["bmm"] == 8  # as many queries as heads of keys
 
 
 def test_gradients_by_locks_are_named():

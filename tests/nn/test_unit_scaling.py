@@ -76,6 +76,10 @@ def test_softmax_and_gated_product():
         torch.testing.assert_close(ours, [t * factor for t in plain], rtol=1e-12, atol=1e-12)
 
 
+def test_factors_of_one_row():
+    assert unit.linear_factors(torch.ones(1, 16), torch.ones(4, 16), constrained=False) == (0.25, 0.5, 1.0)
+
+
 def test_products():
     a, b, g = float64s(2, 16, 8), float64s(8, 24), float64s(2, 16, 24, seed=1)
     y, da, db = pulled(torch.matmul, [a, b], g)

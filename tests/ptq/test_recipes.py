@@ -216,6 +216,7 @@ def test_smoothing_is_the_paper_s_formula():
     x, w = torch.tensor([4.0, 100, 0, 9]), torch.tensor([1.0, 4, 2, 0])
     assert torch.allclose(smoothing(x, w, 0.5), torch.tensor([2.0, 5, 1, 1], dtype=torch.float64))
     assert torch.allclose(smoothing(x, w, 1.0)[:2], x[:2].double())
+    assert Smooth() == Smooth(alpha=0.5, after="norm")  # its alpha of most models
 
 
 def test_equalised_weights_keep_the_function_and_match_ranges():

@@ -13,7 +13,7 @@ import fmtsim
 from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn import quantised_attention
-from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache
+from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, verb
 from fmtsim.ptq.report import ratio
 from fmtsim.recipes import Rule
 from fmtsim.recipes.ptq_catalogue import operand, quantised_cache
@@ -21,6 +21,7 @@ from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp
 from tests.support.refusals import refused
+from tests.support.steps import Steps
 
 
 def test_the_report_measures_what_happens():
@@ -169,3 +170,10 @@ def test_ratios_of_powers():
         math.inf,
     ]
     assert math.isnan(ratio(0.0, 0.0)) and math.isnan(ratio(0.0, 1.0))
+
+
+def test_progress_counts_the_batches(monkeypatch):
+    steps = Steps()
+    monkeypatch.setattr(verb, "make_progress", lambda *_, **__: steps)
+    fmtsim.ptq(mlp(), "int8_static", DATA)
+    assert steps.told["calibration", len(DATA)] == list(range(1, len(DATA) + 1))

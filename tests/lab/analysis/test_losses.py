@@ -98,6 +98,7 @@ def test_bars_of_one_step_and_one_operand(stats):
     left = plot_losses(stats.layers, one, None, by="sqnr", operand="g_w", title="").axes[0]
     assert [bar.get_width() for bar in left.patches] == [stats[str(i)]["g_w"].sqnr_db for i in range(3)] + [0.0]
     assert [text.get_text() for text in left.texts] == [" lossless"]  # of ones
+    assert left.get_xlim()[0] == 0 < max(bar.get_width() for bar in left.patches) < left.get_xlim()[1]
     left = plot_losses(
         {f"layers.{i}": stats["0"] for i in range(300)}, one, None, by="underflow", operand=None, title=""
     )

@@ -51,6 +51,9 @@ def test_figures_of_each_step_are_in_the_file(tmp_path):
             s = seen[layer].get(operand)
             history = [seen.history[step][layer].get(operand) for step in (1, 3, 5)]
             for metric, column in found["history"].items():
+                assert len(column) == (
+                    1 if len(set(column)) == 1 else 3 * len(found["layers"] * len(found["operands"]))
+                )
                 assert [number(getattr(sample, metric)) if sample else None for sample in history] == (
                     column * 3 if len(column) == 1 else column[3 * place : 3 * place + 3]
                 )

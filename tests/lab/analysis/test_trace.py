@@ -17,6 +17,7 @@ from fmtsim.formats.tensor_file import read_tensors, write_tensors
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.lab.analysis import fingerprint
 from fmtsim.lab.analysis.fingerprint import Fingerprints
+from fmtsim.lab.analysis.stored_call import read_call, stored_call
 from fmtsim.lab.analysis.trace import Trace
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.spec.quantizer import Quantizer
@@ -380,3 +381,13 @@ def test_the_hash_of_long_rows_is_defined():
     x = torch.arange(300_001, dtype=torch.int32)
     assert printed(x).hash == printed(x.view(1, -1)).hash == "f3472ddfeba316c4"
     assert printed(torch.arange(210_000, dtype=torch.int32).view(3, 70_000)).hash == "006732432c384ee8"
+
+
+def test_a_stored_call_comes_back_with_its_strides():
+    turned, spread, one = numbers(torch.float32, 3, 7).mT, numbers(torch.float32, 3).expand(2, 3), torch.tensor(2.0)
+    tensors, facts = stored_call(torch.ops.aten.cat.default, ([turned, spread, one], -1), {"dtype": torch.int8})
+    ((_, text),) = facts()
+    overload, (read, dim), others = read_call(text, {name: x.contiguous() for name, x in tensors.items()})
+    assert (overload, dim, others) == ("default", -1, {"dtype": torch.int8}) and read[0].stride() == (1, 7)
+    for before, after in zip((turned, spread, one), read, strict=True):
+        assert_same_bits(after, before)

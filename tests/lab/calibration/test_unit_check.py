@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from fmtsim.engines.cuda.native import NativeCall, NativeScales, torch_call
+from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.calibration import unit_calls as calls
 from fmtsim.lab.calibration.evidence import load_evidence
 from fmtsim.lab.calibration.unit_calls import digest, draw, emulate, kinds_of, orders
-from fmtsim.lab.calibration.unit_check import TorchCard, check_unit, emulate_again
+from fmtsim.lab.calibration.unit_check import TorchCard, _known_order, check_unit, emulate_again
 from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DeviceError
 from tests.support.refusals import refused
+from tests.support.targets import mm
 
 BLACKWELL = ["bf16", "fp16", "fp16, sums in fp16", "tf32", "int8", "fp8, tensor scales", "fp8, tensor scales, fast",
              "fp8, row scales", "fp8, row scales, fast", "mxfp8", "mxfp4", "nvfp4", "nvfp4, tensor scales"]  # fmt: skip
@@ -126,6 +129,15 @@ def test_orders_of_a_library_are_found(few):
     assert found.proves
     assert {call.plan.split for call in found.kinds[3].calls if call.k == 1024} == {4}
     assert {call.plan.promote_every for call in found.kinds[6].calls if call.k == 320} == {128}
+
+
+def test_an_order_that_is_known_is_tried_first():
+    unit, card = get_unit("hopper.wgmma"), Card("hopper.wgmma", (9, 0))
+    card.target = "h200"
+    call = mm(64, 64, 1024)
+    assert _known_order(call, unit, card) == get_target("h200").resolve(call).plan
+    card.target = None
+    assert _known_order(call, unit, card) is None
 
 
 def test_kinds_reach_their_units():

@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fmtsim
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.explain.candidates import candidates
+from fmtsim.lab.explain.candidates import Observed, candidates
+from fmtsim.lab.explain.samples import deciding, part_of
 from fmtsim.lab.verify.recordings import find_recordings, read_calls
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import ArgumentError, DtypeError
+from tests.support.operands import normal
 from tests.support.recorded import GOLDEN, needs_golden
 from tests.support.settled import settled
 
@@ -341,3 +343,18 @@ def test_negated_views_are_their_numbers():
     """torch negates such a tensor when it is read; its bits in memory are the other sign's."""
     results = [fmtsim.identify(A, B, y) for y in (-Y, torch._neg_view(Y))]
     assert results[0].to_dict() == results[1].to_dict()
+
+
+def test_the_first_columns_are_those_that_decide_in_the_first_rows():
+    a, b = normal(40, 32, seed=1).bfloat16(), normal(200, 32, seed=2).bfloat16()
+    product = Observed(a, b, (a.float() @ b.float().mT).bfloat16())
+    rows, columns = deciding(product)
+    assert sorted(rows.tolist()) == list(range(40)) and sorted(columns.tolist()) == list(range(200))
+    exact = a.double() @ b.double().mT
+    step = 2.0 ** (exact.abs().log2().floor() - 7)
+    beside = ((exact.abs() / step) % 1 - 0.5).abs() * step / b.double().norm(dim=1)
+    for row in rows[:4]:
+        assert set(beside[row].topk(16, largest=False).indices.tolist()) <= set(columns[:64].tolist())
+    small, places = part_of(product, (rows, columns), 10)
+    assert small.sizes == (5, 2, 32) and torch.equal(places[0], rows[:5])
+    assert part_of(product, (rows, columns), 8000)[0] is product

@@ -176,6 +176,7 @@ REFUSED = [
     (lambda: fmtsim.training_memory(SIZE)["weight"], r"no line 'weight'; choose one of weights, "),
     (lambda: ModelSize(**ONE | {"heads": 5}), r"kv_heads=2 does not divide heads=5; choose a divisor"),
     (lambda: ModelSize(**ONE | {"hidden": 0}), r"hidden=0 is not possible; choose 1 to 100,000,000"),
+    (lambda: ModelSize(**ONE | {"gated": "yes"}), r"gated='yes' is not allowed"),
     (lambda: ModelSize(**ONE | {"blocks": 10**9}), r"blocks=1000000000 is not possible; choose 1 to 10,000"),
     (lambda: Latent(queries=0, values=0, rotary=8, key_dim=12, value_dim=20), r"Latent values=0 is not possible"),
     (lambda: ModelSize(**ONE | {"experts": 4, "active": 5}), r"active=5 of experts=4 is not possible; choose 1 to 4"),

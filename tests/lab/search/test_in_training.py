@@ -10,7 +10,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.search import Policy
+from fmtsim.lab.search import Policy, in_training
 from fmtsim.lab.search.channels import counted, links_of, narrow, narrowed
 from fmtsim.lab.search.in_training import _Search
 from fmtsim.lab.search.verb import Sampler
@@ -18,6 +18,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.support.errors import ArgumentError
 from tests.support.refusals import refused
+from tests.support.steps import Steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = Policy(steps=12, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1)
@@ -113,6 +114,14 @@ def test_a_seed_gives_the_same_bits_and_another_does_not():
     assert one == two and one != three and one.cost <= one.budget
     tensors = zip(first.state_dict().values(), again.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in tensors)
+
+
+def test_progress_counts_the_steps_of_a_stage(monkeypatch):
+    steps = Steps()
+    monkeypatch.setattr(in_training, "make_progress", lambda *_, **__: steps)
+    run()
+    assert steps.told["warm-up", 4] == [1, 2, 3, 4]
+    assert steps.told["weights and policy", 12] == list(range(1, 13))
 
 
 def test_the_model_is_what_the_result_says():

@@ -211,6 +211,20 @@ def test_a_checkpoint_that_lacks_something(tmp_path, corpus, key, monkeypatch):
         compared(tmp_path / "x", config(), corpus)
 
 
+def test_a_number_that_no_float_holds_is_named(tmp_path, corpus, monkeypatch):
+    dump = json.dumps
+
+    def beyond(value, **how):
+        if isinstance(value, dict) and "current" in value:
+            value["current"]["moments"][0]["0"]["step"] = 10**400
+        return dump(value, **how)
+
+    monkeypatch.setattr("fmtsim.lab.training.checkpoint.json", types.SimpleNamespace(dumps=beyond, loads=json.loads))
+    compared(tmp_path / "x", config(), corpus, stop=1)
+    with pytest.raises(DataError, match=r"does not fit \(OverflowError: int too large .*\); delete it, or choose"):
+        compared(tmp_path / "x", config(), corpus)
+
+
 def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, corpus):
     path = tmp_path / "checkpoint"
     compared(path, config(), corpus, stop=2)

@@ -44,6 +44,8 @@ def test_a_gap_is_held_to_what_it_wanders_by():
     stopped = words(record(losses=[4.0, None], stopped="the loss became nan at step 2", nonfinite=3))
     assert stopped["Gap"] == "the simulated run did not end: the loss became nan at step 2"
     assert stopped["What to try"].startswith("loss scaling")
+    few = {"baseline": {**BLANK, "losses": [1.0] * 20}, "simulated": {**BLANK, "losses": [1.0] * 18 + [1.25, 1.5]}}
+    assert words(few)["Gap"].startswith("+0.3750 nats per byte over the last tenth of 20 steps")
     short = {"baseline": {**BLANK, "losses": BASE[:3]}, "simulated": {**BLANK, "losses": [4.1, 4.0, 4.0]}}
     assert "over the last tenth of 3 steps; too few steps to tell" in words(short)["Gap"]
     broken = {"baseline": {**BLANK, "losses": [4.0, None]}, "simulated": {**BLANK, "losses": [4.0, 4.0]}}
