@@ -21,7 +21,7 @@ def test_names_and_files(tmp_path):
     own = tmp_path / "mine.json"
     own.write_text((PLANS / "chain.json").read_text().replace('"name": "chain"', '"name": "mine"'))
     assert get_target(own).name == get_target(str(own)).name == "mine"
-    refused("unknown target 'h20'; did you mean 'h200'", get_target, "h20")
+    refused("unknown target 'h2000'; did you mean 'h200'", get_target, "h2000")
     refused("cannot read .*none.json: No such file", get_target, tmp_path / "none.json")
     own.write_text("[]")
     refused("mine.json: plan: .. is not an object", get_target, own)

@@ -90,7 +90,7 @@ def products_of(
 def check_rows(verb: str, name: str, rows: Iterable[int]) -> list[int]:
     """Return numbers of rows in order, each once; refuse what is none."""
     try:
-        sizes = list(rows)
+        sizes: list[Any] = list(rows)
     except TypeError:  # one number, or an array of none
         sizes = [rows]
     wrong = [n for n in sizes if type(n) is not int or not 0 < n <= MOST_ROWS]

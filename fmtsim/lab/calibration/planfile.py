@@ -309,7 +309,7 @@ def write_plan(target: Target, path: str | Path) -> None:
 def plan_text(target: Target) -> str:
     """Return a target as JSON, one line for each rule, kernel, and size of results."""
     record = target.to_dict()
-    texts = ("name", "library", "source", *_ANSWERS)
+    texts = ("name", "library", "source", *_ANSWERS, "overrides")
     lines = ["{", *(f" {json.dumps(key)}: {json.dumps(record[key])}," for key in texts if key in record)]
     lines += [' "units": [', ",\n".join(f"  {json.dumps(unit)}" for unit in record["units"]), " ],"]
     for key in ("kernels", "splits"):

@@ -167,7 +167,7 @@ def test_models_by_name_as_modules_and_converted():
         (("gpt2", None), "batch_invariance got target=None for 'gpt2'; pass target= ('h200')"),
         ((7, "h200"), "batch_invariance got model=7; pass a name"),
         (("gpt2", "h200", [0]), "batch_invariance got sizes=0; pass numbers of rows from 1 to"),
-        (("gpt2", "h200", []), "batch_invariance got sizes=None; pass numbers"),
+        (("gpt2", "h200", []), "batch_invariance got sizes=[]; pass numbers"),
         (([(8, 8, False)], "h200", [1], ["fp8_fast"]), "FP8 takes outputs and inputs that are multiples of 16"),
         (("gpt2", "h200", [1], ["fp4"]), "dtypes 'fp4' is not possible"),
         (("gpt2", "h200", [1], ["bf16"], ["wgrad"]), "whose sums run over the batch"),
