@@ -222,7 +222,7 @@ LISTS: dict[str, Callable[[str], object]] = {
     "claim": lambda name: get_claims([name]),
 }  # fmt: skip
 WRONG = {
-    "unit": "hopper.wgm", "target": "h2000", "recipe": "te_nvp4", "ptq recipe": "w4a", "scheme": "bnb", "format": "e4m3q",
+    "unit": "hopper.wgm", "target": "h2x", "recipe": "te_nvp4", "ptq recipe": "w4a", "scheme": "bnb", "format": "e4m3q",
     "reduction": "fp8l", "rounding": "stochstic", "kind": "blocks", "model": list_models()[0][:-1],
     "scaling": "tensors", "scale rule": "flor", "overflow": "saturated", "claim": CLAIMS[0].name[:-1],
 }  # fmt: skip

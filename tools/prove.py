@@ -356,8 +356,13 @@ def about() -> dict[str, Any]:
     """Return what a line of a record says about its making: commit, machine, versions, time."""
     git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True)
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else "")
-    return {"commit": git.stdout.strip() or "not in git", "machine": cpu[1] if cpu else platform.processor(), "date": origin()["date"],
-            "python": platform.python_version(), "versions": versions_of(PACKAGES)}  # fmt: skip
+    return {
+        "commit": git.stdout.strip() or "not in git",
+        "machine": cpu[1] if cpu else platform.processor(),
+        "date": origin()["date"],
+        "python": platform.python_version(),
+        "versions": versions_of(PACKAGES),
+    }
 
 
 if __name__ == "__main__":
