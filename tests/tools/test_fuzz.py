@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every target with the inputs that failed once and some others; and that a report finds a planted defect."""
 
+import subprocess
+import sys
+
 import pytest
 import torch.distributed as dist
 from hypothesis import strategies as st
@@ -25,6 +28,18 @@ def test_every_input_ends_in_a_result_or_an_error_of_our_own(target):
     report = Report()
     report.run(target, target.count, SEED)
     assert not report.defects, str(report)
+
+
+@pytest.mark.slow
+def test_targets_of_a_package_that_is_not_installed_are_skipped_by_name():
+    missing = "for name in ('gguf', 'safetensors'): sys.modules[name] = None"
+    command = f"import sys\n{missing}\nfrom tools.fuzz.__main__ import main\nsys.argv[1:] = ['--minutes', '0']\nmain()"
+    lines = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    gone = {"export.gguf": "gguf", "tensors.safetensors": "safetensors", "weights.safetensors": "safetensors"}
+    assert set(lines[:3]) == {f"{name} is skipped: there is no module {module}" for name, module in gone.items()}
+    assert f", {len(TARGETS) - 3} targets, " in lines[3]
 
 
 def test_a_report_tells_results_errors_and_defects_apart():

@@ -15,7 +15,7 @@ import sys
 import time
 
 from tools.fuzz import calls, files, machines, models, peers, runs, saved, verbs
-from tools.fuzz.target import Report
+from tools.fuzz.target import SKIPPED, Report
 
 TARGETS = [
     *files.TARGETS,
@@ -44,6 +44,9 @@ def main() -> int:
         findings = peers.run(names, options.minutes, seed)
         print(findings)
         return 1 if findings.differing.total() else 0
+    for name, module in SKIPPED.items():
+        if options.target in name:
+            print(f"{name} is skipped: there is no module {module}")
     targets = [target for target in TARGETS if options.target in target.name]
     if not targets:
         parser.error(f"--target {options.target}: choose from {', '.join(target.name for target in TARGETS)}")

@@ -49,7 +49,7 @@ from tools.fuzz.corrupt import (
     mutated,
     safetensors_file,
 )  # fmt: skip
-from tools.fuzz.target import ROOM, Target, file_target, seeded
+from tools.fuzz.target import ROOM, Target, file_target, installed, seeded
 
 _SPELLED = r"(e\d+m\d+|u?int\d+(_(full|half))?(_f\d+)?|lns\d+_g\d+|logfmt\d+)"
 NAMES = st.text() | st.from_regex(_SPELLED, fullmatch=True)
@@ -127,13 +127,16 @@ def read_encoded(path: Path) -> None:
 
 def tensor_files() -> dict[str, bytes]:
     """Return files that ``fmtsim compare`` reads, by suffix."""
-    from safetensors.torch import save
-
     x = np.linspace(-3, 3, 24, dtype=np.float32).reshape(4, 6)
     one, many = io.BytesIO(), io.BytesIO()
     np.save(one, x)
     np.savez(many, a=x, b=x.astype(np.float16))
-    return {".npy": one.getvalue(), ".npz": many.getvalue(), ".safetensors": save({"a": torch.tensor(x)})}
+    files = {".npy": one.getvalue(), ".npz": many.getvalue()}
+    if installed("safetensors", "tensors.safetensors"):
+        from safetensors.torch import save
+
+        files[".safetensors"] = save({"a": torch.tensor(x)})
+    return files
 
 
 def read_tensors(path: Path) -> None:

@@ -35,7 +35,7 @@ from fmtsim.support import folder as caches
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from tools.fuzz.corrupt import corrupted, json_file, junk, mutated, safetensors_file
 from tools.fuzz.files import BOOKS, CALLS, PLAN_FILES, make_book, use_plan
-from tools.fuzz.target import ROOM, Target, file_target, seeded
+from tools.fuzz.target import ROOM, Target, file_target, installed, seeded
 
 Files = dict[str, bytes]
 
@@ -238,11 +238,14 @@ _NET = nn.Linear(3, 2)
 
 
 def _weights() -> Files:
-    from safetensors.torch import save_file
-
+    suffixes = [".pt"]
     torch.save(_NET.state_dict(), ROOM / "x.pt")
-    save_file(_NET.state_dict(), ROOM / "x.safetensors")
-    return {suffix: (ROOM / f"x{suffix}").read_bytes() for suffix in (".pt", ".safetensors")}
+    if installed("safetensors", "weights.safetensors"):
+        from safetensors.torch import save_file
+
+        save_file(_NET.state_dict(), ROOM / "x.safetensors")
+        suffixes += [".safetensors"]
+    return {suffix: (ROOM / f"x{suffix}").read_bytes() for suffix in suffixes}
 
 
 # The cache of compiled kernels.
@@ -304,7 +307,8 @@ TARGETS = [
     ), "format", count=120),
     _export_target("torchao", ("int4_g32", "int8_token", "e4m3_token", "mxfp4_weights", "nvfp4_weights"), "0.weight",
                    count=120),
-    _export_target("gguf", ("q8_0", "q4_0", "mxfp4_weights"), "", count=60),
+    *([_export_target("gguf", ("q8_0", "q4_0", "mxfp4_weights"), "", count=60)]
+      if installed("gguf", "export.gguf") else []),
     folder_target("plan.folder", _read_plan,
                   lambda rng: exchanged(rng, PLAN_FOLDERS, _edit_plan), count=100),
     Target("settings", seeded(make_settings), _use_settings, count=60),

@@ -3,6 +3,7 @@
 
 import atexit
 import contextlib
+import importlib.util
 import random
 import shutil
 import signal
@@ -23,6 +24,18 @@ from fmtsim.support.errors import FmtsimError
 ROOM = Path(tempfile.mkdtemp(prefix="fmtsim-fuzz-"))
 atexit.register(shutil.rmtree, ROOM, ignore_errors=True)
 SECONDS = 120  # after which a call counts as one that does not end; the first calls compile kernels
+
+
+SKIPPED: dict[str, str] = {}
+"""Targets that are left out, and the module that they need and that is not installed."""
+
+
+def installed(module: str, target: str) -> bool:
+    """Return True if there is a module; if not, note the target that it is needed for."""
+    there = importlib.util.find_spec(module) is not None
+    if not there:
+        SKIPPED[target] = module
+    return there
 
 
 @dataclass(frozen=True)
