@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # loaded before the fork, or each child takes seconds for it when it makes an optimizer
 from torch import nn
 
 import fmtsim
