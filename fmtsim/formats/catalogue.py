@@ -8,6 +8,7 @@ from typing import cast
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.scaling import Block, TensorScale, block_scaling
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.formats.tapered import hif8, tapered
 
 _IEEE = "IEEE 754-2019, table 3.5"
 _OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0, section 5; Micikevicius et al., arXiv:2209.05433, table 1"
@@ -217,6 +218,9 @@ def elements() -> Iterator[Format]:
     yield _bnb_dynamic8(signed=True)
     yield _bnb_dynamic8(signed=False)
     yield from _AO_STATES
+    yield hif8()
+    for kind in ("posit", "takum", "takum_linear"):
+        yield tapered(kind, 8)
     yield LogFormat(name="lns8_g8", bits=8, gamma=8, source=LNS_SOURCE)
     yield LogFormat(name="lns16_g2048", bits=16, gamma=2048, source=LNS_SOURCE + "; 16-bit updates keep 16 octaves")
     for bits in (8, 10):
@@ -225,6 +229,10 @@ def elements() -> Iterator[Format]:
 
 _MX_BLOCKS = "OCP Microscaling Formats (MX) v1.0, sections 5.1 (formats) and 6.3 (scale by floor)"
 _MX_CEIL = "Transformer Engine d0067d0, MXFP8BlockScaling: the scale rounded up so that no element saturates"
+_MSFP = (
+    "Rouhani et al., Microsoft Floating Point, NeurIPS 2020: 16 signs and magnitudes share an exponent; "
+    "its rounding is not known here"
+)
 _NVFP4 = "NVIDIA, arXiv:2509.25149, section 2; Transformer Engine d0067d0, NVFP4BlockScaling"
 _DEEPSEEK = "DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2; arithmetic of DeepGEMM 54e2261"
 _TE = "Transformer Engine d0067d0, Float8CurrentScaling"
@@ -244,6 +252,7 @@ def blocks(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
     """Yield every catalogued scaled format; ``element`` looks an element format up by its name."""
     yield from _microscaling(element)
     yield from _nvfp4(element)
+    yield from _msfp(element)
     yield from _float8_scaled(element)
     yield from _integers(element)
     yield from _codebooks(element)
@@ -264,6 +273,12 @@ def _microscaling(element: Callable[[str], ElementFormat]) -> Iterator[BlockForm
     for name, inner, _ in table[:2]:
         scaling = block_scaling((1, 32), "rceil")
         yield BlockFormat(name=f"{name}_rceil", element=element(inner), scaling=scaling, source=_MX_CEIL)
+
+
+def _msfp(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
+    # Sign and magnitude without an implicit bit: the one exponent bit makes an even grid of magnitudes.
+    for name, inner in (("msfp12", "e1m2_finite"), ("msfp16", "e1m6_finite")):
+        yield BlockFormat(name=name, element=element(inner), scaling=block_scaling((1, 16), "floor"), source=_MSFP)
 
 
 def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:

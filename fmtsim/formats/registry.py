@@ -12,6 +12,7 @@ from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.scaling import SCALE_RULES, History, ScaleRule, Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
+from fmtsim.formats.tapered import tapered
 from fmtsim.support.errors import ArgumentError, FormatError, did_you_mean, shown
 from fmtsim.support.records import READERS, at, located, parse_json, record_of
 
@@ -40,6 +41,7 @@ _NAME = re.compile(r"[a-z0-9_.+-]+")
 _FLOAT = re.compile(r"e([0-9]{1,9})m([0-9]{1,9})(_finite|_saturate)?")
 _INT = re.compile(r"(u?)int([0-9]{1,9})(?:_(full|asymmetric|half))?(?:_f([0-9]{1,9}))?")
 _LOG = re.compile(r"lns([0-9]{1,9})_g([0-9]{1,9})")
+_TAPERED = re.compile(r"(posit|takum|takum_linear)([0-9]{1,9})")
 _LOG_TILE = re.compile(r"logfmt([0-9]{1,9})")
 _SIZE = "(?:[1-9][0-9]{0,17}|all)"
 _BLOCKED = re.compile(rf"(.+)_({'|'.join(BLOCK_NAMES.values())}|{_SIZE}x{_SIZE})(?:_({'|'.join(SCALE_RULES)}))?")
@@ -49,10 +51,12 @@ _WIDTHS = {  # names of a width, which several formats have
     "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"), "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"), "bf8": ("e5m2", "e5m2fnuz"),
 }  # fmt: skip
 
-_TAPERED = "fields of varying width are not described here; list the values: fmtsim.formats.spec.CodebookFormat(...)"
-_SHARED = "a block that shares a power of two is 'mxint8', or integers under one: 'int8_1x16_floor', 'int4_1x16_floor'"
+_LISTED = (
+    "fields of varying width: 'hif8', 'posit8', 'takum8'; list the values: fmtsim.formats.spec.CodebookFormat(...)"
+)
+_SHARED = "a shared power of two: 'msfp12', 'mxint8', or integers under one: 'int8_1x16_floor', 'int4_1x16_floor'"
 _ELSEWHERE = {  # by beginnings
-    "posit": _TAPERED, "takum": _TAPERED, "hif": _TAPERED, "unum": _TAPERED, "bfp": _SHARED, "msfp": _SHARED,
+    "posit": _LISTED, "takum": _LISTED, "hif": _LISTED, "unum": _LISTED, "bfp": _SHARED, "msfp": _SHARED,
     "ternary": "-1, 0 and 1 are 'int2'",
 }  # fmt: skip
 
@@ -66,7 +70,8 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
     Names ignore case. A name that is not registered may spell a format out: ``eXmY`` (IEEE 754 rules above 8 bits,
     one NaN and no Inf at 8 bits, finite below), ``eXmY_finite`` (neither NaN nor Inf at any width), ``eXmY_saturate``
     (its ``overflow`` is ``"saturate"``), ``intN``,
-    ``intN_full``, ``intN_half``, ``uintN`` (each with ``_fF`` for F fraction bits), ``lnsB_gG`` and ``logfmtN``.
+    ``intN_full``, ``intN_half``, ``uintN`` (each with ``_fF`` for F fraction bits), ``lnsB_gG``, ``logfmtN``,
+    ``positN``, ``takumN`` and ``takum_linearN`` up to 16 bits.
     Behind each of these and each registered name may stand other blocks and a scale rule, as ``quantize`` takes them:
     ``e4m3_1x64_amax``, ``mxfp4_1x16_even``, ``int6_channel_amax`` (a row), ``e4m3_tensor_amax``. So the names of
     formats that verbs make are taken back. ``fp8_e4m3`` is ``e4m3`` and so on; ``fp8`` alone is an error, because
@@ -241,6 +246,8 @@ def _parse(name: str) -> Format | None:
         return integer(int(bits), signed=not unsigned, grid=grid, fraction_bits=int(fraction or 0))
     if match := _LOG.fullmatch(name):
         return LogFormat(name=name, bits=int(match[1]), gamma=int(match[2]), source=LNS_SOURCE)
+    if match := _TAPERED.fullmatch(name):
+        return tapered(match[1], int(match[2]))
     if match := _LOG_TILE.fullmatch(name):
         return LogTileFormat(name=name, bits=int(match[1]), source=LOGFMT_SOURCE)
     return None
@@ -384,7 +391,7 @@ def _register_catalogue() -> None:
     """Register the catalogue: elements first, because blocks are made of them."""
     for fmt in elements():
         register_format(fmt)
-    for block in blocks(lambda name: cast(ElementFormat, _lookup[name])):
+    for block in blocks(lambda name: cast(ElementFormat, _lookup.get(name) or _parse(name))):
         register_format(block)
 
 

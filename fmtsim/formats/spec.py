@@ -115,14 +115,22 @@ class CodebookFormat(Element):
 
     Args:
         name: The name under which the format is listed.
-        values: One finite float32 value a code, in any order; repeated values encode to the first code.
-        nan_policy: What NaN becomes: the largest value, or an error.
+        values: One finite value a code, in any order; repeated values encode to the first code. float32 is the widest
+            dtype that every engine holds.
+        nan_code: The code that is NaN, whose place in ``values`` repeats the value of a lower code; None for none.
+        infinities: Whether the lowest and the largest value stand for the infinities: a number that rounds to them
+            overflows. Needs a ``nan_code``.
+        thresholds: Where rounding to nearest turns between neighbouring values, ascending; empty for half-way.
+        nan_policy: What NaN becomes where it has no code: the largest value, or an error.
         aliases: Other names.
         source: The document that defines the values.
     """
 
     name: str
     values: tuple[float, ...]
+    nan_code: int | None = None
+    infinities: bool = False
+    thresholds: tuple[float, ...] = ()
     nan_policy: NanPolicy = "max"
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -133,6 +141,17 @@ class CodebookFormat(Element):
         check(2 <= len(self.values) <= 1 << 16, f"{len(self.values)} values", "2 to 65536 values")
         check(all(math.isfinite(v) for v in self.values), "values with NaN or Inf", "finite values")
         check(len(set(self.values)) >= 2, "a single distinct value", "at least two")
+        nan, turns, count = self.nan_code, self.thresholds, len(set(self.values))
+        repeats = nan is None or (0 < nan < len(self.values) and self.values[nan] in self.values[:nan])
+        check(repeats, f"nan_code={nan}", "a code whose place in values repeats the value of a lower code")
+        check(not self.infinities or nan is not None, "infinities=True with nan_code=None", "a nan_code")
+        ends = not self.infinities or (count >= 4 and min(self.values) < 0)
+        check(ends, "infinities=True", "lists with two finite values between -Inf and Inf")
+        between = not turns or (len(turns) == count - 1 and list(turns) == sorted(turns))
+        check(between, f"{len(turns)} thresholds", f"{count - 1} ascending ones, or none")
+
+    def __hash__(self) -> int:  # caches ask for it in every call, and a list of values is long
+        return hash((self.name, len(self.values), self.nan_code))
 
     @property
     def bits(self) -> int:
@@ -140,31 +159,65 @@ class CodebookFormat(Element):
         return (len(self.values) - 1).bit_length()
 
     @property
+    def has_nan(self) -> bool:
+        """Whether some code is NaN."""
+        return self.nan_code is not None
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """The overflow rule that holds unless a verb names another: ``"ieee"`` where a code is NaN."""
+        return "ieee" if self.has_nan else "saturate"
+
+    @property
+    def ordered(self) -> tuple[float, ...]:
+        """The distinct values, ascending, those that stand for infinities included."""
+        return _ordered(self)
+
+    @property
+    def turns(self) -> tuple[float, ...]:
+        """Where rounding to nearest turns between neighbours of ``ordered``: ``thresholds``, or half-way."""
+        values = self.ordered
+        return self.thresholds or tuple((a + b) / 2 for a, b in zip(values, values[1:], strict=False))
+
+    @property
+    def finite(self) -> tuple[float, ...]:
+        """The distinct finite values, ascending."""
+        return self.ordered[self.infinities : len(self.ordered) - self.infinities]
+
+    @property
     def max(self) -> float:
-        """Largest magnitude, the target of a block's scale."""
-        return max(abs(v) for v in self.values)
+        """Largest finite magnitude, the target of a block's scale."""
+        return max(self.finite[-1], -self.finite[0])
 
     @property
     def min(self) -> float:
-        """Lowest value."""
-        return min(self.values)
+        """Lowest finite value."""
+        return self.finite[0]
 
     def value(self, code: int) -> float:
         """Return the value of one code."""
         if not 0 <= code < len(self.values):
             raise FormatError(f"code {code} is outside {self.name} (0 to {len(self.values) - 1})")
-        return self.values[code]
+        value = self.values[code]
+        if code == self.nan_code:
+            return math.nan
+        return math.copysign(math.inf, value) if self.infinities and abs(value) > self.max else value
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what there is to say about the format as pairs of a heading and a text."""
-        extent = f"{self.min:g} to {max(self.values):g}"
-        return [("bits", str(self.bits)), ("values", str(len(set(self.values)))), ("range", extent)]
+        extent = f"{self.min:g} to {self.finite[-1]:g}"
+        special = "infinities and NaN" if self.infinities else "NaN"
+        facts = [("bits", str(self.bits)), ("values", str(len(self.finite))), ("range", extent)]
+        return [*facts, ("special", special)] if self.has_nan else facts
 
     def __repr__(self) -> str:
-        return (
-            f"CodebookFormat({self.name!r}: {self.bits} bits, {len(set(self.values))} values "
-            f"from {self.min:g} to {max(self.values):g})"
-        )
+        extent = f"{len(self.finite)} values from {self.min:g} to {self.finite[-1]:g}"
+        return f"CodebookFormat({self.name!r}: {self.bits} bits, {extent})"
+
+
+@cache
+def _ordered(fmt: CodebookFormat) -> tuple[float, ...]:
+    return tuple(sorted({value + 0.0 for value in fmt.values}))  # -0 + 0 = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

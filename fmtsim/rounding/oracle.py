@@ -55,7 +55,7 @@ def encode_value(
     if isinstance(fmt, IntFormat):
         return _encode_int(x, fmt, how, word)
     if isinstance(fmt, CodebookFormat):
-        return _encode_codebook(x, fmt, how, word)
+        return _encode_codebook(x, fmt, how, overflow or fmt.default_overflow, word)
     return _encode_log(x, fmt, how, word)
 
 
@@ -69,7 +69,7 @@ def decode_value(code: int, fmt: ElementFormat) -> float:
         number = code - (1 << fmt.bits) if fmt.signed and code >> (fmt.bits - 1) else code
         return _exact(Fraction(2 * number + fmt.half_offset, 2 << fmt.fraction_bits))
     if isinstance(fmt, CodebookFormat):
-        return fmt.values[code] + 0.0  # -0 + 0 is +0
+        return fmt.value(code) + 0.0  # -0 + 0 is +0
     sign, k = code >> (fmt.bits - 1), code % (1 << (fmt.bits - 1))
     return _exact(-_log_magnitudes(fmt)[k] if sign else _log_magnitudes(fmt)[k])
 
@@ -274,15 +274,24 @@ def round_to_integer(x: Real, how: Rounding, word: int | None, half_offset: bool
     return number(n + rounds_away(rest, magnitude.denominator, number(n) % 2 == 1, negative, how, word))
 
 
-def _encode_codebook(x: Real, fmt: CodebookFormat, how: Rounding, word: int | None) -> int:
+def _encode_codebook(x: Real, fmt: CodebookFormat, how: Rounding, overflow: Overflow, word: int | None) -> int:
     values, middles, codes = _codebook(fmt)
-    if x != x or x == math.inf:
+    infinite, last = x in (math.inf, -math.inf), len(values) - 1
+    # 1. NaN, and Inf that has no code, under overflow "ieee"
+    lost = x != x or (infinite and overflow == "ieee" and not fmt.infinities)
+    if lost and fmt.nan_code is not None:
+        return fmt.nan_code
+    if x != x:
         return codes[-1]
-    rank = bisect_right(values, x) - 1
-    if rank < 0 or rank == len(values) - 1:
-        return codes[max(rank, 0)]
-    neighbours = (Fraction(values[rank]), Fraction(values[rank + 1]), middles[rank])
-    return codes[rank + takes_upper(Fraction(x), *neighbours, rank % 2 == 1, is_negative(x), how, word)]
+    # 2. the rank to which x rounds; NaN counts as the rank below the lowest value
+    rank = max(bisect_right(values, x) - 1, 0)
+    if rank < last and x > values[0]:
+        neighbours = (Fraction(values[rank]), Fraction(values[rank + 1]), middles[rank])
+        odd = (rank + fmt.has_nan) % 2 == 1
+        rank += takes_upper(Fraction(x), *neighbours, odd, is_negative(x), how, word)
+    # 3. the outermost values stand for infinities, which finite numbers reach where the rounding leaves the range
+    leaves = overflow == "ieee" and (infinite or how.rule.leaves_range(is_negative(x)))
+    return codes[min(max(rank, 1), last - 1) if fmt.infinities and not leaves else rank]
 
 
 def _encode_log(x: Real, fmt: LogFormat, how: Rounding, word: int | None) -> int:
@@ -304,6 +313,7 @@ def _codebook(fmt: CodebookFormat) -> tuple[list[float], list[Fraction], list[in
     """Return the distinct values in order, the points between them, and the first code of each value."""
     values = sorted(set(fmt.values))
     middles = [_rn64((Fraction(low) + Fraction(high)) / 2) for low, high in zip(values, values[1:], strict=False)]
+    middles = list(map(Fraction, fmt.thresholds)) or middles
     return values, middles, [fmt.values.index(v) for v in values]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gfloat.types import Domain, Signedness
 
+import fmtsim
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format, list_formats
@@ -231,6 +232,8 @@ BLOCKS = {
     "mxfp8_e5m2_rceil": ("e5m2", (1, 32), "e8m0", "rceil", None, False, False, 8.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, 4.5),
     "nvfp4_16x16": ("e2m1", (16, 16), "e4m3", "amax", "encode", True, False, 4 + 8 / 256),
+    "msfp12": ("e1m2_finite", (1, 16), "e8m0", "floor", None, False, False, 4.5),
+    "msfp16": ("e1m6_finite", (1, 16), "e8m0", "floor", None, False, False, 8.5),
     "e4m3_1x128": ("e4m3", (1, 128), "fp32", "amax", "reciprocal", False, False, 8.25),
     "e4m3_1x128_pow2": ("e4m3", (1, 128), "e8m0", "rceil", None, False, False, 8.0625),
     "e4m3_128x128": ("e4m3", (128, 128), "fp32", "amax", "reciprocal", False, False, 8 + 32 / 16384),
@@ -265,7 +268,7 @@ def test_every_block_format_has_a_row():
     assert [len(list_formats(kind)) for kind in ("float", "int", "codebook", "log")] == [
         20 + 120,
         3 * 15 + 16 + 1,
-        6,
+        10,
         2,
     ]
 
@@ -278,6 +281,18 @@ def test_block_formats(name):
     assert (fmt.scale_rule, fmt.tensor_scale, fmt.zero_point) == (rule, tensor_scale, zero_point)
     assert arithmetic in (None, fmt.arithmetic)
     assert fmt.bits_per_element == bits
+
+
+@pytest.mark.parametrize(("name", "magnitude_bits"), [("msfp12", 3), ("msfp16", 7)])
+def test_msfp_counts_last_places_of_the_largest_exponent(name, magnitude_bits):
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    x[3, 4], x[5] = 2.0**-20, torch.arange(16) * 0.125  # lost to zero; ties
+    expected = []
+    for row in x.double().tolist():
+        step = Fraction(2) ** (math.frexp(max(map(abs, row)))[1] - magnitude_bits)
+        counts = [min(round(abs(Fraction(v)) / step), (1 << magnitude_bits) - 1) for v in row]
+        expected.append([math.copysign(float(n * step), v) for n, v in zip(counts, row, strict=True)])
+    assert differences(fmtsim.quantize(x, name).flatten().tolist(), torch.tensor(expected).flatten().tolist()) == []
 
 
 def test_every_row_has_a_source_and_a_lower_case_name():

@@ -214,8 +214,8 @@ def test_names_by_family():
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("posit8", r"list the values: fmtsim.formats.spec.CodebookFormat\("), ("hif8", r"fields of varying width"),
-    ("bfp16", r"is 'mxint8', or integers under one: 'int8_1x16_floor'"), ("msfp12", r", 'int4_1x16_floor'"),
+    ("posits", r"list the values: fmtsim.formats.spec.CodebookFormat\("), ("hif4", r"fields of varying width"),
+    ("bfp16", r"'mxint8', or integers under one: 'int8_1x16_floor'"), ("msfp11", r"'msfp12', .*, 'int4_1x16_floor'"),
     ("unum", r"fields of varying width"), ("ternary", r"-1, 0 and 1 are 'int2'"),
     ("bf8", r"did you mean 'e5m2' or 'e5m2fnuz'\?"), ("fp6", r"did you mean 'e2m3' or 'e3m2' or 'mxfp6_e2m3'\?"),
 ])  # fmt: skip

@@ -95,19 +95,30 @@ def decode_integer(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
 
 
 def encode_codebook(
-    y: torch.Tensor, fmt: CodebookFormat, rounding: Rounding, words: torch.Tensor | None
+    y: torch.Tensor, fmt: CodebookFormat, rounding: Rounding, overflow: Overflow, words: torch.Tensor | None
 ) -> torch.Tensor:
-    """Round float64 elements to the codes of a codebook, int64; Inf saturates, NaN is the largest value."""
-    patterns, codes = _codebook(fmt, y.device)
-    values = float64_of(patterns)
+    """Round float64 elements to the codes of a codebook, int64; what has no code is the outermost or largest value."""
+    *patterns, codes = _codebook(fmt, y.device)
+    values, turns = map(float64_of, patterns)
     nan = torch.isnan(y)
+    infinite = torch.isinf(y)
     y = torch.where(nan, values[-1], y)
     last = values.numel() - 1
     rank = (torch.searchsorted(values, y.contiguous(), right=True) - 1).clamp(0, last)
     lower, upper = values[rank], values[(rank + 1).clamp(max=last)]
     y = torch.minimum(torch.maximum(y, values[0]), values[-1])
-    up = moves_up(y, lower, upper, rank, (lower + upper) / 2, bits_of(y) < 0, rounding, words)
-    return codes[(rank + up).clamp(max=last)]
+    negative = bits_of(y) < 0
+    # ranks count from NaN's, which lies below all values
+    rank = (rank + moves_up(y, lower, upper, rank + fmt.has_nan, turns[rank], negative, rounding, words)).clamp(
+        max=last
+    )
+    if fmt.infinities:  # the outermost values
+        leaves = overflow == "ieee"
+        stays = rank.clamp(1, last - 1)
+        rank = torch.where(infinite | floats.leaves_range(negative, rounding), rank, stays) if leaves else stays
+    elif overflow == "ieee":
+        nan = nan | infinite
+    return codes[rank] if fmt.nan_code is None else torch.where(nan, fmt.nan_code, codes[rank])
 
 
 def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
@@ -128,7 +139,7 @@ def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch
 
 def decode_codebook(codes: torch.Tensor, fmt: CodebookFormat) -> torch.Tensor:
     """Return the values of codes in float64; zero is +0, codes beyond the list are NaN."""
-    values = [value + 0.0 for value in fmt.values]
+    values = [fmt.value(code) + 0.0 for code in range(len(fmt.values))]
     values += [float("nan")] * ((1 << fmt.bits) - len(values))
     return constants(values, codes.device)[_patterns(codes, fmt.bits)]
 
@@ -218,14 +229,14 @@ def _patterns(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _codebook(fmt: CodebookFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits of the sorted distinct values in float64 and the first code of each."""
+def _codebook(fmt: CodebookFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the bits of the sorted distinct values and of the turning points (the last repeated), and first codes."""
     firsts: dict[float, int] = {}
     for code, value in enumerate(fmt.values):
-        firsts.setdefault(value + 0.0, code)  # -0 and +0 are one value, +0
-    ordered = sorted(firsts)
-    codes = [firsts[value] for value in ordered]
-    return bits_of(constants(ordered, device)), torch.tensor(codes, dtype=torch.int64, device=device)
+        firsts.setdefault(value, code)  # -0 and +0 are one value
+    values, turns = constants(fmt.ordered, device), constants([*fmt.turns, fmt.turns[-1]], device)
+    codes = torch.tensor([firsts[value] for value in fmt.ordered], dtype=torch.int64, device=device)
+    return bits_of(values), bits_of(turns), codes
 
 
 @lru_cache(maxsize=64)
@@ -263,7 +274,7 @@ def encode(
         return encode_integer(x, fmt, rounding, words, exponent)
     y = widen(x) if exponent is None else tiny_kept(x, exponent)
     if isinstance(fmt, CodebookFormat):
-        return encode_codebook(y, fmt, rounding, words)
+        return encode_codebook(y, fmt, rounding, overflow, words)
     return encode_log(y, fmt, rounding, words)
 
 

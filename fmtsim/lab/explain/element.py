@@ -84,7 +84,8 @@ def neighbours(x: Number, fmt: ElementFormat) -> tuple[float | None, float | Non
 @cache
 def _values(fmt: CodebookFormat | LogFormat) -> tuple[float, ...]:
     """Return the distinct values of a format that is a list, in order."""
-    return tuple(sorted({fmt.value(code) for code in range(count_of(fmt))}))
+    values = {fmt.value(code) for code in range(count_of(fmt))}
+    return tuple(sorted(value for value in values if value == value))
 
 
 def _special(x: float, value: float, fmt: ElementFormat) -> tuple[str, str]:
@@ -149,7 +150,9 @@ def _between(
         return "saturated", f"the number lies beyond the outermost value, and stays at {value:g}"
     middle = _middle(x, Fraction(low), Fraction(high), fmt)
     rule, reason = between(x, value, (low, high), middle, rounding, word)
-    return rule, reason + (" in the logarithm" if rule == "nearest" and isinstance(fmt, LogFormat) else "")
+    listed = isinstance(fmt, CodebookFormat) and bool(fmt.thresholds)
+    measure = " in the logarithm" if isinstance(fmt, LogFormat) else " by the format's thresholds" if listed else ""
+    return rule, reason + (measure if rule == "nearest" else "")
 
 
 def between(
@@ -183,5 +186,6 @@ def _middle(x: Fraction, below: Fraction, above: Fraction, fmt: ElementFormat) -
     if isinstance(fmt, LogFormat) and below != -above:
         rank = fmt.magnitudes.index(float(min(abs(below), abs(above))))
         return Fraction(math.copysign(fmt.thresholds[rank], x))
-    middle = (below + above) / 2
-    return Fraction(float(middle)) if isinstance(fmt, CodebookFormat) else middle
+    if isinstance(fmt, CodebookFormat):
+        return Fraction(fmt.turns[fmt.ordered.index(float(below))])
+    return (below + above) / 2

@@ -17,9 +17,10 @@ from fmtsim.engines.cuda.cast.general import cast_general, decode, encode_rows
 from fmtsim.engines.cuda.cast.parameters import BYTES_AT_ONCE, DTYPES, Grid, aligned, draw_of, grid_of, macros
 from fmtsim.engines.cuda.cast.scale_rules import draws_words, output_of
 from fmtsim.engines.cuda.cast.tables import convert
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
+from fmtsim.formats.spec import CodebookFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, in_one_order, spec_from_json
 
@@ -31,9 +32,12 @@ _Launch = Callable[[torch.Tensor, torch.Tensor, Random], bool]  # of x and its r
 def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     """Return True if the kernels cover a verb on these tensors: input and output of quantize, else the one it has.
 
-    LogFMT tiles are left to torch ops, and so are results that must be rounded once more to a narrow output dtype.
+    LogFMT tiles and codebooks with NaN are left to torch ops, and so are results that must be rounded once more to a
+    narrow output dtype.
     """
     fmt, dtypes = spec.format, [tensor.dtype for tensor in tensors]
+    if _lists_nan(fmt):
+        return False
     if isinstance(fmt, LogTileFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return False
     if not _runs(tensors[0].device):
@@ -43,6 +47,12 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     if verb == "encode_packed":
         return packs(spec, tensors[0])
     return verb == "encode" or dtypes[-1] in (torch.float32, torch.float64) or is_representable(fmt, dtypes[-1])
+
+
+def _lists_nan(fmt: Format) -> bool:
+    """Return True for codebooks with NaN and blocks of them, whose rules for infinities and ranks no kernel has."""
+    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    return isinstance(element, CodebookFormat) and element.has_nan
 
 
 def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor) -> None:
@@ -97,6 +107,8 @@ def _fast_launch(cast: CastSpec | str, dtype: torch.dtype, out_dtype: torch.dtyp
     if torch.float64 in (dtype, out_dtype) or isinstance(spec.format, LogTileFormat) or not runtime.serves(index):
         return None
     element = spec.format.element if isinstance(spec.format, BlockFormat) else spec.format
+    if _lists_nan(element):
+        return None
     if not element.has_nan and element.nan_policy == "error":
         return None  # NaN raises an error: numbers have to be read
     if isinstance(spec.format, BlockFormat):
