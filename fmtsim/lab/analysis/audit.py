@@ -86,7 +86,8 @@ def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int 
     """Recompute operators of a trace with a GPU's bits, each from its recorded arguments, so that errors do not add up.
 
     Of matrix products randomly chosen rows are recomputed, in the order of the whole product's plan; of attention some
-    heads; all else whole. Stored tensors are held to their hashes, too.
+    heads; all else whole, but what draws random numbers, of which a trace has no seed. Stored tensors are held to their
+    hashes, too.
 
     Args:
         trace: Of level ``"aten"`` with ``tensors=True``.
@@ -164,6 +165,8 @@ def _recomputed(
                 outputs = outputs[: 1 if "efficient" in one.operation else 2]
             calls = list(_attention_heads("_backward" in one.operation, args, kwargs, outputs, generator))
         function, pairs = getattr(packet, overload or "default"), []
+        if torch.Tag.nondeterministic_seeded in function.tags and "_scaled_dot_product_" not in one.operation:
+            return None  # a trace holds no seed of the numbers that were drawn
         try:
             with run:
                 for arguments, options, results in calls:

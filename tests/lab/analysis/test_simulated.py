@@ -51,6 +51,20 @@ def test_recording_changes_and_counts_nothing():
     assert trace.tensors[trace.operations[-1].index]
 
 
+def test_an_audit_does_not_judge_what_was_drawn():
+    """A trace holds no seed: what dropout drew cannot be drawn again, whatever the generator's state is."""
+    model = nn.Dropout(0.5)
+    with torch.random.fork_rng(), fmtsim.simulate(), fmtsim.trace(model, level="aten", tensors=True) as run:
+        torch.manual_seed(1)
+        model(torch.ones(8, 8))
+    for seed in (1, 2):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            found = audit(run.trace, target="h200")
+        assert not any(layer.different for layer in found.layers)
+        assert "native_dropout" in [name for layer in found.layers for name in layer.unchecked]
+
+
 def test_bisect_names_the_first_operator_that_the_gpu_computes_otherwise():
     model, batch = model_and_batch()
     plain = fmtsim.trace(model, batch, level="aten")
