@@ -213,10 +213,10 @@ def steps(device: torch.device, few: bool) -> None:
     """Do steps of optimizers whose states have kernels, on parameters that end within blocks and vectors."""
     engines = importlib.import_module("fmtsim.optim.stepping")
     usual = fmtsim.optim.AdamW
-    schemes = ("bnb8", "ao_4bit", "coat", "fp8lm", "intel_2t", "coat_plain", "bf16_sr", "fp32", "int8_weights")
+    schemes = ("bnb8", "ao_4bit", "coat_fixed", "fp8lm", "intel_2t", "coat_plain", "bf16_sr", "fp32", "int8_weights")
     cases = [(name, usual, {}) for name in schemes]
-    cases += [("lns_madam", fmtsim.optim.Madam, {}), ("bnb8", fmtsim.optim.Lion, {}), ("coat", fmtsim.optim.SGD, {})]
-    cases += [("bnb8", usual, {"capturable": True})]
+    cases += [("lns_madam", fmtsim.optim.Madam, {}), ("bnb8", fmtsim.optim.Lion, {})]
+    cases += [("coat_fixed", fmtsim.optim.SGD, {}), ("bnb8", usual, {"capturable": True})]
     for (name, rule, options), dtype in itertools.product(cases, DTYPES[: 1 if few else 3]):
         scheme = dataclasses.replace(fmtsim.optim.get_scheme(name), minimum=0, whole_blocks=False, matrices=False)
         parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device)) for size in (1, 3, 2049, 5000)]
