@@ -51,7 +51,7 @@ DEFAULTS = {  # all but None, False, "" and (), which the other fields have
     GemmCall: {"accumulate": "fp32", "fast_accum": True, "scaling": "none", "a_layout": "row", "b_layout": "row",
                "batch": 1},
     GemmSpec: {"accumulate": "fp32", "basis": "rule"},
-    StateFormat: {"ties": "even"},
+    StateFormat: {"ties": "even", "least_of": "numbers"},
     Scheme: {"first": FLOAT32, "second": FLOAT32, "minimum": 0, "decay": "before", "nonfinite": "propagate"},
     Policy: {"steps": 200, "rate": 0.5, "penalty": 0.5, "entropy": 0.05, "sharpen": 0.0, "seed": 0},
 }  # fmt: skip
