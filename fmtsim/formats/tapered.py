@@ -68,9 +68,9 @@ def _posit_value(code: int, bits: int) -> float:
     ones = code >> (width - 1)
     run = width - ((code ^ ((1 << width) - 1)) if ones else code).bit_length()
     # 2. exponent and fraction behind it, zeros where the code has ended
-    rest = 4 * ((code << (run + 1)) % (1 << width)) / (1 << width)
-    exponent = 4 * (run - 1 if ones else -run) + int(rest)
-    return 2.0**exponent * (1 + rest % 1)
+    exponent_and_fraction = 4 * ((code << (run + 1)) % (1 << width)) / (1 << width)
+    exponent = 4 * (run - 1 if ones else -run) + int(exponent_and_fraction)
+    return 2.0**exponent * (1 + exponent_and_fraction % 1)
 
 
 def _takum_value(code: int, bits: int, *, linear: bool = False) -> float:
@@ -81,10 +81,10 @@ def _takum_value(code: int, bits: int, *, linear: bool = False) -> float:
     length = regime if direction else 7 - regime
     least = (1 << length) - 1 if direction else 1 - (2 << length)
     # 2. characteristic and mantissa, zeros where the code has ended
-    rest = ((code << 4) % (1 << width)) / (1 << (width - length))
+    exponent_and_fraction = ((code << 4) % (1 << width)) / (1 << (width - length))
     if linear:
-        return 2.0 ** (least + int(rest)) * (1 + rest % 1)
-    return float(_EXP.exp(Decimal((least + rest) / 2)))
+        return 2.0 ** (least + int(exponent_and_fraction)) * (1 + exponent_and_fraction % 1)
+    return float(_EXP.exp(Decimal((least + exponent_and_fraction) / 2)))
 
 
 _TWO_SIDED: dict[str, tuple[Callable[[int, int], float], str, int]] = {  # value of a positive code, source, least width

@@ -83,8 +83,8 @@ def _least_of_lanes(magnitude: Tensor) -> Tensor:
     return _lesser(*_lesser(low[:, :2], low[:, 2:]).split(1, 1))
 
 
-def _lesser(own: Tensor, other: Tensor) -> Tensor:
-    return torch.where(other > 0, torch.minimum(own, other), own)
+def _lesser(magnitude: Tensor, compared: Tensor) -> Tensor:
+    return torch.where(compared > 0, torch.minimum(magnitude, compared), magnitude)
 
 
 def power_of(top: Tensor, low: Tensor) -> Tensor:

@@ -72,9 +72,7 @@ def test_ties_and_their_neighbours(name):
     ends = [get_format(name).max * factor for factor in (1, 1.5, 4)] + [5e-324, 1e-300, 1e300, math.inf, math.nan]
     points = [*ties, *ends]
     points += [math.nextafter(point, to) for point in points for to in (0.0, math.inf)]
-    if (
-        kind == "takum"
-    ):  # a turning point is the float64 nearest to a number that is none: itself it may fall either way
+    if kind == "takum":  # the exact tie is no float64; on which side the nearest float64 lies is chance
         points = [point for point in points if point not in ties]
     x = torch.tensor([*points, *(-point for point in points)], dtype=torch.float64)
     check_codes(name, x)
