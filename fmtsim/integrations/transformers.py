@@ -3,9 +3,11 @@
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
@@ -31,13 +33,18 @@ class KVCache(DynamicCache):
 
     Args:
         key, value: As in QuantisedCache: ``"e4m3"`` (FP8), ``"e4m3_channel"``, ``"int8_channel"``, ``"int4_channel"``
-            (a scale a token and head), ``"nvfp4"``, ``"mxfp8"``.
+            (a scale a token and head), ``"nvfp4"``, ``"mxfp8"``; or vLLM's ``"fp8_per_token_head"``,
+            ``"int8_per_token_head"``, ``"turboquant_k8v4"``, ``"turboquant_4bit_nc"``, ``"turboquant_k3v4_nc"``,
+            ``"turboquant_3bit_nc"``.
         config: The model's, for layers with a sliding window; None where it has none.
-        key_scale, value_scale: Static scales, one number or one a layer.
+        key_scale, value_scale: Static scales: one number, one a layer, or a list or tensor [layers, heads of keys].
+        skip_layers: Layers whose cache is not quantised, such as the first and last two, which vLLM keeps from
+            TurboQuant.
 
     Raises:
         FmtsimError: transformers is not installed.
-        ArgumentError: A format or scale that QuantisedCache does not take, or, in use, fewer scales than layers.
+        ArgumentError: A format or scale that QuantisedCache does not take, or, in use, fewer scales than layers, or
+            heads that do not fit scales or blocks.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,7 +57,8 @@ class KVCache(DynamicCache):
 
     def __init__(
         self, key: str | Format, value: str | Format | None = None, *, config: Any = None,
-        key_scale: float | Sequence[float] = 1.0, value_scale: float | Sequence[float] = 1.0,
+        key_scale: float | Sequence[Any] | Tensor = 1.0, value_scale: float | Sequence[Any] | Tensor = 1.0,
+        skip_layers: Collection[int] = (),
     ) -> None:  # fmt: skip
         if DynamicCache is object:
             raise FmtsimError('KVCache needs transformers; pip install "fmtsim[transformers]"')
@@ -62,15 +70,17 @@ class KVCache(DynamicCache):
             raise ArgumentError(
                 f"{len(scales[0])} scales of keys and {len(scales[1])} of values; pass one each a layer"
             )
-        self._one_a_layer = count > 1
+        self._one_a_layer, self._skipped = count > 1, frozenset(skip_layers)
         self._rounding = [QuantisedCache(key, value, key_scale=k, value_scale=v) for k, v in zip(*columns, strict=True)]
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Quantise tokens, add them to a layer, and return all of its keys and values."""
         if self._one_a_layer and layer_idx >= len(self._rounding):
             raise ArgumentError(f"layer {layer_idx} has no scale among {len(self._rounding)}; pass one a layer")
-        rounding = self._rounding[layer_idx if self._one_a_layer else 0]
-        return super().update(*rounding.rounded(key_states, value_states), layer_idx, *args, **kwargs)
+        if layer_idx not in self._skipped:
+            rounding = self._rounding[layer_idx if self._one_a_layer else 0]
+            key_states, value_states = rounding.rounded(key_states, value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _is_trainer(value: Any) -> bool:

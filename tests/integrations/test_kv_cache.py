@@ -7,7 +7,9 @@ import torch
 import fmtsim
 from fmtsim.integrations.transformers import KVCache
 from fmtsim.ptq import QuantisedCache
+from fmtsim.ptq.cache import CACHES
 from fmtsim.support.errors import ArgumentError
+from tests.ptq.cache_oracle import oracle
 from tests.support.operands import normal
 
 pytest.importorskip("transformers")
@@ -99,5 +101,40 @@ def test_scales_a_layer():
     with pytest.raises(ArgumentError, match="2 scales of keys and 3 of values; pass one each a layer"):
         KVCache("e4m3", key_scale=[1.0, 1.0], value_scale=[1.0] * 3)
     for fmt, scale in (("int8_channel", 2.0), ("e4m3", 0.0), ("nvfp4", float("inf"))):
-        with pytest.raises(ArgumentError, match="a scale of .* for .*; pass a number above 0, and none beside scales"):
+        with pytest.raises(ArgumentError, match="a scale of .* for .*; pass a number above 0, or one a head, and none"):
             KVCache(fmt, key_scale=scale)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_generate_with_a_named_cache_is_that_of_rounded_keys_and_values(name):
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    class Rounded(DynamicCache):
+        def update(self, keys, values, *args, **kwargs):
+            return super().update(oracle(name, 0, keys), oracle(name, 1, values), *args, **kwargs)
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **sizes)  # grouped queries
+    net, ids = LlamaForCausalLM(config).eval(), torch.randint(1, 64, (2, 9))
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    ours, expected, plain = (
+        net.generate(ids, past_key_values=cache, **options) for cache in (KVCache(name), Rounded(), DynamicCache())
+    )
+    assert torch.equal(ours.sequences, expected.sequences)
+    assert torch.equal(torch.stack(ours.logits), torch.stack(expected.logits))
+    off = torch.stack(ours.logits)[0] - torch.stack(plain.logits)[0]
+    assert 0 < off.norm() / torch.stack(plain.logits)[0].norm() < 0.5  # the prompt's logits, before tokens may differ
+
+
+def test_scales_a_layer_and_head_and_layers_that_are_skipped():
+    k, scales = normal(1, 2, 4, 16, seed=6), torch.tensor([[1.0, 0.5], [2.0, 0.25], [1.0, 1.0]])
+    cache = KVCache("e4m3", key_scale=scales, value_scale=[[1.0, 0.5]], skip_layers=(2,))
+    for layer in range(2):
+        keys, values = cache.update(k, k, layer)
+        s = scales[layer, :, None, None]
+        assert torch.equal(keys, fmtsim.quantize(k / s, "e4m3") * s)
+        assert torch.equal(values, fmtsim.quantize(k / scales[0, :, None, None], "e4m3") * scales[0, :, None, None])
+    assert torch.equal(cache.update(k, k, 2)[0], k)
+    with pytest.raises(ArgumentError, match="2 scales for 4 heads of keys"):
+        cache.update(k.repeat(1, 2, 1, 1), k, 0)
