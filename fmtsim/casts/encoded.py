@@ -48,7 +48,8 @@ class Encoded:
             another width as packed bytes, ``dim`` moved last (docs/semantics.md, section 11).
         scales: ``[outer_blocks, inner_blocks]``: uint8 codes where the scale format has 8 bits or fewer, else values
             in its own dtype; the steps of LogFMT tiles in float32. None for element formats.
-        tensor_scale: float32, 0-d, of two-level formats, else None.
+        tensor_scale: float32, of two-level formats, else None: 0-d, or ``[rows, windows]`` where rows of the operand or
+            windows of blocks have their own.
         offsets: int32 zero points or the float32 lowest logarithms of LogFMT tiles, like ``scales``, else None.
         cast: The cast that made it, as operators carry it; torch.compile reads the format from this text.
         validated: Codes and scales are known to be those of the format, which saves looking at them.

@@ -12,7 +12,7 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
 from fmtsim.formats.spec import CodebookFormat, IntFormat
-from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, spec_from_json
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, level_shape, spec_from_json
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, TorchEngine
 from fmtsim.support.dispatch import is_plain
 from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError
@@ -315,15 +315,17 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
-    fmt = spec_from_json(spec).format
+    cast = spec_from_json(spec)
+    fmt = cast.format
     codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
     # an operator returns four tensors: empty ones of one dimension stand for what a format does not have
     nothing = [codes.new_empty(0, dtype=torch.float32) for _ in range(3)]
     if not isinstance(fmt, BlockFormat | LogTileFormat):
         return codes, *nothing
-    scales = codes.new_empty(block_counts(fmt, x.shape, spec_from_json(spec).dim), dtype=torch.float32)
+    scales = codes.new_empty(block_counts(fmt, x.shape, cast.dim), dtype=torch.float32)
     two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
-    tensor_scale = codes.new_empty((), dtype=torch.float32) if two_level else nothing[1]
+    second = level_shape(fmt, x.shape, cast.dim) if two_level else ()
+    tensor_scale = codes.new_empty(second, dtype=torch.float32) if two_level else nothing[1]
     if isinstance(fmt, LogTileFormat):
         return codes, scales, tensor_scale, torch.empty_like(scales)
     return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing[2]

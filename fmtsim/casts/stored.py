@@ -8,7 +8,7 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.interop import safetensors_tag, torch_dtype
 from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
 from fmtsim.formats.representable import codes_of_scales, scales_of_codes
-from fmtsim.spec.cast import block_counts, spec_from_json
+from fmtsim.spec.cast import block_counts, level_shape, spec_from_json
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import CodeError, FormatError
 
@@ -42,7 +42,8 @@ def layout_of(fmt: Format, shape: torch.Size, dim: int) -> Layout:
         elif fmt.zero_point:
             layout["offsets"] = ("I32", grid, torch.int32, grid)
         if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
-            layout["tensor_scale"] = ("F32", (), torch.float32, ())
+            second = level_shape(fmt, shape, dim)
+            layout["tensor_scale"] = ("F32", second, torch.float32, second)
     return layout
 
 

@@ -13,11 +13,11 @@ from fmtsim.formats.scaling import (
     Arithmetic,
     ScaleRule,
     Scaling,
-    TensorScale,
     block_scaling,
     block_text,
     check_block,
     check_use,
+    level_text,
     rule_fields,
 )
 from fmtsim.formats.scaling import Block as Block
@@ -39,7 +39,8 @@ class BlockFormat(Displayed):
         element: The element format.
         scaling: The block and how its scale is made (``block_scaling`` makes one by the name of a rule). Of its fields
             a format has ``block``, ``scale``, ``exponent_rule``, ``arithmetic`` ("divide", "reciprocal" or "encode"),
-            ``tensor`` in Transformer Engine's order and ``zero_point``; a ``Quantizer`` takes the others.
+            ``tensor``, ``candidates`` in the order ``"fouroversix"``, ``metric`` and ``zero_point``; a ``Quantizer``
+            takes the others.
         aliases: Other names.
         source: The document that defines the format.
     """
@@ -69,8 +70,10 @@ class BlockFormat(Displayed):
         stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
         check(stored, f"scale format {scale.name} is not supported", "fp32, bf16, fp16 or one of 8 bits or fewer")
         check(scale.has_nan, f"scale format {scale.name} has no NaN, which marks blocks that hold one", "one that has")
-        encoded = real and self.scaling.tensor == TensorScale()
-        check(encoded or not self.tensor_scale, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
+        tensor, several = self.scaling.tensor, len(self.scaling.candidates) > 1
+        check(real or tensor is None, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
+        compared = tensor is not None and tensor.order == "fouroversix"
+        check(compared or not several, "candidates alone", "TensorScale(order='fouroversix'), or pass a Quantizer")
         counted = isinstance(self.element, IntFormat) and not (self.element.signed or self.element.fraction_bits)
         shifted = counted and real and scale.name == "fp32" and not self.tensor_scale
         only = "an unsigned integer element without fraction bits, scale fp32 and scale_rule='amax'"
@@ -122,7 +125,8 @@ class BlockFormat(Displayed):
     @property
     def bits_per_element(self) -> float:
         """Average storage of an element with its share of the block scale, in full blocks."""
-        return self.bits + _shared(self.scale.bits + 32 * self.zero_point, self.block)
+        second = 0.0 if self.scaling.tensor is None else _shared(32, self.scaling.tensor.block)
+        return self.bits + _shared(self.scale.bits + 32 * self.zero_point, self.block) + second
 
     @property
     def max(self) -> float:
@@ -144,7 +148,8 @@ class BlockFormat(Displayed):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what there is to say about the format as pairs of a heading and a text."""
-        times = ", times the scale of the tensor" if self.tensor_scale else ""
+        level = level_text(self.scaling.tensor) if self.scaling.tensor else ""
+        times = f", times the {level}" if level else ""
         return [
             ("element", repr(self.element)),
             ("element range", f"{short_number(self.element.min)} to {short_number(self.element.max)}"),
@@ -153,14 +158,15 @@ class BlockFormat(Displayed):
             ("scale", f"{self.scale.name} by {self.scale_rule}"),
             ("bits per element", f"{self.bits_per_element:g}"),
             *([] if self.power_of_two else [("arithmetic", self.arithmetic)]),
-            *([("tensor scale", "fp32")] if self.tensor_scale else []),
+            *([(level, "fp32")] if level else []),
+            *([("candidates", str(self.scaling))] if len(self.scaling.candidates) > 1 else []),
             *([("zero point", "one integer a block")] if self.zero_point else []),
         ]
 
     def __repr__(self) -> str:
         blocks = block_text(self.block)
         blocks = blocks if self.block == (None, None) else f"blocks of {blocks}"
-        extra = " + fp32 tensor scale" if self.tensor_scale else ""
+        extra = f" + fp32 {level_text(self.scaling.tensor)}" if self.scaling.tensor else ""
         extra += " + zero point" if self.zero_point else ""
         return (
             f"BlockFormat({self.name!r}: {self.element.name} in {blocks}, "

@@ -3,10 +3,10 @@
 
 import struct
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, Format, LogTileFormat
-from fmtsim.formats.scaling import Block, TensorScale, block_scaling
+from fmtsim.formats.scaling import Block, Scaling, TensorScale, block_scaling
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.tapered import hif8, tapered
 
@@ -234,6 +234,14 @@ _MSFP = (
     "its rounding is not known here"
 )
 _NVFP4 = "NVIDIA, arXiv:2509.25149, section 2; Transformer Engine d0067d0, NVFP4BlockScaling"
+_TE_ROW = "Transformer Engine d0067d0, NVFP4BlockScaling with row_scaled_activation"
+_TE_TOKEN = "Transformer Engine 55e154c, custom_recipes/quantization_nvfp4_per_token.py"
+_TE_WINDOW = "Transformer Engine 92350db, custom_recipes/quantization_nvfp4_1x64.py"
+_FOUR_SIX = "mit-han-lab/fouroversix dadfad6 (arXiv:2512.02010); Transformer Engine d0067d0, nvfp4_4over6"
+_NVINT = "mit-han-lab/fouroversix dadfad6, DataType.{}: integers under NVFP4's two levels"
+_MODELOPT = "NVIDIA Model-Optimizer a2fbac7, qtensor/nvfp4_tensor.py: the tensor's scale is amax / (6 * 448)"
+_COMPRESSED = "compressed-tensors ac8e2ba, generate_gparam and calculate_qparams: its reciprocal, (448 * 6) / amax"
+_TORCHAO = "torchao 36027d8, NVFP4Tensor: block scales from 2**-6"
 _DEEPSEEK = "DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2; arithmetic of DeepGEMM 54e2261"
 _TE = "Transformer Engine d0067d0, Float8CurrentScaling"
 _ROWS = "Wortsman et al., SwitchBack, arXiv:2304.13013 (row-wise int8); torchao 36027d8"
@@ -288,6 +296,27 @@ def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
     for name, block, aliases in (("nvfp4", (1, 16), ("nvfp4_1x16",)), ("nvfp4_16x16", (16, 16), ())):
         scaling = block_scaling(block, scale=scale, arithmetic="encode", tensor=TensorScale())
         yield BlockFormat(name=name, element=element("e2m1"), scaling=scaling, aliases=aliases, source=_NVFP4)
+    four_six = TensorScale(order="fouroversix")
+    up_to_256 = TensorScale(top=256.0, order="fouroversix")
+    variants: list[tuple[str, str, TensorScale, str, dict[str, Any]]] = [
+        ("nvfp4_row", "e2m1", TensorScale(block=(1, None)), _TE_ROW, {}),
+        ("nvfp4_per_token", "e2m1", TensorScale(order="te_quotient", block=(1, None)), _TE_TOKEN, {}),
+        ("nvfp4_1x64", "e2m1", TensorScale(order="te_quotient", block=(1, 64)), _TE_WINDOW, {}),
+        ("nvfp4_modelopt", "e2m1", TensorScale(order="modelopt"), _MODELOPT, {}),
+        ("nvfp4_compressed_tensors", "e2m1", TensorScale(order="compressed_tensors"), _COMPRESSED, {}),
+        ("nvfp4_torchao", "e2m1", TensorScale(order="torchao"), _TORCHAO, {}),
+    ]
+    for bits in (3, 4, 6):
+        variants.append((f"nvint{bits}", f"int{bits}", four_six, _NVINT.format(f"nvint{bits}"), {}))
+    for metric in ("mae", "mse"):  # a block's largest element becomes 6 or, its scale times 1.5, 4
+        chosen = {"candidates": (1.0, 1.5), "metric": metric}
+        variants.append((f"nvfp4_four_six_{metric}", "e2m1", four_six, _FOUR_SIX, chosen))
+        variants.append((f"nvfp4_four_six_{metric}_256", "e2m1", up_to_256, _FOUR_SIX, chosen))
+        tiles = {**chosen, "block": (16, 16)}
+        variants.append((f"nvfp4_16x16_four_six_{metric}_256", "e2m1", up_to_256, _FOUR_SIX, tiles))
+    for name, inner, tensor, source, fields in variants:
+        scaling = Scaling(**{"block": (1, 16), "scale": scale, "tensor": tensor, **fields})
+        yield BlockFormat(name=name, element=element(inner), scaling=scaling, source=source)
 
 
 def _float8_scaled(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:

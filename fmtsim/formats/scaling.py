@@ -22,7 +22,7 @@ Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double", "de
 PowerOfTwo = Literal["floor", "ceil", "log2"]
 EpsRule = Literal["statistic", "sum", "scale", "inverse"]
 Empty = Literal["one", "previous", "zero"]
-LevelOrder = Literal["te", "torchao", "quartet2"]
+LevelOrder = Literal["te", "te_quotient", "fouroversix", "modelopt", "compressed_tensors", "torchao", "quartet2"]
 
 _RULES: dict[ScaleRule, tuple[ExponentRule | None, FloatFormat]] = {
     "floor": ("floor", E8M0),
@@ -69,13 +69,17 @@ class TensorScale:
 
     Args:
         top: What a block's scale is at most, the tensor's largest element given; None means the scale format's max.
-        order: Whose order of float32 operations: Transformer Engine's, torchao's or Quartet II's.
+        order: Whose order of float32 operations (docs/semantics.md, section 6): Transformer Engine's, that of its
+            recipes for rows and windows, fouroversix's, ModelOpt's, compressed-tensors', torchao's or Quartet II's.
+        block: Elements that share the scale, ``(outer, inner)``: ``(1, None)`` is a scale a row.
     """
 
     top: float | None = None
     order: LevelOrder = "te"
+    block: Block = (None, None)
 
     def __post_init__(self) -> None:
+        check_block("TensorScale ", self.block)
         check_types(self, FormatError)
         _positive("TensorScale top", self.top)
 
@@ -180,6 +184,9 @@ class Scaling:
         of_input = self.input_scale or (log2 and not divides) or self.eps_rule == "inverse"
         alone = not of_input or (self.tensor is None and self.history is None)
         _require(alone, "input_scale, 'log2' or 'inverse' with tensor= or history=", "a rule of one level without one")
+        pairs = () if self.tensor is None else zip(self.block, self.tensor.block, strict=True)
+        whole_blocks = all(level is None or (size is not None and level % size == 0) for size, level in pairs)
+        _require(whole_blocks, f"{self.tensor} with block={self.block}", "a TensorScale block of whole blocks, or None")
         of_tensor = self.block == (None, None) or self.has_fixed_tensor_scale
         _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
         for field in () if self.tensor is None else fields(self):
@@ -194,7 +201,23 @@ class Scaling:
     def has_fixed_tensor_scale(self) -> bool:
         """Whether calibration fixes the scale of the tensor, and each block has its scale from its elements."""
         fixed = self.history is not None and self.history.fixed
-        return fixed and self.tensor is not None and self.tensor.order == "te"
+        return fixed and self.tensor is not None and self.tensor == TensorScale(top=self.tensor.top)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a block's scale follows from its statistic and, with two levels, Transformer Engine's tensor scale.
+
+        Kernels of block formats make such scales; the others are made by torch's operators.
+        """
+        return self.candidates == (1.0,) and self.tensor in (None, TensorScale())
+
+    @property
+    def level_blocks(self) -> Block:
+        """Blocks, outer and inner, that share a number of the second level of scales; None is all of them."""
+        assert self.tensor is not None
+        pairs = zip(self.tensor.block, self.block, strict=True)
+        outer, inner = (None if whole is None or size is None else whole // size for whole, size in pairs)
+        return outer, inner
 
     @property
     def scale_rule(self) -> ScaleRule:
@@ -212,7 +235,7 @@ class Scaling:
         words += [f"power of two by {self.power_of_two}"] if self.power_of_two else []
         words += [f"in {self.scale.name}"] if self.scale != FP32 else []
         words += ["in the tensor's dtype"] if self.input_scale else []
-        words += [f"tensor scale ({self.tensor.order})"] if self.tensor else []
+        words += [f"{level_text(self.tensor)} ({self.tensor.order})"] if self.tensor else []
         words += [f"best of {', '.join(f'{c:g}' for c in self.candidates)} by {self.metric}"] * (
             len(self.candidates) > 1
         )
@@ -239,7 +262,7 @@ _ONE_FLOAT32_SCALE: Final[dict[str, tuple[Any, ...]]] = dict.fromkeys(
 )
 USES: Final[dict[str, Use]] = {
     "a block format": Use(
-        dict.fromkeys(("block", "scale", "exponent_rule", "tensor", "zero_point"), ())
+        dict.fromkeys(("block", "scale", "exponent_rule", "tensor", "zero_point", "candidates", "metric"), ())
         | {"arithmetic": ("divide", "reciprocal", "encode")},
         ", or a Quantizer for it",
     ),
@@ -293,6 +316,11 @@ def rule_fields(scale_rule: ScaleRule) -> dict[str, Any]:
 def block_text(block: Block, times: str = "x") -> str:
     """Return the size of blocks, such as ``"1x32"`` or ``"1xall"``; ``"one block"`` where a tensor is one."""
     return "one block" if block == (None, None) else times.join("all" if n is None else str(n) for n in block)
+
+
+def level_text(tensor: TensorScale) -> str:
+    """Return what the second level of scales belongs to, such as ``"tensor scale"`` or ``"scale of 1xall"``."""
+    return "tensor scale" if tensor.block == (None, None) else f"scale of {block_text(tensor.block)}"
 
 
 def check_block(of: str, block: Block) -> None:

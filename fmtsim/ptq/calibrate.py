@@ -19,7 +19,8 @@ from fmtsim.recipes.ptq import fixed, is_static
 from fmtsim.recipes.ptq_methods import Calibration
 from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
-from fmtsim.scaling.scales import reciprocal, tensor_factor
+from fmtsim.scaling.levels import tensor_factor
+from fmtsim.scaling.scales import reciprocal
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError

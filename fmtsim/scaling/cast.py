@@ -16,7 +16,8 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import block_sizes, blocked, folded_sum, statistic
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.hadamard_matrix import random_signs
-from fmtsim.scaling.scales import Scales, one_level, two_levels
+from fmtsim.scaling.levels import errors, two_levels
+from fmtsim.scaling.scales import Scales, one_level
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import spread
 from fmtsim.spec.quantizer import (
@@ -152,7 +153,7 @@ def cast(
     for times in scaling.candidates:
         candidate = scales(a, rule, float(element.max), keys[1], times, x_dtype)
         tried = _rounded(x, candidate, sizes, spec, keys[0], *results)
-        best = tried if best is None else _better(x, best, tried, scaling.metric, sizes)
+        best = tried if best is None else _better(x, best, tried, scaling, float(element.max), sizes)
     assert best is not None  # a rule has a candidate
     # 3. EDEN's correction
     best = best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
@@ -232,16 +233,17 @@ def times_blocks(
 ) -> Tensor:  # fmt: skip
     """Return the elements of a matrix times the numbers of their blocks, or divided by them: float32, one rounding.
 
-    With the scale of a tensor products are float64, and rounded to float32 at the end. ``buffer`` names memory of this
-    thread that kernels may write to, and that the next call by its name reuses.
+    With a second level of scales products are float64, and rounded to float32 at the end. ``buffer`` names memory of
+    this thread that kernels may write to, and that the next call by its name reuses.
     """
     engine = ops.cpu_engine(x)
-    if engine is not None and x.dtype in _OF_KERNELS and x.numel():
+    if engine is not None and x.dtype in _OF_KERNELS and x.numel() and (tensor_scale is None or not tensor_scale.dim()):
         s, sizes = _of_matrix(s, sizes, x)
         return engine.times_blocks(x, s, sizes, divides=divides, tensor_scale=tensor_scale, buffer=buffer)
     s = spread(s, sizes, x.shape)
     if tensor_scale is not None:
-        return (float64(x.float()) * s * tensor_scale).float()  # element times scale is exact in float64
+        level = spread(tensor_scale, sizes, x.shape)
+        return (float64(x.float()) * s * level).float()  # element times scale is exact in float64
     return torch.div(x.float(), s) if divides else x.float() * s
 
 
@@ -250,18 +252,16 @@ def _of_matrix(s: Tensor, sizes: tuple[int, int], x: Tensor) -> tuple[Tensor, tu
     return (s.reshape(1, 1), (x.shape[0], x.shape[1])) if s.numel() == 1 else (s, sizes)
 
 
-def _better(x: Tensor, old: Scaled, new: Scaled, metric: str, sizes: tuple[int, int]) -> Scaled:
+def _better(x: Tensor, old: Scaled, new: Scaled, scaling: Scaling, top: float, sizes: tuple[int, int]) -> Scaled:
     """Take, block by block, the cast with the smaller error, the old one in a tie."""
-    errors = []
-    for tried in (old, new):
-        off = blocked((float64(tried.values(sizes)) - float64(x)), sizes)
-        errors.append(folded_sum(off.abs() if metric == "mae" else off * off))
-    takes = errors[1] < errors[0]
-    mixed = Scales(
-        torch.where(takes, new.scales.scale, old.scales.scale),
-        torch.where(takes, new.scales.factor, old.scales.factor),
-        old.scales.divides,
-        old.scales.tensor,
+    before, after = (
+        errors(blocked(x, sizes), blocked(tried.elements, sizes), tried.scales, scaling, top, sizes[0])
+        for tried in (old, new)
+    )
+    takes = after < before
+    mixed = old.scales._replace(
+        scale=torch.where(takes, new.scales.scale, old.scales.scale),
+        factor=torch.where(takes, new.scales.factor, old.scales.factor),
     )
     chosen = spread(takes, sizes, x.shape)
     return Scaled(torch.where(chosen, new.elements, old.elements), mixed, torch.where(chosen, new.scaled, old.scaled))

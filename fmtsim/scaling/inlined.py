@@ -20,10 +20,11 @@ from torch import Tensor
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.scaling import Scaling
+from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.scaling.blocks import block_sizes
-from fmtsim.scaling.scales import Scales, one_level, two_levels
+from fmtsim.scaling.levels import two_levels
+from fmtsim.scaling.scales import Scales, one_level
 from fmtsim.spec.operand import Operand, folds
 from fmtsim.spec.quantizer import Quantizer, StraightThrough
 
@@ -175,7 +176,7 @@ def _is_usual(scaling: Scaling) -> bool:
     """Return True if the steps of a scale rule are those that ``_scales`` may leave to a compiler."""
     if scaling.tensor is not None:
         usual = replace(_USUAL, block=scaling.block, top=scaling.top, tensor=scaling.tensor, scale=scaling.scale)
-        return scaling == usual and scaling.tensor.order == "te" and _has_grid(scaling.scale)
+        return scaling == usual and scaling.tensor == TensorScale(top=scaling.tensor.top) and _has_grid(scaling.scale)
     usual = replace(
         _USUAL, block=scaling.block, exponent_rule=scaling.exponent_rule, top=scaling.top, margin=scaling.margin,
         eps=scaling.eps, eps_rule=scaling.eps_rule, arithmetic=scaling.arithmetic, power_of_two=scaling.power_of_two,

@@ -30,12 +30,23 @@ from fmtsim.rounding.oracle import (
     round_value,
     takes_upper,
 )
+from fmtsim.scaling.exact import (
+    FLT_MAX,
+    FLT_MIN,
+    ceil_log2,
+    clamped32,
+    reciprocal,
+    rn32,
+    rn32_or_infinite,
+    rounded,
+    scale_value,
+    times,
+)
+from fmtsim.scaling.level_oracle import candidate_error, two_levels
 
 InputDtype = Literal["float64", "float32", "bfloat16", "float16"]
 Matrix = Sequence[Sequence[float]]
 
-FLT_MAX = Fraction((1 << 24) - 1) * power_of_two(104)
-FLT_MIN = power_of_two(-126)
 LOG_RANGE = 22.18070977791825
 """The double nearest to ``32 ln 2``: a LogFMT tile spans at most 32 octaves."""
 
@@ -45,7 +56,7 @@ class Quantized(NamedTuple):
 
     codes: unsigned bit patterns, the matrix's shape.
     scales: ``[outer blocks][inner blocks]``: block scales, or the steps of LogFMT tiles.
-    tensor_scale: the scale of the whole matrix in two-level formats, else None.
+    tensor_scale: the scale of the whole matrix in two-level formats, or those of rows or windows; else None.
     offsets: like scales: zero points, or the lowest logarithms of LogFMT tiles, else None.
     values: what the codes decode to, rounded once to the output format.
     factors: like scales: what elements were multiplied with before they were rounded (LogFMT tiles: 1).
@@ -53,7 +64,7 @@ class Quantized(NamedTuple):
 
     codes: list[list[int]]
     scales: list[list[float]]
-    tensor_scale: float | None
+    tensor_scale: float | list[list[float]] | None
     offsets: list[list[float]] | None
     values: list[list[float]]
     factors: list[list[Fraction]]
@@ -94,6 +105,7 @@ class _Result(NamedTuple):
     values: list[float]
     factor: Fraction = Fraction(1)
     offset: float = math.nan
+    level: Fraction = Fraction(1)
 
 
 def quantize_matrix(
@@ -124,10 +136,14 @@ def quantize_matrix(
     # 1. what all blocks share
     working = FP64 if input_dtype == "float64" else FP32
     cast = _Cast(how, overflow or fmt.default_overflow, working, out_format, word)
-    tensor_scale = _tensor_scale(rows, fmt) if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
     # 2. block by block
     blocks = _blocks(rows, fmt.block)
-    results = [[_quantize_block(block, fmt, cast, tensor_scale) for block in row] for row in blocks]
+    two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
+    shared = _shared_amaxes(blocks, fmt) if two_level else [[None] * len(row) for row in blocks]
+    results = [
+        [_quantize_block(block, fmt, cast, amax) for block, amax in zip(*pair, strict=True)]
+        for pair in zip(blocks, shared, strict=True)
+    ]
     # 3. back into a matrix
     codes: dict[tuple[int, int], int] = {}
     values: dict[tuple[int, int], float] = {}
@@ -138,7 +154,7 @@ def quantize_matrix(
     return Quantized(
         codes=[[codes[i, j] for j in range(len(row))] for i, row in enumerate(rows)],
         scales=[[result.scale for result in row] for row in results],
-        tensor_scale=None if tensor_scale is None else float(tensor_scale[1]),
+        tensor_scale=_shared_scales(results, fmt) if two_level else None,
         offsets=[[result.offset for result in row] for row in results] if has_offsets else None,
         values=[[values[i, j] for j in range(len(row))] for i, row in enumerate(rows)],
         factors=[[result.factor for result in row] for row in results],
@@ -160,40 +176,45 @@ def _blocks(rows: Matrix, block: tuple[int | None, int | None]) -> list[list[_Bl
     return [[cut(rows_of, columns) for columns in spans(width, block[1])] for rows_of in spans(height, block[0])]
 
 
-def _quantize_block(
-    block: _Block, fmt: ScaledFormat, cast: _Cast, tensor_scale: tuple[Fraction, Fraction] | None
-) -> _Result:
+def _quantize_block(block: _Block, fmt: ScaledFormat, cast: _Cast, shared_amax: Fraction | None) -> _Result:
     if isinstance(fmt, LogTileFormat):
         return _log_tile(block, fmt, cast)
     if fmt.zero_point:
         return _zero_point_block(block, fmt, cast)
-    # 1. the scale, and the factor that elements are multiplied with
-    if tensor_scale is not None:
-        scale, factor = _two_level_scale(block, fmt, tensor_scale)
-    elif fmt.power_of_two:
+    if shared_amax is not None:  # the candidate of least error, the first of equal ones
+        tried = [two_levels(clamped32(block.amax), shared_amax, fmt, Fraction(c)) for c in fmt.scaling.candidates]
+        results = [_scaled_block(block, fmt, cast, *scales) for scales in tried]
+        return results[0] if len(results) == 1 else min(results, key=lambda r: _error(block, r, fmt, shared_amax))
+    if fmt.power_of_two:
         scale = power_of_two(max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127)
         factor = 1 / scale
     else:
         scale, factor = _real_scale(block, fmt)
+    return _scaled_block(block, fmt, cast, scale, factor)
+
+
+def _scaled_block(
+    block: _Block, fmt: BlockFormat, cast: _Cast, scale: Fraction, factor: Fraction, level: Fraction | None = None
+) -> _Result:
+    """Round the elements of a block under its scale; level: that of the tensor, or of a row or window."""
 
     def scaled(x: float) -> Real:
         exact = fmt.power_of_two and x != 0 and math.isfinite(x)
-        return Fraction(x) * factor if exact else _times(x, factor, cast.working)
+        return Fraction(x) * factor if exact else times(x, factor, cast.working)
 
-    # 2. each element rounded once
+    # 1. each element rounded once
     codes = [
         encode_value(scaled(x), fmt.element, cast.how, cast.overflow, cast.word(*place))
         for place, x in zip(block.places, block.elements, strict=True)
     ]
     elements = [decode_value(code, fmt.element) for code in codes]
-    # 3. values; a NaN that elements cannot express makes its block NaN
+    # 2. values; a NaN that elements cannot express makes its block NaN
     if block.has_nan and not fmt.element.has_nan:
-        return _Result(math.nan, codes, [math.nan] * len(codes), factor)
-    if tensor_scale is not None:
-        values = [_rounded(_times(q, scale * tensor_scale[1], FP64), cast.out) for q in elements]
-    else:
-        values = [_times(q, scale, cast.out) for q in elements]
-    return _Result(float(scale), codes, values, factor)
+        return _Result(math.nan, codes, [math.nan] * len(codes), factor, level=level or Fraction(1))
+    if level is not None:
+        values = [rounded(times(q, scale * level, FP64), cast.out) for q in elements]
+        return _Result(float(scale), codes, values, factor, level=level)
+    return _Result(float(scale), codes, [times(q, scale, cast.out) for q in elements], factor)
 
 
 # Section 5: one scale a block. What makes a scale also returns what elements are multiplied with.
@@ -204,53 +225,53 @@ def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
     if fmt.scale_rule == "floor":
         return floor_log2(amax) - top
     if fmt.scale_rule == "ceil":
-        return _ceil_log2(amax) - top
+        return ceil_log2(amax) - top
     if fmt.scale_rule == "even":
         half_place = power_of_two(floor_log2(amax) - fmt.element.mantissa_bits - 1)  # type: ignore[union-attr]
         return floor_log2(amax + half_place) - top
-    product = _rn32(_clamped32(amax) * _rn32(1 / Fraction(fmt.element.max)))
-    return _ceil_log2(product) if product else -127
+    product = rn32(clamped32(amax) * rn32(1 / Fraction(fmt.element.max)))
+    return ceil_log2(product) if product else -127
 
 
 def _real_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
-    m, a = _rn32_or_infinite(Fraction(fmt.element.max)), _clamped32(block.amax)
+    m, a = rn32_or_infinite(Fraction(fmt.element.max)), clamped32(block.amax)
     if a == 0:
-        return _scale_value(Fraction(1), fmt), Fraction(1)
+        return scale_value(Fraction(1), fmt), Fraction(1)
     if fmt.arithmetic == "encode":
-        r0 = _clamped32(m / a)
-        scale = _scale_value(_clamped32(1 / r0) if r0 else FLT_MAX, fmt)
-        return scale, r0 if fmt.scale.bits == 32 else _reciprocal(scale)
-    scale = _scale_value(max(_clamped32(a / m), FLT_MIN), fmt)
-    return scale, 1 / (scale or FLT_MIN) if fmt.arithmetic == "divide" else _reciprocal(scale)
+        r0 = clamped32(m / a)
+        scale = scale_value(clamped32(1 / r0) if r0 else FLT_MAX, fmt)
+        return scale, r0 if fmt.scale.bits == 32 else reciprocal(scale)
+    scale = scale_value(max(clamped32(a / m), FLT_MIN), fmt)
+    return scale, 1 / (scale or FLT_MIN) if fmt.arithmetic == "divide" else reciprocal(scale)
 
 
-def _scale_value(x: Fraction, fmt: BlockFormat) -> Fraction:
-    return Fraction(round_value(x, fmt.scale, "nearest_even", "saturate"))
+# Section 6: block scales, and one of the tensor, of a row or of a window.
 
 
-def _reciprocal(scale: Fraction) -> Fraction:
-    return _clamped32(1 / scale) if scale else FLT_MAX
+def _shared_amaxes(blocks: list[list[_Block]], fmt: BlockFormat) -> list[list[Fraction]]:
+    """Return for each block the largest magnitude of what shares a scale of the second level with it."""
+    outer, inner = (n or 1 << 63 for n in fmt.scaling.level_blocks)
+    largest: dict[tuple[int, int], Fraction] = {}
+    for i, row in enumerate(blocks):
+        for j, block in enumerate(row):
+            place = i // outer, j // inner
+            largest[place] = max(largest.get(place, Fraction(0)), clamped32(block.amax))
+    return [[largest[i // outer, j // inner] for j in range(len(row))] for i, row in enumerate(blocks)]
 
 
-# Section 6: tensor scale and block scale.
+def _shared_scales(results: list[list[_Result]], fmt: BlockFormat) -> float | list[list[float]]:
+    outer, inner = fmt.scaling.level_blocks
+    scales = [
+        [float(result.level) for result in row[:: inner or len(row)]] for row in results[:: outer or len(results)]
+    ]
+    return (scales[0][0] if scales else 1.0) if (outer, inner) == (None, None) else scales
 
 
-def _tensor_scale(rows: Matrix, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
-    """Return ``S_enc`` and ``S_dec``."""
-    m, c = _rn32_or_infinite(Fraction(fmt.element.max)), _rn32(Fraction(fmt.scale.max))
-    amax = _clamped32(_Block([], [x for row in rows for x in row]).amax)
-    encode = _clamped32(_rn32_or_infinite(c * m) / amax) if amax else Fraction(1)
-    encode = encode or Fraction(1)
-    return encode, _rn32(1 / encode)
-
-
-def _two_level_scale(
-    block: _Block, fmt: BlockFormat, tensor_scale: tuple[Fraction, Fraction]
-) -> tuple[Fraction, Fraction]:
-    encode, decode = tensor_scale
-    m, a = _rn32_or_infinite(Fraction(fmt.element.max)), _clamped32(block.amax)
-    scale = _scale_value(_clamped32(a * _clamped32(encode * _rn32(1 / m))), fmt)
-    return scale, _reciprocal(_rn32(scale * decode))
+def _error(block: _Block, result: _Result, fmt: BlockFormat, amax: Fraction) -> float:
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for (i, _), x, code in zip(block.places, block.elements, result.codes, strict=True):
+        rows.setdefault(i, []).append((x, decode_value(code, fmt.element)))
+    return candidate_error(list(rows.values()), result.scale, amax, fmt)
 
 
 # Section 7: zero points.
@@ -260,16 +281,16 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
     assert isinstance(fmt.element, IntFormat)  # the record guarantees it
     top = fmt.element.max_code
     finite = [Fraction(x) for x in block.finite]
-    low = -_clamped32(-min([Fraction(0), *finite]))
-    high = _clamped32(max([Fraction(0), *finite]))
-    extent = _clamped32(high - low)
-    scale = max(_rn32(extent / top), FLT_MIN) if extent else Fraction(1)
-    ratio = _rn32(-low / scale)
+    low = -clamped32(-min([Fraction(0), *finite]))
+    high = clamped32(max([Fraction(0), *finite]))
+    extent = clamped32(high - low)
+    scale = max(rn32(extent / top), FLT_MIN) if extent else Fraction(1)
+    ratio = rn32(-low / scale)
     zero = min(max(round_to_integer(ratio, Rounding(), None), 0), top)
-    r = _reciprocal(scale)
+    r = reciprocal(scale)
 
     def code_of(x: float, word: int | None) -> int:
-        product = _times(x, r, cast.working)
+        product = times(x, r, cast.working)
         if not math.isfinite(product):
             return 0 if product == -math.inf else top
         return min(max(round_to_integer(product, cast.how, word) + zero, 0), top)
@@ -277,7 +298,7 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
     codes = [code_of(x, cast.word(*place)) for place, x in zip(block.places, block.elements, strict=True)]
     if block.has_nan:
         return _Result(math.nan, codes, [math.nan] * len(codes), r, zero)
-    values = [_rounded((code - zero) * scale, cast.out) for code in codes]
+    values = [rounded((code - zero) * scale, cast.out) for code in codes]
     return _Result(float(scale), codes, values, r, zero)
 
 
@@ -285,7 +306,7 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
 
 
 def _log_tile(block: _Block, fmt: LogTileFormat, cast: _Cast) -> _Result:
-    magnitudes = [m for m in (_clamped32(abs(Fraction(x))) for x in block.finite) if m]
+    magnitudes = [m for m in (clamped32(abs(Fraction(x))) for x in block.finite) if m]
     low, step = _log_range(magnitudes, fmt) if magnitudes else (0.0, 0.0)
     values = _log_values(low, step, fmt.max_code if magnitudes else 0)
     sign_bit = 1 << (fmt.bits - 1)
@@ -296,17 +317,17 @@ def _log_tile(block: _Block, fmt: LogTileFormat, cast: _Cast) -> _Result:
     if block.has_nan:
         return _Result(step, codes, [math.nan] * len(codes))
     signed = [-values[code % sign_bit] if code & sign_bit else values[code] for code in codes]
-    return _Result(step, codes, [_rounded(value, cast.out) for value in signed], offset=low)
+    return _Result(step, codes, [rounded(value, cast.out) for value in signed], offset=low)
 
 
 def _log_range(magnitudes: list[Fraction], fmt: LogTileFormat) -> tuple[float, float]:
     """Return the lowest logarithm and the step, both float32."""
     high = ln(float(max(magnitudes)))
     floor = round_value(Fraction(high) - Fraction(LOG_RANGE), FP64, "nearest_even", "ieee")
-    low = _rounded(max(ln(float(min(magnitudes))), floor), FP32)
+    low = rounded(max(ln(float(min(magnitudes))), floor), FP32)
     span = Fraction(round_value(max(Fraction(high) - Fraction(low), Fraction(0)), FP64, "nearest_even", "ieee"))
     step = round_value(span / (fmt.max_code - 1), FP64, "nearest_even", "ieee")
-    return low, _rounded(step, FP32)
+    return low, rounded(step, FP32)
 
 
 @lru_cache(maxsize=4096)
@@ -316,7 +337,7 @@ def _log_values(low: float, step: float, count: int) -> list[float]:
     for k in range(1, count + 1):
         place = round_value(Fraction(step) * (k - 1), FP64, "nearest_even", "ieee")
         logarithm = round_value(Fraction(low) + Fraction(place), FP64, "nearest_even", "ieee")
-        values.append(_rounded(exp(logarithm), FP32))
+        values.append(rounded(exp(logarithm), FP32))
     return values
 
 
@@ -335,42 +356,3 @@ def _log_code(x: float, negative: bool, values: list[float], how: Rounding, word
         middle = Fraction(round_value(sum(bounds) / 2, FP64, "nearest_even", "ieee"))
         goes_up = takes_upper(magnitude, *bounds, middle, odd, negative, how, word)
     return bisect_left(values, upper if goes_up else lower)
-
-
-# Exact arithmetic and its roundings.
-
-_INFINITE = power_of_two(1024)  # in a quotient with a float32 number: 0, or more than FLT_MAX, once that is rounded
-
-
-def _ceil_log2(x: Fraction) -> int:
-    e = floor_log2(x)
-    return e if x == power_of_two(e) else e + 1
-
-
-def _rounded(x: Real, fmt: FloatFormat) -> float:
-    return round_value(x, fmt, "nearest_even", "ieee")
-
-
-def _rn32(x: Fraction) -> Fraction:
-    """Round to binary32 a number that stays within its range."""
-    return Fraction(_rounded(x, FP32))
-
-
-def _rn32_or_infinite(x: Fraction) -> Fraction:
-    """Round a positive number to binary32; beyond its range it is ``_INFINITE``."""
-    rounded = _rounded(x, FP32)
-    return Fraction(rounded) if math.isfinite(rounded) else _INFINITE
-
-
-def _clamped32(x: Fraction) -> Fraction:
-    """Return ``min(RN32(x), FLT_MAX)`` of a number that is not negative."""
-    return _rn32(x) if x <= FLT_MAX else FLT_MAX
-
-
-def _times(x: float, factor: Fraction, fmt: FloatFormat) -> float:
-    """Return ``x * factor`` rounded once; the factor is finite and not negative, Inf times 0 is NaN."""
-    if math.isinf(x) and factor == 0:
-        return math.nan
-    if x == 0 or not math.isfinite(x):
-        return x
-    return _rounded(Fraction(x) * factor, fmt) if factor else math.copysign(0.0, x)

@@ -23,7 +23,6 @@ FLT_MAX: Final = torch.finfo(torch.float32).max
 FLT_MIN: Final = torch.finfo(torch.float32).tiny
 _MANTISSA: Final = (1 << 23) - 1
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TORCHAO_LEAST: Final = 2.0**-6  # torchao 36027d8: block scales are never subnormal
 
 Store = Callable[[Tensor], Tensor]
 """Rounds float32 scales to the format that stores them, saturating."""
@@ -36,9 +35,10 @@ class Scales(NamedTuple):
         scale: float32 [outer blocks, inner blocks], in the format that stores them: a value is ``element * scale``.
         factor: float32, likewise: the element is the rounding of ``RN32(x * factor)``, or of ``RN32(x / factor)``.
         divides: Which of the two.
-        tensor: float32, 0-d: the second level of scale, or None.
+        tensor: float32: the second level of scale, 0-d or, where it is not the tensor's, like scale; or None.
         exponent: int64, where scales are powers of two: the element is the rounding of the exact ``x / 2**exponent``.
         offsets: int32 zero points, or None.
+        level_amax: float32, like tensor: the largest magnitude that the second level was made of, or None.
     """
 
     scale: Tensor
@@ -47,6 +47,7 @@ class Scales(NamedTuple):
     tensor: Tensor | None = None
     exponent: Tensor | None = None
     offsets: Tensor | None = None
+    level_amax: Tensor | None = None
 
 
 def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torch.dtype = torch.float32) -> Scales:
@@ -86,57 +87,6 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
         return Scales(stored, r)
     least = scaling.eps if scaling.eps_rule == "inverse" else 0.0
     return Scales(stored, reciprocal(stored.clamp(min=least)))
-
-
-def tensor_factor(amax: Tensor, scaling: Scaling, top: float) -> Tensor:
-    """Return ``1 / tensor scale`` by Transformer Engine's rule: it brings an amax to the top of both levels.
-
-    Args:
-        amax: float32, 0-d.
-        scaling: A rule with ``tensor``.
-        top: As in ``two_levels``.
-    """
-    assert scaling.tensor is not None
-    m = float32(top if scaling.top is None else scaling.top)
-    c = float32(scaling.scale.max if scaling.tensor.top is None else scaling.tensor.top)
-    encode = quotient(torch.full_like(amax, float32(c * m)), amax).clamp(max=FLT_MAX)
-    return torch.where((amax == 0) | (encode == 0), 1.0, encode)
-
-
-def two_levels(
-    a: Tensor, scaling: Scaling, top: float, store: Store, times: float = 1.0, *, fixed_factor: Tensor | None = None
-) -> Scales:  # fmt: skip
-    """Return block scales and the float32 scale of the tensor, as their authors compute them.
-
-    Args:
-        a: float32 [outer blocks, inner blocks]: largest magnitudes of blocks.
-        scaling: The rule, with ``tensor``.
-        top: The element format's largest value, for a rule that names none.
-        store: See ``Store``.
-        times: Candidate that block scales are multiplied with before they are stored.
-        fixed_factor: float32, 0-d: ``tensor_factor`` as calibration fixed it; None makes it from a.
-    """
-    assert scaling.tensor is not None
-    m = float32(top if scaling.top is None else scaling.top)
-    c = float32(scaling.scale.max if scaling.tensor.top is None else scaling.tensor.top)
-    amax = a.amax() if a.numel() else a.new_zeros(())
-    if scaling.tensor.order == "te":  # docs/semantics.md, section 6
-        encode = tensor_factor(amax, scaling, top) if fixed_factor is None else fixed_factor
-        tensor = reciprocal(encode)
-        stored = store(_times(a * (encode * float32(1.0 / m)), times).clamp(max=FLT_MAX))
-        return Scales(stored, reciprocal(stored * tensor), tensor=tensor)
-    if scaling.tensor.order == "torchao":
-        tensor = quotient(amax, torch.full_like(amax, float32(c * m)))
-        tensor = torch.where(tensor == 0, 1.0, tensor)
-        s = quotient(quotient(a, torch.full_like(a, m)), tensor)
-        stored = store(_times(s, times).clamp(_TORCHAO_LEAST, c))
-        factor = quotient(reciprocal(tensor).expand_as(stored), stored).clamp(max=FLT_MAX)
-        return Scales(stored, factor, tensor=tensor)
-    tensor = quotient(quotient(amax, torch.full_like(amax, c)), torch.full_like(amax, m))  # Quartet II
-    tensor = torch.where(tensor == 0, 1.0, tensor)
-    stored = store(quotient(_times(quotient(a, torch.full_like(a, m)), times), tensor))
-    stored = torch.where(stored == 0, 1.0, stored)
-    return Scales(stored, stored * tensor, divides=True, tensor=tensor)
 
 
 def exponent_scales(amax: Tensor, rule: ExponentRule, element: ElementFormat) -> Scales:
@@ -245,7 +195,8 @@ def float32(x: float) -> float:
     return float(torch.tensor(x, dtype=torch.float32, device="cpu"))
 
 
-def _times(s: Tensor, times: float) -> Tensor:
+def times_float32(s: Tensor, times: float) -> Tensor:
+    """Return scales times a candidate, rounded to float32."""
     return s if times == 1 else s * float32(times)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.registry import format_from_dict, format_to_dict
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding
@@ -52,7 +52,7 @@ class EncodedParts(NamedTuple):
 
     codes: the tensor's shape, unsigned bit patterns in ``code_dtype(bits)``.
     scales: float32 ``[outer_blocks, inner_blocks]`` of block formats (steps of LogFMT tiles), else None.
-    tensor_scale: float32, 0-d, of two-level formats, else None.
+    tensor_scale: float32 of ``level_shape``, 0-d unless rows or windows have their own; None with one level.
     offsets: like scales: int32 zero points, or the float32 lowest logarithms of LogFMT tiles, else None.
     """
 
@@ -98,9 +98,18 @@ def matrix_shape(shape: Sequence[int], dim: int) -> tuple[int, int]:
 def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
     """Return how many blocks a tensor has along the outer and the inner axis."""
     assert isinstance(fmt, BlockFormat | LogTileFormat)
-    outer, inner = matrix_shape(shape, dim)
-    rows, columns = (size or extent for size, extent in zip(fmt.block, (outer, inner), strict=True))
-    return -(-outer // rows) if outer else 0, -(-inner // columns) if inner else 0
+    return _counts(fmt.block, matrix_shape(shape, dim))
+
+
+def level_shape(fmt: BlockFormat, shape: torch.Size, dim: int) -> tuple[int, ...]:
+    """Return the shape of the second level of scales of a tensor: () where the tensor has one number."""
+    block = (None, None) if fmt.scaling.tensor is None else fmt.scaling.tensor.block
+    return () if block == (None, None) else _counts(block, matrix_shape(shape, dim))
+
+
+def _counts(block: Block, sizes: tuple[int, int]) -> tuple[int, int]:
+    rows, columns = (size or extent for size, extent in zip(block, sizes, strict=True))
+    return -(-sizes[0] // rows) if sizes[0] else 0, -(-sizes[1] // columns) if sizes[1] else 0
 
 
 def in_one_order(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:

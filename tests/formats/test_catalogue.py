@@ -232,6 +232,14 @@ BLOCKS = {
     "mxfp8_e5m2_rceil": ("e5m2", (1, 32), "e8m0", "rceil", None, False, False, 8.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, 4.5),
     "nvfp4_16x16": ("e2m1", (16, 16), "e4m3", "amax", "encode", True, False, 4 + 8 / 256),
+    **{name: ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, bits)
+       for name, bits in (("nvfp4_row", 4.5), ("nvfp4_per_token", 4.5), ("nvfp4_1x64", 5.0), ("nvfp4_modelopt", 4.5),
+                          ("nvfp4_compressed_tensors", 4.5), ("nvfp4_torchao", 4.5))},
+    **{f"nvint{bits}": (f"int{bits}", (1, 16), "e4m3", "amax", "encode", True, False, bits + 0.5) for bits in (3, 4, 6)},
+    **{f"nvfp4_{name}": ("e2m1", block, "e4m3", "amax", "encode", True, False, bits)
+       for metric in ("mae", "mse") for name, block, bits in (
+           (f"four_six_{metric}", (1, 16), 4.5), (f"four_six_{metric}_256", (1, 16), 4.5),
+           (f"16x16_four_six_{metric}_256", (16, 16), 4 + 8 / 256))},
     "msfp12": ("e1m2_finite", (1, 16), "e8m0", "floor", None, False, False, 4.5),
     "msfp16": ("e1m6_finite", (1, 16), "e8m0", "floor", None, False, False, 8.5),
     "e4m3_1x128": ("e4m3", (1, 128), "fp32", "amax", "reciprocal", False, False, 8.25),
@@ -319,7 +327,8 @@ SCALINGS = {  # what a block format cannot have, and what is said about it
     "no mantissa": ("e4m3", Scaling(scale=get_format("e8m0")), "scale_rule='amax' needs a scale with mantissa bits"),
     "wide": ("e4m3", Scaling(scale=get_format("tf32")), "scale format tf32 is not supported; choose fp32, bf16, fp16"),
     "no NaN": ("e4m3", Scaling(scale=get_format("e2m1")), "scale format e2m1 has no NaN, which marks blocks"),
-    "two levels": ("e2m1", Scaling(scale=E4M3, tensor=TensorScale(order="torchao")), "a tensor scale stands alone; "),
+    "two levels": ("e2m1", block_scaling((1, 16), "floor", arithmetic="encode", tensor=TensorScale()),
+                   "a tensor scale stands alone; "),
     "zero point": ("int4", Scaling(zero_point=True), "zero_point=True does not fit; choose an unsigned integer "),
 }  # fmt: skip
 

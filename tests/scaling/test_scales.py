@@ -4,14 +4,16 @@
 What kernels do in one pass is compared with these torch operations elsewhere; here they stand alone.
 """
 
+from dataclasses import replace
 from fractions import Fraction
+from typing import get_args
 
 import numpy
 import pytest
 import torch
 
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import Scaling, TensorScale
+from fmtsim.formats.scaling import LevelOrder, Scaling, TensorScale
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import FP64, floor_log2, round_value
 from fmtsim.scaling.blocks import block_sizes, blocked, folded_sum, statistic
@@ -140,7 +142,7 @@ def test_rules_by_their_definition(name):
     for which, got in enumerate((found.scale, found.factor)):
         exact = torch.tensor([[float(row[which]) for row in expected]])
         assert_same_bits(got, exact, a, what=("scale", "factor")[which])
-    assert {found.divides} == {row[2] for row in expected} and found[3:] == (None, None, None)
+    assert {found.divides} == {row[2] for row in expected} and found[3:] == (None,) * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -204,7 +206,41 @@ def quartet2(a, amax, c, m, times, store):
     return t, s, rn(s * t)
 
 
-@pytest.mark.parametrize("order", [te, torchao, quartet2], ids=lambda order: order.__name__)
+def te_quotient(a, amax, c, m, times, store):
+    encode = rn(rn(c * m) / max(amax, rn(Fraction(1e-12))))
+    s = store(rn(rn(a * rn(encode * rn(1 / m))) * times))
+    return rn(amax / rn(c * m)) or Fraction(1), s, rn(encode / s) if s else Fraction(0)
+
+
+def fouroversix(a, amax, c, m, times, store):
+    encode = rn(rn(c * m) / amax) if amax else Fraction(1)
+    decode = rn(1 / encode)
+    s = store(rn(rn(rn(a / m) * encode) * times))
+    return decode, s, rn(1 / rn(s * decode)) if rn(s * decode) else LARGEST
+
+
+def modelopt(a, amax, c, m, times, store):
+    t = rn(amax / rn(c * m)) or Fraction(1)
+    s = store(min(max(rn((rn(a / rn(m * t)) or Fraction(1)) * times), Fraction(1, 512)), c))
+    return t, s, rn(s * t) or Fraction(2) ** -126
+
+
+def compressed_tensors(a, amax, c, m, times, store):
+    """A number over a tensor is its reciprocal times the number; Inf becomes 1."""
+    exact = rn(1 / max(amax, Fraction(2) ** -126)) * rn(c * m)
+    encode = rn(exact) if exact < LARGEST else Fraction(1)
+    s = store(rn(rn(rn(a / m) * encode) * times)) or Fraction(1, 8)
+    return rn(1 / encode), s, rn(s / encode) or Fraction(2) ** -126
+
+
+ORDERS = [te, te_quotient, fouroversix, modelopt, compressed_tensors, torchao, quartet2]
+
+
+def test_every_order_is_here():
+    assert [order.__name__ for order in ORDERS] == list(get_args(LevelOrder))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @pytest.mark.parametrize(("top", "whole", "times"), [(None, None, 1.0), (5.3, 255.99, 1.0), (None, 256.0, 1.5)])
 def test_two_levels_by_their_authors_order(order, top, whole, times):
     """Blocks from the tensor's largest down to nothing; factors beyond float32 are its largest number."""
@@ -220,9 +256,24 @@ def test_two_levels_by_their_authors_order(order, top, whole, times):
         assert found.tensor is not None and found.tensor.item() == float(exact[0][0]), size
         for which, got in enumerate((found.scale, found.factor), 1):
             assert_same_bits(got, torch.tensor([[float(row[which]) for row in exact]]), a, what=f"{size} {which}")
-        assert found.divides == (order is quartet2)
+        assert found.divides == (order in (modelopt, compressed_tensors, quartet2))
     empty = scales(torch.zeros(0, 0), rule, E2M1.max)
     assert empty.tensor is not None and empty.tensor.item() == 1 and empty.scale.shape == (0, 0)
+
+
+@pytest.mark.parametrize(("block", "spans"), [((1, None), [(0, 7)]), ((1, 64), [(0, 4), (4, 7)])])
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_rows_and_windows_are_tensors_of_their_own(block, spans, order):
+    rule = Scaling(block=(1, 16), scale=E4M3, tensor=TensorScale(order=order.__name__, block=block))
+    whole = replace(rule, tensor=TensorScale(order=order.__name__))
+    a = normal(3, 7, seed=5).abs() * torch.tensor([[1.0], [1e-20], [0.0]])
+    found = scales(a, rule, E2M1.max)
+    for row in range(3):
+        for start, stop in spans:
+            apart = scales(a[row : row + 1, start:stop], whole, E2M1.max)
+            for got, expected in zip(found[:2], apart[:2], strict=True):
+                assert_same_bits(got[row, start:stop], expected[0])
+            assert found.tensor[row, start:stop].unique().tolist() == [apart.tensor.item()]
 
 
 def test_a_tensor_scale_that_vanishes_is_one():

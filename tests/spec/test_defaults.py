@@ -31,7 +31,7 @@ DEFAULTS = {  # all but None, False, "" and (), which the other fields have
               "eps_rule": "statistic", "arithmetic": "encode", "multiplier": 1.0, "scale": FP32,
               "scale_rounding": "nearest_even", "candidates": (1.0,), "metric": "mae", "empty": "one"},
     History: {"length": 1024, "algorithm": "max", "refresh_every": 1, "immediate": 0},
-    TensorScale: {"order": "te"},
+    TensorScale: {"order": "te", "block": (None, None)},
     Rounding: {"mode": "nearest_even", "variant": "a", "layout": "word"},
     CastSpec: {"dim": -1},
     Quantizer: {"rounding": Rounding(), "source": "original", "gradient": StraightThrough()},

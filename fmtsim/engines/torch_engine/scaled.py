@@ -16,7 +16,8 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import Blocks, blocks_of, chunk_size, largest, windows
-from fmtsim.scaling.scales import FLT_MAX, Scales, exponent_scales, one_level, range_scales, two_levels
+from fmtsim.scaling.levels import block_level, errors, packed_level, two_levels
+from fmtsim.scaling.scales import FLT_MAX, Scales, exponent_scales, one_level, range_scales
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.float64 import float64
 
@@ -35,31 +36,54 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     blocks = blocks_of(tuple(x.shape), spec.dim, fmt.block)
     folded = blocks.fold(x)
     folded_words = None if words is None else blocks.fold(words)
-    # 2. statistic and scale
-    block_scales = _scales(blocks, folded, fmt)
+    # 2. scale and elements, for each candidate; the one of least error counts, block by block
+    first, *others = fmt.scaling.candidates
+    block_scales = _scales(blocks, folded, fmt, first)
+    codes = _element_codes(folded, block_scales, spec, folded_words)
+    least = _errors(blocks, folded, codes, block_scales, fmt) if others else None
+    for times in others:
+        tried = _scales(blocks, folded, fmt, times)
+        tried_codes = _element_codes(folded, tried, spec, folded_words)
+        error = _errors(blocks, folded, tried_codes, tried, fmt)
+        takes = error < least
+        block_scales = tried._replace(scale=torch.where(takes, tried.scale, block_scales.scale))
+        codes, least = torch.where(takes.reshape(-1, 1), tried_codes, codes), torch.where(takes, error, least)
+    scales = block_scales.scale
+    if not fmt.element.has_nan:  # a NaN that elements cannot express makes its block NaN
+        scales = torch.where(blocks.per_block(largest(folded, torch.isnan)), float("nan"), scales)
+    tensor = None if block_scales.tensor is None else packed_level(block_scales.tensor, fmt.scaling)
+    return EncodedParts(blocks.unfold(codes), scales, tensor, block_scales.offsets)
+
+
+def _element_codes(folded: torch.Tensor, made: Scales, spec: CastSpec, words: torch.Tensor | None) -> torch.Tensor:
+    """Return codes of elements: of the exact x / 2**exponent, or of x * factor or x / factor, rounded once before."""
+    fmt = spec.format
+    assert isinstance(fmt, BlockFormat)
     factor, exponent, offsets = (
-        None if part is None else part.reshape(-1, 1)
-        for part in (block_scales.factor, block_scales.exponent, block_scales.offsets)
+        None if part is None else part.reshape(-1, 1) for part in (made.factor, made.exponent, made.offsets)
     )
-    # 3. elements, a window at a time: x / 2**exponent exactly, else x * factor or x / factor, rounded once before
-    codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    working = torch.float64 if x.dtype == torch.float64 else torch.float32
+    codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=folded.device)
+    working = torch.float64 if folded.dtype == torch.float64 else torch.float32
     for rows, columns in windows(folded):
         y, shift = folded[rows, columns], None if exponent is None else exponent[rows]
         if shift is None:
             assert factor is not None
             row_factor = factor[rows].to(working)
-            y = torch.div(y.to(working), row_factor) if block_scales.divides else y.to(working) * row_factor
-        drawn = None if folded_words is None else folded_words[rows, columns]
+            y = torch.div(y.to(working), row_factor) if made.divides else y.to(working) * row_factor
+        drawn = None if words is None else words[rows, columns]
         if offsets is not None:
             piece = _shifted(y, fmt, spec, drawn, offsets[rows])
         else:
             piece = elements.encode(y, fmt.element, spec.rounding, spec.overflow, drawn, shift)
         codes[rows, columns] = piece.to(codes.dtype)
-    scales = block_scales.scale
-    if not fmt.element.has_nan:  # a NaN that elements cannot express makes its block NaN
-        scales = torch.where(blocks.per_block(largest(folded, torch.isnan)), float("nan"), scales)
-    return EncodedParts(blocks.unfold(codes), scales, block_scales.tensor, block_scales.offsets)
+    return codes
+
+
+def _errors(blocks: Blocks, x: torch.Tensor, codes: torch.Tensor, made: Scales, fmt: BlockFormat) -> torch.Tensor:
+    """Return the errors [rows, columns] of blocks under the scales of a candidate."""
+    q = elements.decode(codes, fmt.element, torch.float32)
+    x, q = (t.float().reshape(blocks.rows, blocks.columns, -1) for t in (x, q))
+    return errors(x, q, made, fmt.scaling, float(fmt.element.max), blocks.height)
 
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
@@ -70,6 +94,9 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     codes = blocks.fold(parts.codes)
     scales = widen(parts.scales).reshape(-1, 1)
     offsets = None if parts.offsets is None else parts.offsets.reshape(-1, 1)
+    if parts.tensor_scale is not None:  # the number of the second level for each block
+        level = block_level(parts.tensor_scale, fmt.scaling, parts.scales.shape)
+        tensor_scale = widen(level.expand(parts.scales.shape)).reshape(-1, 1)
     result = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
     bits = elements.significant_bits(fmt.element)
     for rows, columns in windows(codes):
@@ -80,7 +107,7 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         if parts.tensor_scale is None:
             result[rows, columns] = product(value, scales[rows], bits, out.dtype)
         else:
-            result[rows, columns] = narrow(value * scales[rows] * widen(parts.tensor_scale), out.dtype)
+            result[rows, columns] = narrow(value * scales[rows] * tensor_scale[rows], out.dtype)
     out.copy_(blocks.unfold(result))
 
 
@@ -89,8 +116,8 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), x.abs(), 0)
 
 
-def _scales(blocks: Blocks, folded: torch.Tensor, fmt: BlockFormat) -> Scales:
-    """Measure the blocks and make their scales."""
+def _scales(blocks: Blocks, folded: torch.Tensor, fmt: BlockFormat, times: float) -> Scales:
+    """Measure the blocks and make their scales; times: the candidate, of rules with two levels."""
     if fmt.zero_point:
         assert isinstance(fmt.element, IntFormat)
         low = largest(folded, lambda x: magnitudes((-x).clamp(min=0)))
@@ -99,9 +126,10 @@ def _scales(blocks: Blocks, folded: torch.Tensor, fmt: BlockFormat) -> Scales:
     amax = blocks.per_block(largest(folded, magnitudes))
     if fmt.scaling.exponent_rule is not None:
         return exponent_scales(amax, fmt.scaling.exponent_rule, fmt.element)
-    make = one_level if fmt.scaling.tensor is None else two_levels
-    store = partial(_stored, fmt=fmt.scale)
-    return make(amax.float().clamp(max=FLT_MAX), fmt.scaling, float(fmt.element.max), store)
+    amax, top, store = amax.float().clamp(max=FLT_MAX), float(fmt.element.max), partial(_stored, fmt=fmt.scale)
+    if fmt.scaling.tensor is None:
+        return one_level(amax, fmt.scaling, top, store)
+    return two_levels(amax, fmt.scaling, top, store, times)
 
 
 def _stored(s: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:

@@ -12,6 +12,7 @@ from fmtsim.casts.ops import encode, fused_engine, load_engine
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
+from fmtsim.scaling.levels import block_level
 from fmtsim.spec.cast import CastSpec
 from fmtsim.support.dispatch import is_plain
 from fmtsim.support.float64 import capable
@@ -47,14 +48,19 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1, scales: Ten
     x, q = _plain(x), _plain(q)
     if x.numel() == 0:
         return torch.zeros(len(FIGURES) + 2 * BINS, dtype=torch.float64, device=x.device)
-    by_engine = x.is_cpu and x.dtype == torch.float32 and is_plain(x) and is_plain(q)
+    by_engine = x.is_cpu and x.dtype == torch.float32 and is_plain(x) and is_plain(q) and _is_direct(fmt)
     return (_measure_by_engine if by_engine else measure_by_torch)(x, q.to(x.dtype), fmt, dim)
+
+
+def _is_direct(fmt: Format | None) -> bool:
+    """Return True if scales, if any, follow from the largest magnitudes of blocks."""
+    return not isinstance(fmt, BlockFormat) or fmt.scaling.is_direct
 
 
 def _measure_by_kernel(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor | None:
     """Do what ``measure`` does by one kernel of a GPU, None where none does it."""
     engine = fused_engine(x)
-    if engine is None or not x.numel() or x.shape != q.shape or not (is_plain(x) and is_plain(q)):
+    if engine is None or not x.numel() or x.shape != q.shape or not (is_plain(x) and is_plain(q) and _is_direct(fmt)):
         return None
     x, q, block = _matrices(x, q, fmt, dim)
     scaled = fmt if isinstance(fmt, BlockFormat) and not fmt.zero_point else None
@@ -137,8 +143,13 @@ def _element(fmt: Format) -> ElementFormat:
 def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
     """Return the scale of each block of x, float64 ``[outer_blocks, inner_blocks]``, zero points left aside.
 
-    Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks.
+    Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks, unless the rule
+    compares candidates or has a second level of rows or windows.
     """
+    if not fmt.scaling.is_direct:
+        parts = encode(x, CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim))
+        assert parts.scales is not None and parts.tensor_scale is not None
+        return parts.scales.double() * block_level(parts.tensor_scale, fmt.scaling, parts.scales.shape).double()
     blocks = _blocks(x.abs(), fmt, dim)
     order = sorted(range(4), key=blocks.stride, reverse=True)  # as memory lies, which is many times faster
     amax = blocks.permute(order).amax((order.index(1), order.index(3)))

@@ -24,7 +24,7 @@ from fmtsim.ptq.export.compressed_tensors import config_of
 from fmtsim.ptq.grid import nearest
 from fmtsim.ptq.rotate import transform_input
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.scaling.scales import tensor_factor
+from fmtsim.scaling.levels import tensor_factor
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.bits import assert_same_bits

@@ -67,7 +67,9 @@ def fast_macros(spec: CastSpec, dtype: torch.dtype, output: int, without_tensor_
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
     grid = _grid_of(fmt.element)
-    if grid is None or dtype not in NARROW or fmt.zero_point or fmt.element.max_exponent > 60:
+    if not fmt.scaling.is_direct or grid is None or dtype not in NARROW or fmt.zero_point:
+        return None
+    if fmt.element.max_exponent > 60:
         return None
     if spec.overflow != "saturate" and not grid.integer:
         return None

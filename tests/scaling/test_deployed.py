@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 as libraries make it: codes and scales of their own code, run on a CPU, as recorded digests.
+
+What was run, on ``numbers()``: Transformer Engine's NVFP4QuantizerRef (d0067d0, custom_recipes/reference_nvfp4.py),
+NVFP4QuantizerPerTokenRef (e767493) and NVFP4Quantizer1x64Ref (92350db), fouroversix's ``quantize`` (dadfad6), ModelOpt's
+NVFP4QTensor (a2fbac7), and compressed-tensors' generate_gparam, calculate_qparams and _quantize (ac8e2ba). Signs of
+zeros are left out (some drop them), and so are codes of blocks whose scale is 0, all of which are worth 0.
+"""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.scaling.oracle import quantize_matrix
+
+SOURCES = {
+    "nvfp4_row": "df526d362cdfdb0b",
+    "nvfp4_per_token": "c723dbb5bc7567c6",
+    "nvfp4_1x64": "56efc924cf6f7f75",
+    "nvfp4_modelopt": "c45c808c825b4084",
+    "nvfp4_compressed_tensors": "fbd7f24344c66eff",
+    "nvint4": "451b0db87dc48582",
+    "nvfp4_four_six_mae": "c6601eb2b66e8443",
+    "nvfp4_four_six_mae_256": "eff7198cbb73a551",
+    "nvfp4_16x16_four_six_mae_256": "2c8d5759182ed7dd",
+    "nvfp4_four_six_mse": "0fbc55dcfd3a4e22",
+    "nvfp4_four_six_mse_256": "dc5994aa70992ed0",
+    "nvfp4_16x16_four_six_mse_256": "afee2d1ee18eb632",
+}
+
+
+def numbers() -> torch.Tensor:
+    """Return [64, 256] of integers of a linear congruence under powers of two: ties of scales and elements abound."""
+    state, words = 12345, []
+    for _ in range(64 * 256):
+        state = (state * 1664525 + 1013904223) % (1 << 32)
+        words.append(state >> 16)
+    words = np.array(words).reshape(64, 256)
+    x = (words % 97 - 48) * np.exp2((words >> 8).reshape(64, 16, 16)[:, :, :1] % 9 - 4.0).repeat(16, 2).reshape(64, 256)
+    x[::7] += np.exp2(-11) * (words[::7] % 5)
+    x[5] = 0
+    return torch.tensor(x, dtype=torch.float32)
+
+
+def digest(codes: torch.Tensor, scales: torch.Tensor, rows: int, is_integer: bool) -> str:
+    """Return what is recorded of codes [64, 256] and scales, as bytes, of blocks of 16."""
+    alive = (scales != 0).repeat_interleave(16, 1).repeat_interleave(rows, 0)
+    codes = torch.where(alive & ((codes if is_integer else codes & 7) != 0), codes, 0)
+    return hashlib.sha256(codes.numpy().tobytes() + scales.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_codes_and_scales_of_the_source(name):
+    fmt, x = fmtsim.get_format(name), numbers()
+    made = fmtsim.encode(x, fmt)
+    found = digest(made.unpacked(), made.scales, fmt.block[0], name.startswith("nvint"))
+    assert found == SOURCES[name]
+    wrong = made.unpacked().clone()
+    wrong[0, 1] ^= 1
+    assert digest(wrong, made.scales, fmt.block[0], name.startswith("nvint")) != found
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_engines_follow_the_oracle(name):
+    """Short blocks and windows, subnormal and large tensors, rows of zeros, NaN and Inf."""
+    fmt, x = fmtsim.get_format(name), numbers()[:19, :72].clone()
+    for size, specials in ((1.0, ()), (2.0**-140, ()), (2.0**110, ()), (0.7, (float("inf"), float("nan")))):
+        y = x * size
+        for i, special in enumerate(specials):
+            y[i, 20 * i] = special
+        expected, made = quantize_matrix(y.tolist(), fmt), fmtsim.encode(y, fmt, pad=True)
+        parts = made.parts()
+        assert parts.codes.tolist() == expected.codes
+        for got, wanted in ((parts.scales, expected.scales), (parts.tensor_scale, expected.tensor_scale),
+                            (made.decode(), expected.values), (fmtsim.quantize(y, fmt, pad=True), expected.values)):  # fmt: skip
+            torch.testing.assert_close(got, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
