@@ -235,7 +235,7 @@ _MSFP = (
 )
 _NVFP4 = "NVIDIA, arXiv:2509.25149, section 2; Transformer Engine d0067d0, NVFP4BlockScaling"
 _TE_ROW = "Transformer Engine d0067d0, NVFP4BlockScaling with row_scaled_activation"
-_TE_TOKEN = "Transformer Engine 55e154c, custom_recipes/quantization_nvfp4_per_token.py"
+_TE_TOKEN = "Transformer Engine e767493, custom_recipes/quantization_nvfp4_per_token.py"
 _TE_WINDOW = "Transformer Engine 92350db, custom_recipes/quantization_nvfp4_1x64.py"
 _FOUR_SIX = "mit-han-lab/fouroversix dadfad6 (arXiv:2512.02010); Transformer Engine d0067d0, nvfp4_4over6"
 _NVINT = "mit-han-lab/fouroversix dadfad6, DataType.{}: integers under NVFP4's two levels"

@@ -167,7 +167,7 @@ REFUSED = [
     (lambda: TensorScale(top=0.0), "TensorScale top=0.0 is not allowed; choose a finite number above 0"),
     (lambda: TensorScale(top=float("inf")), "TensorScale top=inf is not allowed; choose a finite number above 0"),
     (lambda: TensorScale(top="6"), "TensorScale top='6' is not allowed; pass a number or None"),
-    (lambda: TensorScale(order="amd"), "TensorScale order='amd' is not allowed; choose 'te', 'te_quotient', 'fouroversix',"),
+    (lambda: TensorScale(order="amd"), "TensorScale order='amd' is not allowed; choose 'te', 'te_quotient', 'fouro"),
     *((lambda name=name: Scaling(**{name: "odd"}), f"Scaling {name}='odd' is not allowed; choose ")
       for name in ("exponent_rule", "statistic", "eps_rule", "arithmetic", "empty", "power_of_two", "scale_rounding",
                    "metric")),

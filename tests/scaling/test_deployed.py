@@ -2,8 +2,8 @@
 """NVFP4 as libraries make it: codes and scales of their own code, run on a CPU, as recorded digests.
 
 What was run, on ``numbers()``: Transformer Engine's NVFP4QuantizerRef (d0067d0, custom_recipes/reference_nvfp4.py),
-NVFP4QuantizerPerTokenRef (e767493) and NVFP4Quantizer1x64Ref (92350db), fouroversix's ``quantize`` (dadfad6), ModelOpt's
-NVFP4QTensor (a2fbac7), and compressed-tensors' generate_gparam, calculate_qparams and _quantize (ac8e2ba). Signs of
+NVFP4QuantizerPerTokenRef (e767493) and NVFP4Quantizer1x64Ref (92350db), fouroversix's ``quantize`` (dadfad6),
+ModelOpt's NVFP4QTensor (a2fbac7), and compressed-tensors' generate_gparam, calculate_qparams and _quantize (ac8e2ba). Signs of
 zeros are left out (some drop them), and so are codes of blocks whose scale is 0, all of which are worth 0.
 """
 
@@ -74,6 +74,7 @@ def test_engines_follow_the_oracle(name):
         expected, made = quantize_matrix(y.tolist(), fmt), fmtsim.encode(y, fmt, pad=True)
         parts = made.parts()
         assert parts.codes.tolist() == expected.codes
-        for got, wanted in ((parts.scales, expected.scales), (parts.tensor_scale, expected.tensor_scale),
-                            (made.decode(), expected.values), (fmtsim.quantize(y, fmt, pad=True), expected.values)):  # fmt: skip
+        pairs = ((parts.scales, expected.scales), (parts.tensor_scale, expected.tensor_scale),
+                 (made.decode(), expected.values), (fmtsim.quantize(y, fmt, pad=True), expected.values))  # fmt: skip
+        for got, wanted in pairs:
             torch.testing.assert_close(got, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)
