@@ -3,8 +3,8 @@
 
 What was run, on ``numbers()``: Transformer Engine's NVFP4QuantizerRef (d0067d0, custom_recipes/reference_nvfp4.py),
 NVFP4QuantizerPerTokenRef (e767493) and NVFP4Quantizer1x64Ref (92350db), fouroversix's ``quantize`` (dadfad6),
-ModelOpt's NVFP4QTensor (a2fbac7), and compressed-tensors' generate_gparam, calculate_qparams and _quantize (ac8e2ba). Signs
-of zeros are left out (some drop them), and so are codes of blocks whose scale is 0, all of which are worth 0.
+ModelOpt's NVFP4QTensor (a2fbac7), and compressed-tensors' generate_gparam, calculate_qparams and _quantize (ac8e2ba).
+Signs of zeros are left out (some drop them), and so are codes of blocks whose scale is 0, all of which are worth 0.
 """
 
 import hashlib
