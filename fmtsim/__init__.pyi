@@ -38,6 +38,7 @@ from fmtsim.ptq.state import state as state
 from fmtsim.ptq.state import load_state as load_state
 from fmtsim.ptq.export import export as export
 from fmtsim.ptq.export import read_export as read_export
+from fmtsim.ptq.export import open_checkpoint as open_checkpoint
 from fmtsim.recipes import get_recipe as get_recipe
 from fmtsim.recipes import list_recipes as list_recipes
 from fmtsim.recipes import register_recipe as register_recipe

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.files import write_file
-from fmtsim.support.records import parse_json, read_file
+from fmtsim.support.records import LARGEST_FILE, parse_json, read_file
 
 _TAG_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -31,6 +31,29 @@ class StoredTensor(NamedTuple):
     tag: str
     shape: tuple[int, ...]
     data: bytes | memoryview
+
+
+class TensorPlace(NamedTuple):
+    """Where the bytes of a tensor lie in a file, with its dtype tag and its shape in elements of that tag."""
+
+    path: Path
+    tag: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+    def read(self) -> bytearray:
+        """Return the bytes, which are all that is read; raise DataError where the file has fewer by now."""
+        data = bytearray(self.size)
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                count = file.readinto(data)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from None
+        if count != self.size:
+            raise DataError(f"{self.path}: {count} bytes at {self.start}, where {self.size} belong; it was truncated")
+        return data
 
 
 def write_tensors(
@@ -87,14 +110,45 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor],
     return tensors, metadata
 
 
+def open_tensors(path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    """Read the header of a safetensors file of any writer: where its tensors lie, by name, and the metadata.
+
+    Raises:
+        DataError: The file is missing, truncated or not of this layout; no checksum is looked at.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            file.seek(0)
+            content = file.read(8 + length if length <= min(size - 8, LARGEST_FILE) else 8)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    header, start = _header(path, content, size)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DataError(f"{path}: the metadata are not texts by name; it is corrupt")
+    places = {}
+    for name, entry in header.items():
+        tag, shape, (first, end) = _checked(path, name, entry)
+        places[name] = TensorPlace(path, tag, shape, start + first, end - first)
+    return places, metadata
+
+
 def _split(path: Path, content: bytearray) -> tuple[dict[str, Any], memoryview]:
     """Take a file apart into its header and its tensors' bytes."""
-    if len(content) < 8:
-        raise DataError(f"{path}: {len(content)} bytes are too few for a safetensors file; it is empty or truncated")
+    header, start = _header(path, content, len(content))
+    return header, memoryview(content)[start:]
+
+
+def _header(path: Path, content: bytes | bytearray, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header of a file of ``size`` bytes, of which the first are passed, and where its tensors begin."""
+    if size < 8:
+        raise DataError(f"{path}: {size} bytes are too few for a safetensors file; it is empty or truncated")
     length = int.from_bytes(content[:8], "little")
     if length > len(content) - 8:
         raise DataError(
-            f"{path}: a header of {length} bytes is announced, {len(content) - 8} follow; it is truncated or corrupt"
+            f"{path}: a header of {length} bytes is announced, {size - 8} follow; it is truncated or corrupt"
         )
     try:
         header = parse_json(content[8 : 8 + length].decode("utf-8"))
@@ -102,12 +156,11 @@ def _split(path: Path, content: bytearray) -> tuple[dict[str, Any], memoryview]:
         raise DataError(f"{path}: the header is not JSON ({error}); it is corrupt") from None
     if not isinstance(header, dict):
         raise DataError(f"{path}: the header is a {type(header).__name__}, expected a JSON object; it is corrupt")
-    payload = memoryview(content)[8 + length :]
     spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__" and _is_entry(entry)]
-    size = max((end for _, end in spans), default=0)
-    if size != len(payload):
-        raise DataError(f"{path}: {len(payload)} bytes of tensors, the header says {size}; it is truncated or corrupt")
-    return header, payload
+    payload, announced = size - 8 - length, max((end for _, end in spans), default=0)
+    if announced != payload:
+        raise DataError(f"{path}: {payload} bytes of tensors, the header says {announced}; it is truncated or corrupt")
+    return header, 8 + length
 
 
 def _is_entry(entry: Any) -> bool:
@@ -121,7 +174,13 @@ def _is_entry(entry: Any) -> bool:
 
 
 def _tensor(path: Path, name: str, entry: Any, payload: memoryview) -> StoredTensor:
-    """Cut one tensor out of the bytes, its size checked against its tag and shape."""
+    """Cut one tensor out of the bytes."""
+    tag, shape, (start, end) = _checked(path, name, entry)
+    return StoredTensor(tag, shape, payload[start:end])
+
+
+def _checked(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    """Return tag, shape and first and last byte that a header has of a tensor, if they fit each other."""
     if not _is_entry(entry):
         raise DataError(f"{path}: the header's entry for {name!r} is malformed; it is corrupt")
     tag, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -132,7 +191,7 @@ def _tensor(path: Path, name: str, entry: Any, payload: memoryview) -> StoredTen
         bits *= size
     if (end - start) * 8 != bits:
         raise DataError(f"{path}: tensor {name!r} has {end - start} bytes; {tag} {list(shape)} takes {-(-bits // 8)}")
-    return StoredTensor(tag, shape, payload[start:end])
+    return tag, shape, (start, end)
 
 
 def _checksum(table: Mapping[str, Any], metadata: Mapping[str, str], payload: bytes | memoryview) -> str:

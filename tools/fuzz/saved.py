@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fmtsim
 from fmtsim.engines.cpu.runtime import kernel_cache
 from fmtsim.engines.cpu.runtime.jit import kernel
-from fmtsim.formats.tensor_file import read_tensors
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
 from fmtsim.gemm.targets.learned import Group, Tree, learned_bytes
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.lab.analysis.audit import audit
@@ -31,8 +31,9 @@ from fmtsim.lab.training.overlay import overlay
 from fmtsim.lab.training.pretrained import load_weights
 from fmtsim.lab.training.sweep import Point, SweepRun
 from fmtsim.lab.training.sweep_folder import read_runs
+from fmtsim.ptq.export.stored import TAGS
 from fmtsim.support import folder as caches
-from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tools.fuzz.corrupt import corrupted, json_file, junk, mutated, safetensors_file
 from tools.fuzz.files import BOOKS, CALLS, PLAN_FILES, make_book, use_plan
 from tools.fuzz.target import ROOM, Target, file_target, installed, seeded
@@ -125,6 +126,58 @@ def _export_target(layout: str, names: tuple[str, ...], inner: str, **more: Any)
         return safetensors_file(rng, content, inner) if file.endswith("safetensors") else corrupted(rng, content)
 
     return folder_target(f"export.{layout}", read, lambda rng: exchanged(rng, goods, edit), **more)
+
+
+# Checkpoints of other programs.
+
+
+def _checkpoints() -> list[Files]:
+    """Return small files of each layout: names and tensors of a weight, and what the JSON beside them says."""
+    f8, bytes_, words = torch.float8_e4m3fn, torch.uint8, torch.int32
+    four = {"dtype": "uint4"}
+    layouts: list[tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], Any]] = [
+        ({"w_blocks": (bytes_, (2, 4, 2, 16)), "w_scales": (bytes_, (2, 4, 2))}, {"quant_method": "mxfp4"}),
+        ({"l.weight": (f8, (130, 140)), "l.weight_scale_inv": (torch.float32, (2, 2))},
+         {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        ({"l.weight": (torch.int8, (4, 32)), "l.scale": (torch.float8_e8m0fnu, (4, 2))}, {"quant_method": "fp8"}),
+        ({"l.weight": (bytes_, (4, 32)), "l.weight_scale": (f8, (4, 4)), "l.weight_scale_2": (torch.float32, ())},
+         {"quant_method": "modelopt", "group_size": 16}),
+        ({"l.qweight": (words, (8, 8)), "l.qzeros": (words, (2, 1)), "l.scales": (torch.float16, (2, 8)),
+          "l.g_idx": (words, (64,))}, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+        ({"l.qweight": (words, (64, 2)), "l.qzeros": (words, (2, 2)), "l.scales": (torch.float16, (2, 16))},
+         {"quant_method": "awq", "bits": 4, "group_size": 32}),
+        ({"l.weight": (words, (64, 2)), "l.weight_scale": (torch.float32, (2, 16)),
+          "l.weight_zero_point": (words, (2, 2))},
+         {"quant_method": "quark", "global_quant_config": {"weight": four}, "export": {"pack_method": "reorder"}}),
+    ]  # fmt: skip
+    goods = []
+    for tensors, config in layouts:
+        made = {name: torch.zeros(shape, dtype=bytes_).to(dtype) for name, (dtype, shape) in tensors.items()}
+        if "l.g_idx" in made:
+            made["l.g_idx"] = torch.arange(64, dtype=words) % 2
+        stored = {name: StoredTensor(TAGS[t.dtype], tuple(t.shape), t.reshape(-1).view(bytes_).numpy().tobytes())
+                  for name, t in made.items()}  # fmt: skip
+        index = {"weight_map": dict.fromkeys(made, "model.safetensors")}
+        files = {"config.json": {"quantization_config": config}, "model.safetensors.index.json": index}
+        goods.append({name: json.dumps(value).encode() for name, value in files.items()})
+        goods[-1]["model.safetensors"] = tensor_content(stored, {"about": "{}"})
+    return goods
+
+
+def _edit_checkpoint(rng: random.Random, file: str, content: bytes) -> bytes:
+    if file.endswith("json"):
+        return json_file(rng, json.loads(content))
+    return safetensors_file(rng, content, "about")
+
+
+def _open(place: Path, files: Files) -> None:
+    try:
+        checkpoint = fmtsim.open_checkpoint(place)
+        for name in checkpoint:
+            assert isinstance(checkpoint.decode(name), Tensor) and repr(checkpoint)
+    except FmtsimError as error:
+        assert isinstance(error, DataError), f"{type(error).__name__} in place of DataError: {error}"
+        raise
 
 
 # Plan files with their books and trees.
@@ -297,6 +350,7 @@ def _read_cache(place: Path, files: Files) -> None:
 
 
 CACHED = _cached()
+CHECKPOINTS = _checkpoints()
 PLAN_FOLDERS, RUNS, RECORDS, TREES = _plans(), _runs(), _records(), _trees()
 TRACE = _trace()
 WEIGHTS = _weights()
@@ -309,6 +363,7 @@ TARGETS = [
                    count=120),
     *([_export_target("gguf", ("q8_0", "q4_0", "mxfp4_weights"), "", count=60)]
       if installed("gguf", "export.gguf") else []),
+    folder_target("deployed", _open, lambda rng: exchanged(rng, CHECKPOINTS, _edit_checkpoint), count=200),
     folder_target("plan.folder", _read_plan,
                   lambda rng: exchanged(rng, PLAN_FOLDERS, _edit_plan), count=100),
     Target("settings", seeded(make_settings), _use_settings, count=60),

@@ -5,13 +5,14 @@ Names and shapes are those of compressed-tensors 0.20 (``compressors/``); the te
 """
 
 import json
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack, unpack
-from fmtsim.ptq.export.stored import PLAIN, Layout, StoredLayer
+from fmtsim.ptq.export.stored import REAL, StoredWeight, spread_over
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.support.errors import DataError
 from fmtsim.support.records import check_items
@@ -179,63 +180,80 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
     return json.dumps({**config, "quantization_config": quantization}, indent=2, default=str) + "\n"
 
 
+class _Layout(NamedTuple):
+    """Name, dtype, bits and format of codes; dtypes of scales. "" are integers, whose bits the scheme says."""
+
+    name: str
+    dtype: torch.dtype
+    bits: tuple[int, ...]
+    element: str
+    scales: tuple[torch.dtype, ...] = REAL
+
+
 _F8, _U8 = torch.float8_e4m3fn, torch.uint8
 _LAYOUTS = {
-    "int-quantized": Layout("weight", torch.int8, (8,), ""),
-    "pack-quantized": Layout("weight_packed", torch.int32, tuple(range(1, 9)), ""),
-    "float-quantized": Layout("weight", _F8, (8,), "e4m3"),
-    "mxfp4-pack-quantized": Layout("weight_packed", _U8, (4,), "e2m1", _U8, "e8m0"),
-    "mxfp6-pack-quantized": Layout("weight_packed", _U8, (6,), "e2m3", _U8, "e8m0"),
-    "mxfp8-quantized": Layout("weight", _F8, (8,), "e4m3", _U8, "e8m0"),
-    "nvfp4-pack-quantized": Layout("weight_packed", _U8, (4,), "e2m1", _F8, "e4m3"),
+    "int-quantized": _Layout(".weight", torch.int8, (8,), ""),
+    "pack-quantized": _Layout(".weight_packed", torch.int32, tuple(range(2, 9)), ""),
+    "float-quantized": _Layout(".weight", _F8, (8,), "e4m3"),
+    "mxfp4-pack-quantized": _Layout(".weight_packed", _U8, (4,), "e2m1", (_U8,)),
+    "mxfp6-pack-quantized": _Layout(".weight_packed", _U8, (6,), "e2m3", (_U8,)),
+    "mxfp8-quantized": _Layout(".weight", _F8, (8,), "e4m3", (_U8,)),
+    "nvfp4-pack-quantized": _Layout(".weight_packed", _U8, (4,), "e2m1", (_F8,)),
 }
 _GROUP = {"targets": list[str], "format": Literal[*_LAYOUTS], "weights": dict}  # type: ignore[valid-type]
 _STRATEGY = Literal["tensor", "channel", "group", "tensor_group", "block"]
 _SIZES: dict[str, Any] = {"group": {"group_size": int}, "block": {"block_structure": list[int]}}
 
 
-def groups_of(config: Any) -> dict[str, Any]:
+def groups_of(quantization: Any) -> dict[str, Any]:
     """Return the groups of a config.json by the way to them; ArgumentError names a field that is wrong."""
     way = "quantization_config"
-    check_items(config, {way: dict}, "config.json")
-    check_items(config[way], {"quant_method": Literal["compressed-tensors"], "config_groups": dict}, way)
-    groups = {f"{way}.config_groups.{name}": group for name, group in config[way]["config_groups"].items()}
+    check_items({way: quantization}, {way: dict}, "config.json")
+    check_items(quantization, {"quant_method": Literal["compressed-tensors"], "config_groups": dict}, way)
+    groups = {f"{way}.config_groups.{name}": group for name, group in quantization["config_groups"].items()}
     for way, group in groups.items():
+        if isinstance(group, dict) and group.get("format") is None and "format" in quantization:
+            group["format"] = quantization["format"]  # of all groups, as older versions write it
         check_items(group, _GROUP, way)
         layout = _LAYOUTS[group["format"]]
         kind = Literal["float"] if layout.element else Literal["int"]
         fields = {"strategy": _STRATEGY, "num_bits": Literal[layout.bits], "type": kind}  # type: ignore[valid-type]
-        check_items(group["weights"], fields | dict(symmetric=Literal[True], dynamic=Literal[False]), f"{way}.weights")
+        check_items(group["weights"], fields | dict(symmetric=bool, dynamic=Literal[False]), f"{way}.weights")
         sizes = _SIZES.get(group["weights"]["strategy"].removeprefix("tensor_"), {})
         check_items(group["weights"], sizes, f"{way}.weights")
     return groups
 
 
-def values_of(layer: StoredLayer, scheme: dict[str, Any]) -> Tensor:
-    """Return the weight of a layer's tensors and scheme, float32; DataError names a tensor that does not fit."""
+def encoded_of(layer: StoredWeight, scheme: dict[str, Any]) -> Encoded:
+    """Return the weight of a layer's tensors and scheme; DataError names a tensor that does not fit."""
     layout, weights = _LAYOUTS[scheme["format"]], scheme["weights"]
     block = {"tensor": (None, None), "channel": (1, None), "block": weights.get("block_structure")}.get(
         weights["strategy"], (1, weights.get("group_size"))
     )
-    packed_integers = layout.dtype == torch.int32
-    elements = _integers_of(layer, weights["num_bits"]) if packed_integers else layer.elements(layout)
-    scale = layer.scales("weight_scale", layout, elements.shape, block)
-    if layout.scale_format != "e4m3":
-        return spread_over(elements, scale)
-    return exact(elements, scale, 1 / layer.scales("weight_global_scale", PLAIN, elements.shape, (None, None)))
+    if layout.dtype == torch.int32:
+        return _integers_of(layer, weights, block)
+    codes, scale = layer.tensor(layout.name, layout.dtype), layer.scales(layout.scales)
+    if not weights["symmetric"]:
+        raise DataError(f"tensor {layer.prefix + layout.name!r} has zero points, which are read beside packed codes")
+    element, bits = layout.element or "int8_full", layout.bits[0]
+    shape = (codes.shape[0], codes.shape[1] * 8 // bits if layout.dtype == _U8 else codes.shape[1])
+    second = 1 / layer.number(".weight_global_scale") if layout.scales == (_F8,) else None
+    return layer.encoded(element, codes.view(_U8), shape, scale, block, second)
 
 
-def _integers_of(layer: StoredLayer, bits: int) -> Tensor:
-    words, shape = layer.tensor("weight_packed", torch.int32), layer.tensor("weight_shape", torch.int64, 1).tolist()
-    if len(shape) != 2 or (shape[0], -(-shape[1] * bits // 32)) != words.shape:
-        place = f"tensor '{layer.prefix}weight_shape'"
+def _integers_of(layer: StoredWeight, weights: dict[str, Any], block: Any) -> Encoded:
+    bits, words = weights["num_bits"], layer.tensor(".weight_packed", torch.int32)
+    rows, columns = shape = layer.tensor(".weight_shape", (torch.int64, torch.int32), 1).tolist()[:2] or (0, 0)
+    if (rows, -(-columns * bits // 32)) != words.shape:
+        place = f"tensor '{layer.prefix}.weight_shape'"
         raise DataError(f"{place} is {shape}, of which {tuple(words.shape)} words do not hold codes of {bits} bits")
-    codes = words.contiguous().view(torch.uint8)[:, : -(-shape[1] * bits // 8)]
-    return unpack(codes, bits, shape[1]).float() - (1 << bits - 1)
-
-
-def spread_over(elements: Tensor, scale: Tensor) -> Tensor:
-    """Return elements times the scales of their blocks; one scale is that of the tensor."""
-    grid = scale.reshape(1, 1) if scale.numel() == 1 else scale
-    height, width = (n // m for n, m in zip(elements.shape, grid.shape, strict=True))
-    return elements * grid.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    codes = unpack(words.contiguous().view(_U8)[:, : -(-columns * bits // 8)], bits, columns)
+    scale, least = layer.scales(REAL), 1 << bits - 1  # the least integer is code 0
+    if weights["symmetric"]:
+        return layer.encoded(f"int{bits}_full", pack(codes ^ least, bits), (rows, columns), scale, block)
+    points = layer.tensor(".weight_zero_point", torch.int32).t().contiguous().view(_U8)
+    if points.shape != (scale.shape[1], -(-rows * bits // 32) * 4):
+        place = f"tensor '{layer.prefix}.weight_zero_point'"
+        raise DataError(f"{place} of {points.shape[1] // 4} x {points.shape[0]} words is not {rows} x {scale.shape[1]}")
+    zeros = unpack(points[:, : -(-rows * bits // 8)], bits, rows).t()
+    return layer.encoded(f"uint{bits}", pack(codes, bits), (rows, columns), scale, block, zeros=zeros)

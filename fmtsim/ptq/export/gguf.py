@@ -3,7 +3,9 @@
 
 import importlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +82,39 @@ def content(coded: Mapping[str, CodedWeight], rest: Mapping[str, Tensor], archit
         return path.read_bytes()
 
 
-def read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name: those in blocks as float32, others in their dtype."""
-    try:
+def readers(path: Path) -> dict[str, tuple[str, Callable[[], Tensor]]]:
+    """Return what reads each tensor of a file, by name, with the type of its blocks, "" of ordinary numbers.
+
+    Those in blocks become float32, others keep their dtype.
+    """
+    with _located(path):
         tensors = library().GGUFReader(path).tensors
-        return {tensor.name: _values(tensor) for tensor in tensors}
+        plain = (*_MORE, "F64", "I8", "I16", "I32", "I64")
+        kinds = {tensor.name: tensor.tensor_type.name for tensor in tensors}
+        return {
+            tensor.name: (
+                "" if kinds[tensor.name] in plain else f"GGUF {kinds[tensor.name]}",
+                partial(_read, path, tensor),
+            )
+            for tensor in tensors
+        }
+
+
+def _read(path: Path, tensor: Any) -> Tensor:
+    with _located(path):
+        return _values(tensor)
+
+
+@contextmanager
+def _located(path: Path) -> Iterator[None]:
+    """Name the file in errors: of damaged bytes the package raises anything."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     except FmtsimError:
         raise
-    except Exception as error:  # of damaged bytes the reader raises anything
+    except Exception as error:
         raise DataError(f"{path} is not a GGUF file that can be read: {first_line(error)}") from None
 
 

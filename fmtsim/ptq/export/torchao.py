@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack
-from fmtsim.ptq.export.compressed_tensors import exact, spread_over
-from fmtsim.ptq.export.stored import PLAIN, Layout, StoredLayer
+from fmtsim.ptq.export.stored import REAL, StoredWeight
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import check_items
@@ -136,34 +136,33 @@ def metadata_of(records: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {"tensor_names": json.dumps(list(records))} | {name: json.dumps(record) for name, record in records.items()}
 
 
-_F8 = torch.float8_e4m3fn
-_LAYOUTS = {
-    "Int8Tensor": Layout("qdata", torch.int8, (8,), ""),
-    "IntxUnpackedToInt8Tensor": Layout("qdata", torch.int8, (8,), ""),
-    "Float8Tensor": Layout("qdata", _F8, (8,), "e4m3"),
-    "MXTensor": Layout("qdata", _F8, (8,), "e4m3", torch.float8_e8m0fnu, "e8m0"),
-    "NVFP4Tensor": Layout("qdata", torch.uint8, (4,), "e2m1", _F8, "e4m3"),
-}
-_RECORD = {"_type": Literal[*_LAYOUTS], "_data": dict, "_tensor_data_names": list[str]}  # type: ignore[valid-type]
+_F8, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+_CODES = {
+    "Int8Tensor": (torch.int8, "int8_full", REAL), "IntxUnpackedToInt8Tensor": (torch.int8, "int8_full", REAL),
+    "Float8Tensor": (_F8, "e4m3", REAL), "MXTensor": (_F8, "e4m3", (_E8M0,)),
+    "NVFP4Tensor": (torch.uint8, "e2m1", (_F8,)),
+}  # fmt: skip
+_RECORD = {"_type": Literal[*_CODES], "_data": dict, "_tensor_data_names": list[str]}  # type: ignore[valid-type]
 
 
-def values_of(layer: StoredLayer, record: Any) -> Tensor:
-    """Return the weight of a record's tensors, float32; an error names a field or tensor that does not fit."""
+def encoded_of(layer: StoredWeight, record: Any) -> Encoded:
+    """Return the weight of a record's tensors; an error names a field or tensor that does not fit."""
     check_items(record, _RECORD, "its record")
-    fields, layout = record["_data"], _LAYOUTS[record["_type"]]
+    fields, (dtype, element, scales) = record["_data"], _CODES[record["_type"]]
     check_items(fields, {"block_size": int | list[int]}, "_data")
-    if layout.scale_format:
+    if scales is not REAL:
         check_items(fields, {"is_swizzled_scales": Literal[False]}, "_data")
-    if layout.scale_format == "e8m0":
+    if scales == (_E8M0,):
         small, other = (_dtype(dtype) for dtype in (torch.float4_e2m1fn_x2, _F8))
         if fields.get("elem_dtype") == small:
-            layout = layout._replace(dtype=torch.uint8, bits=(4,), element="e2m1")
+            dtype, element = torch.uint8, "e2m1"
         elif fields.get("elem_dtype") != other:
             raise DataError(f"_data has 'elem_dtype': {shown(fields.get('elem_dtype'))}; expected {small} or {other}")
-    if any(point.any() for name, point in layer.tensors.items() if name == "zero_point"):
+    if "zero_point" in layer.places and layer.tensor("zero_point", torch.int8).any():
         raise DataError(f"tensor '{layer.prefix}zero_point' has numbers other than 0; fmtsim.export writes none")
-    block, elements = fields["block_size"], layer.elements(layout)
-    scale = layer.scales("scale", layout, elements.shape, [1, block] if isinstance(block, int) else block)
-    if layout.scale_format != "e4m3":
-        return spread_over(elements, scale)
-    return exact(elements, scale, layer.scales("per_tensor_scale", PLAIN, elements.shape, (None, None)))
+    block, codes = fields["block_size"], layer.tensor("qdata", dtype)
+    shape = (codes.shape[0], codes.shape[1] * (2 if dtype == torch.uint8 else 1))
+    scale = layer.scales(scales)
+    second = layer.number("per_tensor_scale") if scales == (_F8,) else None
+    block = (1, block) if isinstance(block, int) else tuple(block)
+    return layer.encoded(element, codes.view(torch.uint8), shape, scale, block, second)

@@ -12,20 +12,15 @@ from torch import Tensor, nn
 
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
-from fmtsim.ptq.export.stored import StoredLayer
+from fmtsim.ptq.export.checkpoint import open_checkpoint
+from fmtsim.ptq.export.stored import TAGS
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import write_file, write_folder
-from fmtsim.support.records import located, parse_json, read_json
 
 Layout = Literal["compressed-tensors", "torchao", "gguf"]
-_TAGS = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-}  # fmt: skip
-_DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
 _FILES = ("model.safetensors", "config.json")
+_INPUTS = (".input_scale", ".input_global_scale")  # of layers, which no state_dict has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +151,7 @@ def _gguf(
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     stored = {
         name: StoredTensor(
-            _TAGS[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            TAGS[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
         for name, t in tensors.items()
     }
@@ -177,65 +172,13 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(path, str | os.PathLike):
         raise DataError(f"path={shown(path)} is not a path; pass what fmtsim.export wrote, a folder or a file")
     path = Path(path).expanduser()
-    if path.is_dir():
-        return _read_compressed(path)
-    if path.suffix == ".gguf":
-        return gguf.read(path)
-    tensors, metadata = _read(path)
-    names, values = _json(path, metadata, "tensor_names", list), {}
-    for name in names:
-        record = _json(path, metadata, name, dict)
-        if record == {"_type": "Tensor"} and name in tensors:
-            values[name] = tensors[name]
-            continue
-        with located(f"{path}: {name!r}", DataError):
-            prefix = torchao.named(name.removesuffix(".weight"), "")
-            values[name] = torchao.values_of(StoredLayer(prefix, _after(prefix, tensors)), record)
-    return values
-
-
-def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any:
-    """Return what an entry of a torchao file's metadata says."""
-    try:
-        value = parse_json(metadata[name])
-    except (KeyError, TypeError, ValueError):
-        value = None
-    if not isinstance(value, kind):
-        raise DataError(f"{path} has no tensors of torchao ({shown(name)}); pass what fmtsim.export wrote")
-    return value
-
-
-def _after(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with a prefix by what follows it."""
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def _read_compressed(path: Path) -> dict[str, Tensor]:
-    tensors, _ = _read(path / _FILES[0])
-    config = read_json(path / _FILES[1], DataError, "config.json", nan=True)  # a model's own fields may be infinite
-    values = dict(tensors)
-    with located(str(path / _FILES[1]), DataError):
-        for way, group in compressed_tensors.groups_of(config).items():
-            for layer in group["targets"]:
-                prefix = f"{layer}."
-                parts = _after(prefix, values)
-                with located(way):
-                    weight = compressed_tensors.values_of(StoredLayer(prefix, parts), group)
-                values = {name: t for name, t in values.items() if not name.startswith(prefix)}
-                values[f"{layer}.weight"] = weight
-                values |= {f"{layer}.bias": parts["bias"]} if "bias" in parts else {}
-        code = next((name for name in values if name.endswith((".weight_packed", ".weight_scale"))), None)
-        if code is not None:
-            raise DataError(f"quantization_config.config_groups: no targets name the layer of tensor {code!r}")
-    return values
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    stored, metadata = read_tensors(path)
-    tensors = {}
-    for name, (tag, shape, data) in stored.items():
-        if tag not in _DTYPES:
-            raise DataError(f"{path}: tensor {name!r} is {tag}; expected one of {', '.join(_DTYPES)}")
-        raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-        tensors[name] = raw.view(_DTYPES[tag]).reshape(shape)
-    return tensors, metadata
+    if path.suffix != ".gguf":
+        _, metadata = read_tensors(path / _FILES[0] if path.is_dir() else path)  # its checksum holds
+        if "tensor_names" not in metadata and not path.is_dir():
+            raise DataError(f"{path} has no tensors of torchao ('tensor_names'); pass what fmtsim.export wrote")
+    checkpoint = open_checkpoint(path)
+    return {
+        name: value if isinstance(value := checkpoint[name], Tensor) else value.decode()
+        for name in checkpoint
+        if not name.endswith(_INPUTS)
+    }
