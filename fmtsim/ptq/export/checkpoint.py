@@ -142,11 +142,10 @@ def _places(path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
     if not path.is_dir():
         return open_tensors(path)
     if not (path / _INDEX).exists():
-        if (path / _SINGLE).exists() or not (files := sorted(path.glob("*.safetensors"))):
-            return open_tensors(path / _SINGLE)[0], {}
-        return {name: place for file in files for name, place in open_tensors(file)[0].items()}, {}
+        alone = [path / _SINGLE] if (path / _SINGLE).exists() else sorted(path.glob("*.safetensors"))
+        return {name: place for file in alone or [path / _SINGLE] for name, place in open_tensors(file)[0].items()}, {}
     index = read_json(path / _INDEX, DataError, _INDEX)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
+    shards: Any = index.get("weight_map") if isinstance(index, dict) else None
     names = shards.values() if isinstance(shards, dict) else (None,)
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise DataError(f"{path / _INDEX}: 'weight_map' is {shown(shards)}; it should be names of files by tensors")

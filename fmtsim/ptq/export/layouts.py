@@ -182,7 +182,8 @@ def _grouped(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     """AWQ and GPTQ: unsigned codes and zero points in words of 32 bits, [inputs, outputs]."""
     words, zeros = weight.tensor(".qweight", torch.int32), weight.tensor(".qzeros", torch.int32)
     scale = weight.tensor(".scales", REAL)
-    bits, (groups, outputs) = config.size("bits") or config.size("w_bit") or 4, scale.shape
+    groups, outputs = scale.shape
+    bits: int = config.size("bits") or config.size("w_bit") or 4
     awq = bits == 4 and words.shape[1] * 8 == outputs
     inputs = words.shape[0] if awq else words.shape[0] * 32 // bits
     if bits not in (2, 3, 4, 8) or (not awq and words.shape[1] != outputs) or (words.shape[0] * 32) % bits:
