@@ -152,8 +152,8 @@ def _by_dtype(weight: StoredWeight, config: Config, block: Block | None = None) 
         return weight.encoded("int8_full", codes.view(torch.uint8), tuple(codes.shape), scale, None)
     # ModelOpt's INT4: rows 2 i and 2 i + 1 share bytes
     rows = torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
-    width = config.size("group_size")
-    return weight.encoded("int4_full", pack(rows, 4), tuple(rows.shape), scale, None if width is None else (1, width))
+    group = config.size("group_size")
+    return weight.encoded("int4_full", pack(rows, 4), tuple(rows.shape), scale, None if group is None else (1, group))
 
 
 def _compressed(weight: StoredWeight, config: Config) -> Encoded:
@@ -183,7 +183,7 @@ def _grouped(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     words, zeros = weight.tensor(".qweight", torch.int32), weight.tensor(".qzeros", torch.int32)
     scale = weight.tensor(".scales", REAL)
     groups, outputs = scale.shape
-    bits: int = config.size("bits") or config.size("w_bit") or 4
+    bits = config.size("bits") or config.size("w_bit") or 4
     awq = bits == 4 and words.shape[1] * 8 == outputs
     inputs = words.shape[0] if awq else words.shape[0] * 32 // bits
     if bits not in (2, 3, 4, 8) or (not awq and words.shape[1] != outputs) or (words.shape[0] * 32) % bits:
