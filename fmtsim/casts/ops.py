@@ -8,11 +8,20 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
 from fmtsim.formats.spec import CodebookFormat, IntFormat
-from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts, level_shape, spec_from_json
+from fmtsim.spec.cast import (
+    CastSpec,
+    EncodedParts,
+    Random,
+    RandomKey,
+    block_bytes,
+    block_counts,
+    level_shape,
+    spec_from_json,
+)
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, TorchEngine
 from fmtsim.support.dispatch import is_plain
 from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError
@@ -172,7 +181,7 @@ def encode_packed(x: torch.Tensor, cast: Cast, key: Key) -> EncodedParts | None:
 
 
 def decode(parts: EncodedParts, cast: Cast, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
-    """Return the values of codes; shape and device are those of ``parts.codes``.
+    """Return the values of codes; shape and device are those of ``parts.codes`` (of ggml's bytes: whole blocks').
 
     With ``validated`` all codes are known to be in ``code_dtype`` and to lie in the format. A float8 ``dtype`` holds
     every value of the format.
@@ -236,7 +245,7 @@ def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> 
         if low < 0 or high >= 1 << bits:
             raise ArgumentError(f"random_words reach from {low} to {high}; choose 0 to 2**{bits} - 1")
     element = cast.format.element if isinstance(cast.format, BlockFormat) else cast.format
-    if isinstance(element, LogTileFormat) or element.nan_policy != "error" or element.has_nan:
+    if isinstance(element, LogTileFormat | GgmlFormat) or element.nan_policy != "error" or element.has_nan:
         return
     if bool(x.isnan().any()):
         raise ArgumentError(
@@ -283,7 +292,8 @@ def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
 def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     codes = codes if validated else _patterns(codes, cast.format)
-    out = _empty_like(codes, dtype, memory_format=torch.contiguous_format)
+    like = _of_bytes(codes, cast) if isinstance(cast.format, GgmlFormat) else codes
+    out = _empty_like(like, dtype, memory_format=torch.contiguous_format)
     parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
     engine_for("decode", cast, out).decode(parts, cast, out)
     return out
@@ -314,10 +324,30 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))
 
 
+def _of_bytes(codes: torch.Tensor, cast: CastSpec) -> torch.Tensor:
+    """Return a tensor of the shape of the values of ggml's blocks, whose bytes run along the last dimension."""
+    fmt = cast.format
+    assert isinstance(fmt, GgmlFormat)
+    size = codes.shape[-1] if codes.dim() else 1
+    if size % fmt.bytes:
+        raise CodeError(
+            f"{fmt.name}: {size} bytes (dim=-1) are not whole blocks of {fmt.bytes} bytes ({fmt.elements} elements); "
+            "pass the bytes of whole rows"
+        )
+    return codes.new_empty((*codes.shape[:-1], size // fmt.bytes * fmt.elements)).movedim(-1, cast.dim)
+
+
+def _decode_shapes(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
+    cast = spec_from_json(spec)
+    like = _of_bytes(codes, cast) if isinstance(cast.format, GgmlFormat) else codes
+    return codes.new_empty(like.shape, dtype=dtype)
+
+
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     fmt = cast.format
-    codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
+    size = block_bytes(fmt, x.shape, cast.dim) if isinstance(fmt, GgmlFormat) else x.shape
+    codes = torch.empty(size, dtype=code_dtype(fmt.bits), device=x.device)
     # an operator returns four tensors: empty ones of one dimension stand for what a format does not have
     nothing = [codes.new_empty(0, dtype=torch.float32) for _ in range(3)]
     if not isinstance(fmt, BlockFormat | LogTileFormat):
@@ -377,9 +407,7 @@ define_operator(
     "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype, "
     "bool validated=False) -> Tensor",
     _decode,
-    lambda codes, scales, tensor_scale, offsets, spec, dtype, validated=False: codes.new_empty(
-        codes.shape, dtype=dtype
-    ),
+    _decode_shapes,
 )
 for _name in ("fmtsim::quantize", "fmtsim::quantize.keyed"):
     torch.library.register_autograd(_name, _straight_through, setup_context=_keep_dtype, lib=_library)

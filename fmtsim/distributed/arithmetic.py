@@ -15,7 +15,7 @@ from fmtsim.casts.arguments import check_dense, check_together
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode
 from fmtsim.distributed.reduction import Reduction
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, ScaledFormat
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.rounding.modes import Rounding
@@ -80,7 +80,7 @@ def require_row_blocks(fmt: Format) -> None:
     Raises:
         ArgumentError: The format has such scales.
     """
-    if not isinstance(fmt, BlockFormat | LogTileFormat):
+    if not isinstance(fmt, ScaledFormat):
         return
     level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
     if fmt.block[0] != 1 or level:

@@ -21,7 +21,7 @@ from fmtsim.distributed.arithmetic import (
     to_rows,
 )
 from fmtsim.distributed.ranks import Ranks
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import Format, ScaledFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, check_use
 from fmtsim.formats.spec import ElementFormat
@@ -84,7 +84,7 @@ def gather_parts(x: Tensor, fmt: Format, scaling: Scaling | None, sizes: tuple[i
         shards = [from_rows(wire[None], encoded).decode(out_dtype=x.dtype) for wire in wires]
         return torch.stack(shards)
     require_whole(fmt, scaling)
-    assert not isinstance(fmt, BlockFormat | LogTileFormat)
+    assert not isinstance(fmt, ScaledFormat)
     if sum(sizes) != x.numel() or min(sizes, default=-1) < 0:
         raise ArgumentError(
             f"sizes={sizes} sum to {sum(sizes)}, not to the {x.numel()} elements of x; name them all, none below 0"
@@ -103,7 +103,7 @@ def simulate_gather(shards: Sequence[Tensor], fmt: Format, scaling: Scaling | No
     if scaling is None:
         return torch.stack([encode(x.detach(), fmt, pad=True).decode(out_dtype=x.dtype) for x in shards])
     require_whole(fmt, scaling)
-    assert not isinstance(fmt, BlockFormat | LogTileFormat)
+    assert not isinstance(fmt, ScaledFormat)
     whole = torch.stack([x.detach() for x in shards])
     flat = whole.reshape(-1).float()
     shared_scales = _shared_scales([flat], scaling, fmt, None)
@@ -201,7 +201,7 @@ def _elements(x: Tensor, shared_scales: Scales, sizes: Sequence[int], fmt: Eleme
 
 def require_whole(fmt: Format, scaling: Scaling) -> None:
     """Refuse formats with scales of their own, and rules that are not one scale from the largest magnitude."""
-    if isinstance(fmt, BlockFormat | LogTileFormat):
+    if isinstance(fmt, ScaledFormat):
         raise ArgumentError(f"{fmt.name} has scales of its own; pass scaling=None, or an element format")
     check_use("the", scaling, "a gathered tensor", ArgumentError)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from fmtsim.formats.block import BLOCK_NAMES, Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements, integer
 from fmtsim.formats.floating import FP32
+from fmtsim.formats.ggml import GGML_FORMATS, GgmlFormat
 from fmtsim.formats.scaling import SCALE_RULES, History, ScaleRule, Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.tapered import tapered
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "float", "int", "codebook", "log", "block", "log_tile", "wide", "fp8", "fp6", "fp4", "scale", "p3109", "mx",
-    "nvfp4", "scaled",
+    "nvfp4", "scaled", "ggml",
 ]  # fmt: skip
 KINDS: dict[str, type] = {
     "float": FloatFormat,
@@ -30,6 +31,7 @@ KINDS: dict[str, type] = {
     "log": LogFormat,
     "block": BlockFormat,
     "log_tile": LogTileFormat,
+    "ggml": GgmlFormat,
 }
 _NAMES = {cls: kind for kind, cls in KINDS.items()}
 _RECORDS = (Scaling, TensorScale, History)
@@ -132,6 +134,7 @@ FAMILIES: tuple[Kind, ...] = (
     "mx",
     "nvfp4",
     "scaled",
+    "ggml",
 )
 
 
@@ -150,9 +153,9 @@ def list_formats(kind: Kind | None = None) -> list[str]:
     """Return the names of all registered formats, of one kind, or of one family; printed, they stand by family.
 
     Args:
-        kind: ``"float"``, ``"int"``, ``"codebook"``, ``"log"``, ``"block"``, ``"log_tile"``; a family, which cuts these
-            finer: ``"wide"`` (floats above 8 bits), ``"fp8"``, ``"fp6"``, ``"fp4"``, ``"scale"`` (unsigned floats),
-            ``"p3109"``, ``"mx"``, ``"nvfp4"``, ``"scaled"`` (other blocks); or None for all.
+        kind: ``"float"``, ``"int"``, ``"codebook"``, ``"log"``, ``"block"``, ``"log_tile"``, ``"ggml"``; a family,
+            which cuts these finer: ``"wide"`` (floats above 8 bits), ``"fp8"``, ``"fp6"``, ``"fp4"``, ``"scale"``
+            (unsigned floats), ``"p3109"``, ``"mx"``, ``"nvfp4"``, ``"scaled"`` (other blocks); or None for all.
 
     Raises:
         FormatError: The kind is unknown.
@@ -393,6 +396,8 @@ def _register_catalogue() -> None:
         register_format(fmt)
     for block in blocks(lambda name: cast(ElementFormat, _lookup.get(name) or _parse(name))):
         register_format(block)
+    for ggml_format in GGML_FORMATS:
+        register_format(ggml_format)
 
 
 _register_catalogue()

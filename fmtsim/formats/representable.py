@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat, ScaledFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat
 from fmtsim.support.dispatch import is_readable
@@ -32,7 +32,7 @@ def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
     """Return True if a dtype holds every value of a format (of block formats: within the range of their scales)."""
     if dtype in FLOAT8_DTYPES:
         return isinstance(fmt, ElementFormat) and missing_value(fmt, dtype) is None
-    if isinstance(fmt, LogTileFormat):
+    if isinstance(fmt, LogTileFormat | GgmlFormat):
         return dtype in (torch.float32, torch.float64)
     if isinstance(fmt, BlockFormat):
         if not fmt.power_of_two:
@@ -55,7 +55,7 @@ def check_holds(fmt: Format, dtype: torch.dtype) -> None:
     """Raise DtypeError where a float8 dtype lacks a value of a format."""
     if is_representable(fmt, dtype):
         return
-    if isinstance(fmt, BlockFormat | LogTileFormat):
+    if isinstance(fmt, ScaledFormat):
         reason = "its scales reach beyond that; encode returns codes and scales apart"
     else:
         reason = f"it has no {missing_value(fmt, dtype)!r}"

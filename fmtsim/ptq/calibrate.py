@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.block import ScaledFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.operand import quantize_operand
@@ -360,7 +360,7 @@ def static_scale(quantizer: Quantizer, top: float) -> DelayedScale:
     The rule is that of ``fmtsim.scaling.scales``: its targets, powers of two and allowed sets included.
     """
     element, scaling = quantizer.format, quantizer.scaling
-    assert scaling is not None and element is not None and not isinstance(element, BlockFormat | LogTileFormat)
+    assert scaling is not None and element is not None and not isinstance(element, ScaledFormat)
     delayed = DelayedScale(fixed(quantizer))
     if scaling.tensor is not None:
         factor = tensor_factor(torch.tensor(top, dtype=torch.float32), scaling, float(element.max))

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
+from fmtsim.casts.quantize import encode
+from fmtsim.formats.block import GgmlFormat
 from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
@@ -68,16 +70,20 @@ def contract(model: nn.Module) -> None:
 
 Model = TypeVar("Model", bound=nn.Module)
 _KEYS = {"recipe", "layers", "tensors", "scales"}  # and "weights", which older files lack
-_SCALES = ("scale", "tensor_scale")
+_SCALES = ("scale", "tensor_scale", "blocks")
 
 
 class RoundedWeight(NamedTuple):
-    """Quantiser and scales that a stored weight was rounded with, and the quantiser of the inputs, for exports."""
+    """Quantisers of a stored weight and of the inputs, and what it was rounded with, for exports.
+
+    That is a scale of its blocks, and of the tensor, or the bytes of ggml's blocks.
+    """
 
     w: Quantizer
     x: Quantizer
     scale: torch.Tensor | None
     tensor_scale: torch.Tensor | None
+    blocks: torch.Tensor | None = None
 
 
 class Quantised(NamedTuple):
@@ -100,7 +106,9 @@ def rounded_weights(products: Products) -> dict[str, RoundedWeight]:
     for slot in products.slots.values():
         for part in slot.parts:
             if not part.part and slot.quantizer.format is not None:
-                weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot))
+                fmt, w = slot.quantizer.format, slot.w if slot.clipped is None else slot.clipped
+                blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, GgmlFormat) else None
+                weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
     return weights
 
 

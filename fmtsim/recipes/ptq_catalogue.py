@@ -6,6 +6,7 @@ from typing import Any
 
 from fmtsim.formats.block import Block
 from fmtsim.formats.floating import FP32
+from fmtsim.formats.ggml import GGML_FORMATS
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
@@ -21,8 +22,8 @@ _INC = "Intel Neural Compressor 9b47d09"
 _GPTQ = "Frantar et al., arXiv:2210.17323"
 _OWN = "this package: a usual combination, no single source"
 
-_HALF, _E4M3 = get_format("fp16"), get_format("e4m3")
-assert isinstance(_HALF, FloatFormat) and isinstance(_E4M3, FloatFormat)
+_E4M3 = get_format("e4m3")
+assert isinstance(_E4M3, FloatFormat)
 _TENSOR, _CHANNEL, _TOKEN = Scaling(), Scaling(block=(1, None)), Scaling(block=(1, None))
 _ABSMAX = Calibration()
 
@@ -190,13 +191,9 @@ _INTEGERS = (
     PtqRecipe(name="int4_g32", w=operand("int4", _groups(32)), source=_OWN),
     PtqRecipe(name="int4_g128", w=operand("int4", _groups(128)), aliases=("w4a16",), source=_OWN),
     *(
-        PtqRecipe(name=name, w=operand(fmt, Scaling(block=(1, 32), scale=_HALF)), source=f"llama.cpp, ggml's {kind}",
-                  notes="elements are rounded to even under the stored scale; ggml rounds ties away from zero, under "
-                  f"the scale before it is float16{more}")
-        for name, fmt, kind, more in (
-            ("q8_0", "int8", "block_q8_0", ""),
-            ("q4_0", "int4", "block_q4_0", ", from -8 to 7, the largest magnitude at -8; here from -7 to 7"),
-        )
+        PtqRecipe(name=fmt.name, w=operand(fmt), source=f"llama.cpp: ggml's {fmt.type} by quantize_row_*_ref of ggml "
+                  "d99724f2, without an importance matrix")
+        for fmt in GGML_FORMATS if fmt.encoder
     ),
     PtqRecipe(name="int4_channel", w=operand("int4", _CHANNEL), source=_OWN),
     PtqRecipe(name="int4_token", x=operand("int8", _TOKEN), w=operand("int4", _groups(32)), aliases=("w4a8",),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.block import ScaledFormat
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import FLT_MAX, Scales, float32, power_of_two, reciprocal
 from fmtsim.spec.quantizer import Quantizer
@@ -78,7 +78,7 @@ class DelayedScale(RememberedScale):
         super().__init__()
         scaling, element = quantizer.scaling, quantizer.format
         assert scaling is not None and scaling.history is not None
-        assert element is not None and not isinstance(element, BlockFormat | LogTileFormat)  # the record refuses it
+        assert element is not None and not isinstance(element, ScaledFormat)  # the record refuses it
         self.scaling, self.top = scaling, float32(float(element.max) if scaling.top is None else scaling.top)
         self.repeated: Calls[Scales] = Calls()
         self.register_buffer("amaxes", torch.zeros(scaling.history.length), persistent=self.is_saved)

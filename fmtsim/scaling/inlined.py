@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
+from fmtsim.formats.block import FP32, BlockFormat, GgmlFormat, LogTileFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
@@ -154,7 +154,12 @@ def _bits(x: float) -> int:
 def _scaling_of(quantizer: Quantizer) -> Scaling | None:
     """Return the scale rule of a quantiser that is covered, None of others."""
     fmt, plain = quantizer.format, quantizer.rounding.mode == "nearest_even" and quantizer.then is None
-    if not plain or fmt is None or isinstance(fmt, LogTileFormat) or quantizer.source in ("forward", "stored"):
+    if (
+        not plain
+        or fmt is None
+        or isinstance(fmt, LogTileFormat | GgmlFormat)
+        or quantizer.source in ("forward", "stored")
+    ):
         return None
     if quantizer.transforms or quantizer.gradient != StraightThrough():
         return None

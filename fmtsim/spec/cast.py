@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import Block, BlockFormat, Format, GgmlFormat, LogTileFormat
 from fmtsim.formats.registry import format_from_dict, format_to_dict
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding
@@ -50,7 +50,7 @@ class RandomKey(NamedTuple):
 class EncodedParts(NamedTuple):
     """What engines return from encode and take in decode.
 
-    codes: the tensor's shape, unsigned bit patterns in ``code_dtype(bits)``.
+    codes: the tensor's shape, unsigned bit patterns in ``code_dtype(bits)``; of ggml's formats ``block_bytes``.
     scales: float32 ``[outer_blocks, inner_blocks]`` of block formats (steps of LogFMT tiles), else None.
     tensor_scale: float32 of ``level_shape``, 0-d unless rows or windows have their own; None with one level.
     offsets: like scales: int32 zero points, or the float32 lowest logarithms of LogFMT tiles, else None.
@@ -110,6 +110,13 @@ def level_shape(fmt: BlockFormat, shape: torch.Size, dim: int) -> tuple[int, ...
 def _counts(block: Block, sizes: tuple[int, int]) -> tuple[int, int]:
     rows, columns = (size or extent for size, extent in zip(block, sizes, strict=True))
     return -(-sizes[0] // rows) if sizes[0] else 0, -(-sizes[1] // columns) if sizes[1] else 0
+
+
+def block_bytes(fmt: GgmlFormat, shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the shape of the bytes of ggml's blocks: that of a tensor with ``dim`` moved last, in whole blocks."""
+    sizes = list(shape) or [1]
+    inner = sizes.pop(dim)
+    return *sizes, -(-inner // fmt.elements) * fmt.bytes
 
 
 def in_one_order(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:

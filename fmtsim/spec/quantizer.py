@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import Format, ScaledFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, check_use
 from fmtsim.formats.spec import FloatFormat, Overflow
@@ -216,7 +216,7 @@ class Quantizer:
         if scaled and not isinstance(self.scaling, Scaling):
             raise FormatError(f"Quantizer scaling={shown(self.scaling)} is not a Scaling; pass Scaling(block=..., ...)")
         check_types(self, FormatError)
-        if scaled and (self.format is None or isinstance(self.format, BlockFormat | LogTileFormat)):
+        if scaled and (self.format is None or isinstance(self.format, ScaledFormat)):
             what = "no format" if self.format is None else f"{self.format.name}, which has blocks of its own"
             raise FormatError(f"Quantizer scaling= with {what}; pass an element format such as e4m3")
         if self.scaling is not None:

@@ -15,7 +15,7 @@ import torch
 from gfloat.types import Domain, Signedness
 
 import fmtsim
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, ScaledFormat
 from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
@@ -311,7 +311,7 @@ def test_every_row_has_a_source_and_a_lower_case_name():
         if isinstance(fmt, FloatFormat) and fmt.bits <= 8:
             zeros = [math.copysign(1.0, value) for value in map(fmt.value, range(1 << fmt.bits)) if value == 0]
             assert fmt.has_negative_zero == (-1.0 in zeros), name
-        assert isinstance(fmt, FloatFormat | IntFormat | CodebookFormat | BlockFormat | LogTileFormat) or "lns" in name
+        assert isinstance(fmt, FloatFormat | IntFormat | CodebookFormat | ScaledFormat) or "lns" in name
 
 
 E4M3 = get_format("e4m3")

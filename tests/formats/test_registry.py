@@ -134,8 +134,8 @@ ERRORS = {
     "lns16_g128": "format 'lns16_g128': a largest value of 2**255.992 is not allowed; "
     "choose values within float32: raise gamma or lower bits",
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",
-    "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_1x16' or 'nf4'? (fmtsim.list_formats() has all "
-    f"names; others are {SPELLED}",
+    "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_ggml' or 'nvfp4_1x16'? (fmtsim.list_formats() has "
+    f"all names; others are {SPELLED}",
     "zzzzz": f"unknown format 'zzzzz' (fmtsim.list_formats() has all names; others are {SPELLED}",
     torch.complex64: "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()",
     torch.bool: "dtype torch.bool has no format; pass a name from fmtsim.list_formats()",
@@ -152,7 +152,7 @@ def test_errors_of_get_format(name):
 
 
 def test_list_formats_by_kind():
-    kinds = ("float", "int", "codebook", "log", "block", "log_tile")
+    kinds = ("float", "int", "codebook", "log", "block", "log_tile", "ggml")
     assert sorted(sum((list_formats(kind) for kind in kinds), [])) == sorted(list_formats())
     assert "nvfp4" in list_formats("block") and "nvfp4" not in list_formats("float")
     assert list_formats("log_tile") == ["logfmt8", "logfmt10"]

@@ -3,9 +3,9 @@
 
 import torch
 
-from fmtsim.engines.torch_engine import compiled, elements, scaled
+from fmtsim.engines.torch_engine import compiled, elements, ggml, scaled
 from fmtsim.engines.torch_engine.philox import random_integers
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, GgmlFormat, LogTileFormat, ScaledFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.scaling.blocks import chunk_size
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts
@@ -27,7 +27,7 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
     """
     if not x.numel():
         return
-    if isinstance(spec.format, BlockFormat | LogTileFormat):
+    if isinstance(spec.format, ScaledFormat):
         decode(encode(x, spec, random), spec, out)
         return
     if not x.is_cpu and compiled.cast(x.detach(), spec, random, out.detach()):
@@ -47,6 +47,8 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
 def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x, of its shape, with the scales that a block format needs; arguments as in ``quantize``."""
     x, fmt = x.detach(), spec.format
+    if isinstance(fmt, GgmlFormat):
+        return ggml.encode(x, spec)
     if isinstance(fmt, BlockFormat | LogTileFormat):
         if not x.numel():
             return _empty_parts(x, spec)
@@ -70,8 +72,9 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
     if not out.numel():
         return
     fmt = spec.format
-    if isinstance(fmt, BlockFormat | LogTileFormat):
-        (scaled.decode if isinstance(fmt, BlockFormat) else scaled.decode_tiles)(parts, spec, out.detach())
+    if isinstance(fmt, ScaledFormat):
+        decoder = {BlockFormat: scaled.decode, LogTileFormat: scaled.decode_tiles, GgmlFormat: ggml.decode}[type(fmt)]
+        decoder(parts, spec, out.detach())
         return
     codes = parts.codes.reshape(-1)
     values = torch.empty(codes.shape, dtype=out.dtype, device=out.device)

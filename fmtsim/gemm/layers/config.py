@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, scaled
+from fmtsim.formats.block import Format, ScaledFormat, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALINGS, ScalingName
 from fmtsim.formats.spec import Overflow
@@ -228,7 +228,7 @@ def product_of(operand: str) -> str:
 
 def usual_scaling(fmt: Format) -> ScalingName | None:
     """Return ``"tensor"`` for element formats of 8 bits and fewer, ``"none"`` for wider, None for those with blocks."""
-    if isinstance(fmt, BlockFormat | LogTileFormat):
+    if isinstance(fmt, ScaledFormat):
         return None
     return "tensor" if fmt.bits <= 8 else "none"
 
@@ -285,7 +285,7 @@ def _format(name: str | Format | None, scaling: ScalingName | None, *, weight: b
     fmt = get_format(name) if isinstance(name, str) else name
     if fmt is None or scaling == "none":
         return fmt
-    if isinstance(fmt, BlockFormat | LogTileFormat):
+    if isinstance(fmt, ScaledFormat):
         if scaling is not None:
             raise FormatError(
                 f"scaling={scaling!r} does not go with {fmt.name}, which has blocks of its own; "

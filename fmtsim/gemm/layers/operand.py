@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.ops import cpu_engine, decode, encode, fused_engine, quantize
-from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import Block, BlockFormat, Format, ScaledFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import FP8_DTYPES
@@ -273,7 +273,7 @@ def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
 
 def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool, on_gpu: bool) -> Operand:
     element, scaling = quantizer.format, quantizer.scaling
-    assert scaling is not None and element is not None and not isinstance(element, BlockFormat | LogTileFormat)
+    assert scaling is not None and element is not None and not isinstance(element, ScaledFormat)
     scale = None
     if scaling.history is not None:
         if state is None or isinstance(state, StoredScale):

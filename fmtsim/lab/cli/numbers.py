@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import fmtsim
-from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat, ScaledFormat
 from fmtsim.formats.display import bit_fields, code_text, count_of, format_facts, text_table
 from fmtsim.formats.registry import format_to_dict, get_format, list_formats
 from fmtsim.formats.scaling import block_text
@@ -30,7 +30,7 @@ def run_formats(arguments: argparse.Namespace) -> int:
     formats, note = [fmt for fmt in map(get_format, list_formats(arguments.kind)) if matches(fmt)], ""
     if not formats:
         fmt = _unlisted(arguments.pattern, arguments.kind)
-        bits = layout(fmt) if isinstance(fmt, BlockFormat | LogTileFormat) else f"bits {dict(fmt.facts())['bits']}"
+        bits = layout(fmt) if isinstance(fmt, ScaledFormat) else f"bits {dict(fmt.facts())['bits']}"
         close = did_you_mean(fmt.name, list_formats())
         formats, note = [fmt], f"\n\n{fmt.name} is not in the list: it is what its name spells out, {bits}{close}"
     header = (
@@ -61,11 +61,11 @@ def _format_record(fmt: Format) -> dict[str, Any]:
     record = format_to_dict(fmt)
     record["bits"] = fmt.bits
     record["default_overflow"] = fmt.default_overflow
-    if isinstance(fmt, BlockFormat | LogTileFormat):
+    if isinstance(fmt, ScaledFormat):
         record["bits_per_element"] = fmt.bits_per_element
     if isinstance(fmt, BlockFormat):
         record["element_max"], record["element_min"] = fmt.element.max, fmt.element.min
-    if not isinstance(fmt, LogTileFormat):
+    if not isinstance(fmt, LogTileFormat | GgmlFormat):
         record["max"], record["min"] = fmt.max, fmt.min
     if isinstance(fmt, FloatFormat):
         record |= {"min_normal": fmt.min_normal, "min_subnormal": fmt.min_subnormal, "exponent_bias": fmt.exponent_bias}
@@ -74,14 +74,14 @@ def _format_record(fmt: Format) -> dict[str, Any]:
 
 def _format_row(fmt: Format) -> tuple[str, ...]:
     shown = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    largest = "-" if isinstance(shown, LogTileFormat) else _short(shown.max)
+    largest = "-" if isinstance(shown, LogTileFormat | GgmlFormat) else _short(shown.max)
     scaled = _short(fmt.max) if isinstance(fmt, BlockFormat) else ""
     normal, smallest = "-", "-"
     if isinstance(shown, FloatFormat):
         normal, smallest = _short(shown.min_normal), _short(shown.min_subnormal)
     elif isinstance(shown, IntFormat):
         smallest = _short(shown.eps / 2 if shown.half_offset else shown.eps)
-    bits = fmt.bits_per_element if isinstance(fmt, BlockFormat | LogTileFormat) else fmt.bits
+    bits = fmt.bits_per_element if isinstance(fmt, ScaledFormat) else fmt.bits
     return (fmt.name, kind_of(fmt), f"{bits:g}", largest, scaled, normal, smallest, layout(fmt), ", ".join(fmt.aliases))
 
 
@@ -102,6 +102,8 @@ def layout(fmt: Format) -> str:
         return f"{fmt.element.name} in {block_text(fmt.block)}, scale {fmt.scale.name} by {fmt.scale_rule}{extra}"
     if isinstance(fmt, LogTileFormat):
         return f"tile {block_text(fmt.block)}"
+    if isinstance(fmt, GgmlFormat):
+        return dict(fmt.facts())["block"]
     if isinstance(fmt, IntFormat):
         return f"from {fmt.min:g}, step {fmt.eps:g}"
     return f"from {fmt.min:g}"
@@ -113,6 +115,10 @@ SHORT_BITS = 8  # up to here every code is printed
 def run_table(arguments: argparse.Namespace) -> int:
     """Print the facts of a format and its codes: all of them, or the landmarks of a wide format."""
     fmt = get_format(arguments.format)
+    if isinstance(fmt, GgmlFormat):
+        raise FormatError(
+            f"{fmt.name} has no table of codes, which are bytes of blocks; fmtsim formats {fmt.name} shows it"
+        )
     if isinstance(fmt, LogTileFormat):
         raise FormatError(
             f"{fmt.name} has no table of codes: its values depend on the range of each tile; "
@@ -250,10 +256,11 @@ def _cast_row(record: dict[str, Any]) -> tuple[str, ...]:
 
 def _element(name: str) -> ElementFormat:
     fmt = get_format(name)
-    if isinstance(fmt, BlockFormat | LogTileFormat):
+    if isinstance(fmt, ScaledFormat):
+        explain, python = f"fmtsim explain NUMBER --format {fmt.name}", f"fmtsim.quantize(x, {fmt.name!r})"
         raise FormatError(
             f"{fmt.name} scales whole blocks, so a number alone has no cast; "
-            f"try fmtsim explain NUMBER --format {fmt.name}"
+            f"try {python if isinstance(fmt, GgmlFormat) else explain}"
             + (f", or the element: --to {fmt.element.name}" if isinstance(fmt, BlockFormat) else "")
         )
     return fmt

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from fmtsim.casts.quantize import encode, quantize
-from fmtsim.formats.block import BlockFormat, LogTileFormat
+from fmtsim.formats.block import ScaledFormat
 from fmtsim.formats.interop import codes_to_tensor, dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
@@ -99,7 +99,7 @@ def _matrix(rows: int, columns: int, name: str, kind: str, seed: int) -> tuple[t
     generator = torch.Generator().manual_seed(seed)
     if name == "int8":
         return torch.randint(-128, 128, (rows, columns), generator=generator).to(torch.int8), None
-    if isinstance(fmt, BlockFormat | LogTileFormat) or not isinstance(fmt, FloatFormat):
+    if isinstance(fmt, ScaledFormat) or not isinstance(fmt, FloatFormat):
         raise ArgumentError(f"{name} is neither a floating-point format nor int8; choose e4m3, bf16 or another eXmY")
     x = _numbers(rows, columns, kind, generator)
     dtype = torch_dtype(fmt)

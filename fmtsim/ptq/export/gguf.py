@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: weights in ggml's blocks Q8_0, Q4_0 and MXFP4, written and read by the package ``gguf``."""
+"""GGUF files: weights in ggml's blocks and other tensors, written and read by the package ``gguf``."""
 
-import importlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,21 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.casts.quantize import decode
+from fmtsim.casts.encoded import Encoded
+from fmtsim.formats.ggml import GGML_FORMATS, GgmlFormat, gguf_package
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.support.errors import DataError, FmtsimError, first_line
 
 _GROUP = 32
-_CHOICES = "choose q8_0, q4_0 or mxfp4_weights, or another layout="
-_MORE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHOICES = "choose q8_0, q4_k or mxfp4_weights, or another layout="
+_PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+_FORMATS = {fmt.type: fmt for fmt in GGML_FORMATS}
 
 
 def library() -> Any:
     """Return the package ``gguf``; raise FmtsimError where it is missing."""
-    try:
-        return importlib.import_module("gguf")
-    except ImportError:
-        raise FmtsimError("layout='gguf' needs the package gguf; pip install 'fmtsim[gguf]'") from None
+    return gguf_package("layout='gguf'")
 
 
 def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
@@ -35,6 +33,15 @@ def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
     rows, columns = weight.elements.shape
     if weight.inputs != "none":
         raise weight.refuse(f"GGUF stores weights alone, and inputs are {weight.x}", _CHOICES)
+    if isinstance(fmt := weight.element, GgmlFormat):
+        assert weight.blocks is not None
+        if not hasattr(library().GGMLQuantizationType, fmt.type):
+            raise weight.refuse(f"the package gguf has no type {fmt.type}", _CHOICES)
+        if columns % fmt.elements:
+            raise weight.refuse(
+                f"{fmt.name} has blocks of {fmt.elements}, which do not divide {columns} inputs", "leave the layer out"
+            )
+        return weight.blocks, fmt.type
     if weight.block != (1, _GROUP) or columns % _GROUP or weight.tensor_scale is not None:
         raise weight.refuse(f"GGUF's blocks are 1 x {_GROUP}, and these {weight.block} of {rows} x {columns}", _CHOICES)
     fours = (rows, columns // _GROUP, _GROUP)
@@ -82,25 +89,24 @@ def content(coded: Mapping[str, CodedWeight], rest: Mapping[str, Tensor], archit
         return path.read_bytes()
 
 
-def readers(path: Path) -> dict[str, tuple[str, Callable[[], Tensor]]]:
+def readers(path: Path) -> dict[str, tuple[str, Callable[[], Encoded | Tensor]]]:
     """Return what reads each tensor of a file, by name, with the type of its blocks, "" of ordinary numbers.
 
-    Those in blocks become float32, others keep their dtype.
+    Those in ggml's blocks are Encoded, in formats such as ``q4_k``; others are tensors of their dtype.
     """
     with _located(path):
         tensors = library().GGUFReader(path).tensors
-        plain = (*_MORE, "F64", "I8", "I16", "I32", "I64")
         kinds = {tensor.name: tensor.tensor_type.name for tensor in tensors}
         return {
             tensor.name: (
-                "" if kinds[tensor.name] in plain else f"GGUF {kinds[tensor.name]}",
+                "" if kinds[tensor.name] in _PLAIN else f"GGUF {kinds[tensor.name]}",
                 partial(_read, path, tensor),
             )
             for tensor in tensors
         }
 
 
-def _read(path: Path, tensor: Any) -> Tensor:
+def _read(path: Path, tensor: Any) -> Encoded | Tensor:
     with _located(path):
         return _values(tensor)
 
@@ -118,23 +124,12 @@ def _located(path: Path) -> Iterator[None]:
         raise DataError(f"{path} is not a GGUF file that can be read: {first_line(error)}") from None
 
 
-def _values(tensor: Any) -> Tensor:
-    kind, shape = tensor.tensor_type.name, tuple(int(n) for n in reversed(tensor.shape))
+def _values(tensor: Any) -> Encoded | Tensor:
+    kind, shape = tensor.tensor_type.name, torch.Size(int(n) for n in reversed(tensor.shape))
     raw = torch.from_numpy(np.array(tensor.data))
-    if kind not in ("Q8_0", "Q4_0", "MXFP4"):
-        if raw.dtype == torch.uint8 and kind not in _MORE:
-            raise DataError(f"{tensor.name!r} is of type {kind}; read_export knows Q8_0, Q4_0 and MXFP4")
-        return raw.view(_MORE.get(kind, raw.dtype)).reshape(shape)
-    head = 1 if kind == "MXFP4" else 2
-    blocks = raw.view(torch.uint8).reshape(-1, head + (_GROUP if kind == "Q8_0" else _GROUP // 2))
-    scales, codes = blocks[:, :head], blocks[:, head:]
-    if kind == "Q8_0":
-        elements = codes.contiguous().view(torch.int8).float()
-    else:
-        codes = torch.cat([codes & 15, codes >> 4], 1)
-        elements = 2 * decode(codes, "e2m1").float() if kind == "MXFP4" else codes.float() - 8
-    if kind == "MXFP4":  # ggml's: twice the elements times half the scale, code 255 being 2^128, no NaN
-        scale = torch.where(scales == 255, 2.0**127, decode(scales, "e8m0").float() / 2)
-    else:
-        scale = scales.contiguous().view(torch.float16).float()
-    return (elements * scale).reshape(shape)
+    if (fmt := _FORMATS.get(kind)) is not None:
+        return Encoded(format=fmt, shape=shape, dim=-1, codes=raw.reshape(*shape[:-1], -1), validated=True)
+    if raw.dtype == torch.uint8 and kind != "BF16":
+        known = ", ".join(sorted(_FORMATS))
+        raise DataError(f"{tensor.name!r} is of type {kind}; known are ordinary numbers and {known}")
+    return (raw.view(torch.bfloat16) if kind == "BF16" else raw).reshape(shape)

@@ -66,8 +66,8 @@ def export(
         path: ``"compressed-tensors"``: a folder, for ``model.safetensors`` and ``config.json`` (the model's own,
             where it has a ``config``, with ``quantization_config``). Others: a file.
         layout: ``"compressed-tensors"``, ``"torchao"`` (a safetensors file that torchao's
-            ``unflatten_tensor_state_dict`` reads), or ``"gguf"`` (blocks Q8_0, Q4_0 and MXFP4; weights alone; needs
-            ``fmtsim[gguf]``).
+            ``unflatten_tensor_state_dict`` reads), or ``"gguf"`` (ggml's blocks of recipes such as ``q4_k``, and MXFP4;
+            weights alone; needs ``fmtsim[gguf]``).
         allow_rescale: compressed-tensors stores the reciprocal of an NVFP4 weight's tensor scale. Where no float32
             reciprocal gives the scale and the weights back, store the nearest one, and list what changes in
             ``Export.rescaled``, instead of raising an error.
@@ -162,8 +162,8 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
     """Read what ``export`` wrote: every tensor by its name in the model, weights in codes as float32 values.
 
     Args:
-        path: The folder, or the file. A GGUF file may be any of types Q8_0, Q4_0, MXFP4 and ordinary numbers; its
-            names are those in the file.
+        path: The folder, or the file. A GGUF file may be any, of ggml's blocks and ordinary numbers; its names are
+            those in the file.
 
     Raises:
         DataError: There is no such file, it is another thing, or a field or a tensor is not what ``export`` writes;

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode
-from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.block import BlockFormat, GgmlFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
@@ -41,10 +42,11 @@ class CodedWeight:
         dtype: The Parameter's.
         x: Quantiser of the inputs.
         x_scale: float32, 0-d: the static scale of the inputs, None without.
+        blocks: uint8 [outputs, bytes]: the weight in ggml's blocks, where ``element`` is such a format, else None.
     """
 
     layer: str
-    element: ElementFormat
+    element: ElementFormat | GgmlFormat
     elements: Tensor
     scale: Tensor
     tensor_scale: Tensor | None
@@ -52,6 +54,7 @@ class CodedWeight:
     dtype: torch.dtype
     x: Quantizer
     x_scale: Tensor | None
+    blocks: Tensor | None = None
 
     @property
     def codes(self) -> Tensor:
@@ -173,13 +176,16 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
         operand, x = _rounded_now(name, w, product.b), product.a
     else:
         operand, x = _rounded_before(name, w, rounded), rounded.x
+    blocks = None if rounded is None else rounded.blocks
+    if isinstance(operand.quantizer.format, GgmlFormat):
+        blocks = encode(w, operand.quantizer.format, pad=True).codes if blocks is None else blocks
     fmt, block, scale, tensor_scale = operand.quantizer.format, operand.block, operand.scale, operand.tensor_scale
     element: Any = fmt.element if isinstance(fmt, BlockFormat) else fmt
     return CodedWeight(
         layer=name, element=element, elements=operand.elements.cpu(), scale=_or_one(scale, tensor_scale).cpu(),
         tensor_scale=None if scale is None or tensor_scale is None else tensor_scale.cpu(),
         block=w.shape if scale is None else (min(block[0], w.shape[0]), min(block[1], w.shape[1])),
-        dtype=w.dtype, x=x, x_scale=_static_scale(module),
+        dtype=w.dtype, x=x, x_scale=_static_scale(module), blocks=None if blocks is None else blocks.cpu(),
     )  # fmt: skip
 
 
@@ -202,7 +208,10 @@ def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
 def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
     """Return the elements and scales of a weight that ``fmtsim.ptq`` rounded, if they still give the weight."""
     quantizer = replace(rounded.w, source="stored", transforms=())
-    if rounded.scale is None:
+    if isinstance(fmt := rounded.w.format, GgmlFormat) and rounded.blocks is not None:
+        values = Encoded(format=fmt, shape=w.shape, dim=-1, codes=rounded.blocks.to(w.device)).decode()
+        operand = Operand(values, quantizer)
+    elif rounded.scale is None:
         operand = quantize_operand(w, replace(rounded.w, transforms=()))
     else:
         scales = StoredScale(rounded.scale.to(w.device), None if rounded.tensor_scale is None else rounded.tensor_scale)
@@ -220,7 +229,7 @@ def _with_codes(name: str, operand: Operand) -> Operand:
     fmt = operand.quantizer.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     hidden = isinstance(fmt, BlockFormat) and operand.scale is None
-    if hidden or not isinstance(element, FloatFormat | IntFormat):
+    if hidden or not isinstance(element, FloatFormat | IntFormat | GgmlFormat):
         raise ArgumentError(
             f"layer {name!r}: weights are {operand.quantizer}, whose scales are not kept apart; choose floating-point "
             "or symmetric integer elements"

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Casts to ggml's blocks: bytes and their fields, values, and the float32 operations of its reference encoders."""
+
+from functools import lru_cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.engines.torch_engine import ggml_search as search
+from fmtsim.engines.torch_engine.ggml_search import over
+from fmtsim.formats.ggml import NEED_MATRIX, Field, GgmlFormat, gguf_package
+from fmtsim.scaling.blocks import chunk_size
+from fmtsim.spec.cast import CastSpec, EncodedParts
+from fmtsim.support.errors import ArgumentError, FormatError
+
+Numbers = dict[str, Tensor]
+"""The fields of blocks by name, [blocks, count]: float16 of 16 bits, else int8 or uint8, high bits joined to low."""
+
+_CPU_CHUNK = 1 << 19  # elements: temporaries stay in the last cache, and calls of torch cost little beside them
+
+
+def encode(x: Tensor, spec: CastSpec) -> EncodedParts:
+    """Return the bytes of blocks, uint8 [..., bytes] with ``spec.dim`` moved last; short blocks are filled with zeros.
+
+    Raises:
+        FormatError: The format is decoded only.
+        ArgumentError: x holds NaN or an infinity, for which ggml's C has no meaning.
+    """
+    fmt = spec.format
+    assert isinstance(fmt, GgmlFormat)
+    if fmt.encoder is None:
+        why = "its codebook search is not part of fmtsim"
+        if fmt.name in NEED_MATRIX:
+            why = f"ggml encodes {', '.join(NEED_MATRIX)} under an importance matrix, which fmtsim does not take"
+        raise FormatError(f"{fmt.name} can be decoded, not encoded: {why}; choose q2_k, q3_k or iq4_xs")
+    rows = (x.movedim(spec.dim, -1) if x.dim() else x.reshape(1)).float()
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % fmt.elements))
+    blocks = rows.reshape(-1, fmt.elements)
+    if blocks.numel() and not all(bool(bound.isfinite()) for bound in blocks.aminmax()):
+        raise ArgumentError(f"x holds NaN or Inf (as float32), which {fmt.name} does not encode; remove them first")
+    out = x.new_empty((len(blocks), fmt.bytes), dtype=torch.uint8)
+    for rows_of_x, rows_of_out in zip(_pieces(blocks, fmt), _pieces(out, fmt), strict=True):
+        _pack(_ENCODERS[fmt.encoder](rows_of_x, fmt), fmt, rows_of_out)
+    return EncodedParts(out.view(*rows.shape[:-1], rows.shape[-1] // fmt.elements * fmt.bytes))
+
+
+def decode(parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
+    """Write the values of blocks into ``out``, rounded once to its dtype; NaN is canonical."""
+    fmt = spec.format
+    assert isinstance(fmt, GgmlFormat)
+    target = out.movedim(spec.dim, -1) if out.dim() else out.reshape(1)
+    blocks = parts.codes.reshape(-1, fmt.bytes)
+    direct = target.is_contiguous() and target.numel() == len(blocks) * fmt.elements and out.dtype == torch.float32
+    values = target if direct else target.new_empty(len(blocks) * fmt.elements, dtype=torch.float32)
+    for rows_of_bytes, rows in zip(_pieces(blocks, fmt), _pieces(values.view(-1, fmt.elements), fmt), strict=True):
+        _write_values(rows_of_bytes, fmt, rows)
+    if not direct:
+        target.copy_(values.view(*target.shape[:-1], -1)[..., : target.shape[-1]])
+
+
+def _pieces(rows: Tensor, fmt: GgmlFormat) -> tuple[Tensor, ...]:
+    return rows.split(max(1, (_CPU_CHUNK if rows.is_cpu else chunk_size(rows.device)) // fmt.elements))
+
+
+# Bytes.
+
+
+def _pack(numbers: Numbers, fmt: GgmlFormat, out: Tensor) -> None:
+    """Write the fields of blocks into their bytes, uint8 [blocks, bytes]."""
+    for field, part in zip(fmt.layout, out.split([field.size for field in fmt.layout], 1), strict=True):
+        values, (bits, width) = numbers[field.low], (field.bits, field.width)
+        if bits >= 8:
+            part.copy_(values.contiguous().view(torch.uint8))
+        elif not width:
+            part.copy_((_k_bytes if field.name == "scales" else _trit_bytes)(values))
+        else:
+            values = values >> fmt.bits_of(field.low) if field.name != field.low else values
+            planes = (values & (1 << bits) - 1).view(len(out), -1, 8 // bits, width)
+            packed = planes[:, :, 0].clone()
+            for i in range(1, 8 // bits):
+                packed |= planes[:, :, i] << bits * i
+            part.copy_(packed.flatten(1))
+
+
+def _unpack(blocks: Tensor, fmt: GgmlFormat) -> Numbers:
+    """Return the fields of blocks, uint8 [blocks, bytes]."""
+    parts = blocks.split([field.size for field in fmt.layout], 1)
+    numbers = {field.name: _numbers(part, field) for field, part in zip(fmt.layout, parts, strict=True)}
+    for low in ("codes", "scales"):
+        if (high := numbers.pop(f"high_{low}", None)) is not None:
+            numbers[low] = numbers[low] | high << fmt.bits_of(low)
+    return numbers
+
+
+def _numbers(part: Tensor, field: Field) -> Tensor:
+    bits, width, last = field.bits, field.width, 8 // field.bits - 1
+    if bits >= 8:
+        return part.contiguous().view(torch.float16) if bits == 16 else part
+    if not width:
+        return _k_numbers(part) if field.name == "scales" else _trits(part)
+    planes = part.contiguous().view(len(part), -1, width)
+    out = part.new_empty((len(part), planes.shape[1], last + 1, width))
+    for i in range(last):
+        torch.bitwise_and(planes >> bits * i if i else planes, (1 << bits) - 1, out=out[:, :, i])
+    torch.bitwise_right_shift(planes, bits * last, out=out[:, :, last])
+    return out.view(len(part), field.count)
+
+
+def _k_bytes(numbers: Tensor) -> Tensor:
+    """Pack eight 6-bit scales and eight minima: the second four of each in nibbles and the first four's top bits."""
+    first, second = (torch.cat([numbers[:, i : i + 4], numbers[:, i + 8 : i + 12]], 1) for i in (0, 4))
+    return torch.cat([first | second >> 4 << 6, second[:, :4] & 15 | second[:, 4:] << 4], 1)
+
+
+def _k_numbers(part: Tensor) -> Tensor:
+    first, top, nibbles = part[:, :8] & 63, part[:, :8] >> 6 << 4, part[:, 8:]
+    return torch.cat([first[:, :4], nibbles & 15 | top[:, :4], first[:, 4:], nibbles >> 4 | top[:, 4:]], 1)
+
+
+_TRIT_RUNS = ((32, 5), (16, 5), (4, 4))  # bytes, and elements in each byte, a run of bytes apart
+
+
+def _trit_bytes(digits: Tensor) -> Tensor:
+    """Pack base-3 digits: a byte is ceil(256 n / 243) of the number n that five digits are."""
+    runs = []
+    for run, (width, count) in zip(digits.int().split([w * c for w, c in _TRIT_RUNS], 1), _TRIT_RUNS, strict=True):
+        powers = torch.tensor([3 ** (4 - i) for i in range(count)], dtype=torch.int32, device=run.device)
+        runs.append(((run.view(-1, count, width) * powers[:, None]).sum(1) * 256 + 242) // 243)
+    return torch.cat(runs, 1).to(torch.uint8)
+
+
+def _trits(part: Tensor) -> Tensor:
+    runs = []
+    for run, (width, count) in zip(part.int().split([w for w, _ in _TRIT_RUNS], 1), _TRIT_RUNS, strict=True):
+        powers = torch.tensor([3**i for i in range(count)], dtype=torch.int32, device=part.device)
+        runs.append(((run[:, None] * powers[:, None] & 255) * 3 >> 8).view(-1, width * count))
+    return torch.cat(runs, 1).to(torch.uint8)
+
+
+# Values.
+
+
+def _write_values(blocks: Tensor, fmt: GgmlFormat, out: Tensor) -> None:
+    """Write the values of blocks, uint8 [blocks, bytes], into float32 [blocks, elements]."""
+    if not fmt.fields:
+        gguf = gguf_package(f"decoding {fmt.name}")
+        with np.errstate(all="ignore"):  # of Inf and NaN
+            numpy_values = gguf.quants.dequantize(blocks.cpu().numpy(), gguf.GGMLQuantizationType[fmt.type])
+        out.copy_(torch.from_numpy(numpy_values))
+        out.masked_fill_(out.isnan(), torch.nan)
+        return
+    numbers = _unpack(blocks, fmt)
+    # 1. elements as whole numbers
+    codes = numbers["codes"]
+    if fmt.values:
+        values = torch.tensor(fmt.values, dtype=torch.float32, device=codes.device)[codes.int()]
+    else:
+        signed = fmt.zero or fmt.bits_of("codes") == 8
+        values = (codes.view(torch.int8) - fmt.zero if signed else codes).float()
+    # 2. the scales of parts of a block, and what is added
+    scale, minimum = _scale(numbers["d"], fmt), numbers["min"].float() if "min" in numbers else None
+    if "scales" in numbers:
+        scales = numbers["scales"].view(torch.int8).float() - fmt.scale_zero
+        if minimum is not None:
+            scales, minima = scales.chunk(2, 1)
+            minimum = -(minimum * minima)
+        scale = scale * scales
+    # 3. product and sum, each rounded
+    shape = len(values), scale.shape[1], -1
+    parts = torch.mul(values.view(shape), scale[..., None], out=out.view(shape))
+    if minimum is not None:
+        parts += minimum[..., None]
+    if not bool(scale.isfinite().all()) or (minimum is not None and not bool(minimum.isfinite().all())):
+        out.masked_fill_(out.isnan(), torch.nan)
+
+
+def _scale(d: Tensor, fmt: GgmlFormat) -> Tensor:
+    """Return the scale of a block as float32."""
+    return d.float() if fmt.d_format == "fp16" else _half_scales(fmt.d_format).to(d.device)[d.int()]
+
+
+@lru_cache(maxsize=2)
+def _half_scales(d_format: str) -> Tensor:
+    """Return half the scales by their codes (codebooks have twice the values of E2M1), in which nothing is NaN."""
+    if d_format == "e8m0":
+        return torch.tensor([2.0 ** (code - 128) for code in range(256)])
+    table = [2.0 ** (max(code >> 3 & 15, 1) - 11) * ((code & 7) + 8 * (code >> 3 & 15 > 0)) for code in range(256)]
+    return torch.tensor([0.0 if code == 0x7F else value for code, value in enumerate(table)])
+
+
+# Blocks under a scale that their largest number gives.
+
+
+def _inverse(d: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1 / d, 0 of 0, and whether it is finite: ggml converts other products to the integer 0."""
+    inverse = torch.where(d == 0, 0.0, over(1.0, d))
+    return inverse, inverse.isfinite() & d.isfinite()
+
+
+def _encode_largest(x: Tensor, fmt: GgmlFormat) -> Numbers:
+    """Q4_0, Q5_0: the number of largest magnitude becomes the lowest code."""
+    d = over(search.signed_largest(x), -float(fmt.zero))
+    inverse, usable = _inverse(d)
+    codes = (x * inverse).add_(fmt.zero + 0.5).to(torch.int8).clamp_(max=2 * fmt.zero - 1)
+    return {"d": d.half(), "codes": codes.mul_(usable).view(torch.uint8)}
+
+
+def _encode_range(x: Tensor, fmt: GgmlFormat) -> Numbers:
+    """Q4_1, Q5_1: codes count steps from the least number."""
+    low, high, top = x.amin(1, keepdim=True), x.amax(1, keepdim=True), 15 if fmt.field("high_codes") is None else 31
+    d = over(high - low, float(top))
+    inverse, usable = _inverse(d)
+    codes = (x - low).mul_(inverse).add_(0.5).to(torch.int8).clamp_(max=top)
+    return {"d": d.half(), "min": low.half(), "codes": codes.mul_(usable).view(torch.uint8)}
+
+
+def _encode_rounded(x: Tensor, fmt: GgmlFormat) -> Numbers:
+    """Q8_0, Q2_0, TQ1_0, TQ2_0: the largest magnitude becomes ``top``; ties away from zero."""
+    top, unusable = fmt.search
+    d = over(torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True)).abs(), top)
+    inverse, usable = _inverse(d)
+    y = x * inverse
+    below_half = (y.view(torch.int32) & -1 << 31 | 0x3EFFFFFF).view(torch.float32)  # of y's sign: a half would carry
+    codes = y.add_(below_half).to(torch.int8).add_(fmt.zero)
+    return {"d": d.half(), "codes": torch.where(usable, codes, int(unusable)).view(torch.uint8)}
+
+
+def _encode_signs(x: Tensor, fmt: GgmlFormat) -> Numbers:
+    """Q1_0: the mean magnitude and a sign for each element, 1 of -0."""
+    return {"d": over(search.total(x.abs().T), float(fmt.elements)).half()[:, None], "codes": (x >= 0).to(torch.uint8)}
+
+
+def _encode_fp4(x: Tensor, fmt: GgmlFormat) -> Numbers:
+    """MXFP4, NVFP4: E2M1 of least error, of equal errors the lowest magnitude."""
+    magnitudes = x.view(len(x), fmt.elements // fmt.part, -1).abs()
+    amax = magnitudes.amax(2)
+    if fmt.d_format == "e8m0":  # floor(log2(amax)) - 2, of the float32 logarithm; 0 of 0
+        code = amax.double().log2().float().floor().nan_to_num(neginf=-125.0).int() + 125
+    else:  # nearest, ties up; 256 and more are 448, and no subnormal number rounds to a normal one
+        bits = over(amax, 6.0).view(torch.int32)
+        normal = (bits + (1 << 19) >> 20) - (120 << 3)
+        normal = torch.where(normal < 15 << 3, normal, 0x7E)
+        code = torch.where(bits >> 23 > 120, normal, (over(amax, 6.0) * 512 + 0.5).int().clamp(max=7))
+    code = code.to(torch.uint8)  # the last 8 bits
+    d, error, codes = _scale(code, fmt)[..., None], magnitudes, torch.zeros_like(magnitudes, dtype=torch.uint8)
+    for i, value in enumerate(fmt.values[1:8], 1):
+        other = (d * value - magnitudes).abs_()
+        codes.masked_fill_(other < error, i)
+        error = torch.minimum(error, other)
+    codes = codes.view(x.shape)
+    return {"d": code, "codes": codes | ((x < 0) & (codes > 0)).to(torch.uint8) << 3}
+
+
+# Blocks of parts, whose scales are searched and then rounded.
+
+
+def _parts(x: Tensor, fmt: GgmlFormat) -> Tensor:
+    """Return blocks [blocks, elements] as parts [size, blocks * count]."""
+    return x.reshape(-1, fmt.part).T.contiguous()
+
+
+def _recoded(x: Tensor, d: Tensor, codes: Tensor, low: int, high: int, fmt: GgmlFormat) -> Tensor:
+    """Return the codes [blocks, elements] of parts under stored scales, those of the search where the scale is 0."""
+    counted = search.nearest(over(x, d), low, high).sub_(low)
+    return torch.where(d == 0, codes, counted).to(torch.uint8).T.reshape(-1, fmt.elements)
+
+
+def _encode_searched_range(x: Tensor, fmt: GgmlFormat) -> Numbers:
+    """Q2_K, Q4_K, Q5_K: scales and minima of parts, of 4 or 6 bits under those of the block."""
+    top, steps, first = (int(fmt.search[0]), int(fmt.search[1]), fmt.search[2])
+    narrow = top == 3
+    # 1. a scale and a minimum for each part, errors weighted by magnitudes
+    parts = _parts(x, fmt)
+    weights = parts.abs()
+    if not narrow:
+        mean = over(search.total(parts * parts), float(fmt.part))
+        weights += mean.double().sqrt_().float()  # rounded to nearest, as torch's float32 root on a CPU is not
+    found_scale, codes, found_minimum = search.search_range(parts, weights, top, steps, first, absolute=narrow)
+    # 2. both as integers, of the largest of the block
+    count = fmt.elements // fmt.part
+    (d, scales), (minimum, minima) = (_graded(s.view(-1, count), narrow) for s in (found_scale, found_minimum))
+    if narrow:  # ggml joins two nibbles by "or"
+        scales, minima = scales & 15, (scales & 255) >> 4 | minima & 15
+    # 3. codes under what is stored
+    d_part, minimum_part = ((s.float() * n).view(-1) for s, n in ((d, scales), (minimum, minima)))
+    codes = _recoded(parts + minimum_part, d_part, codes, 0, top, fmt)
+    return {"d": d, "min": minimum, "scales": torch.cat([scales, minima], 1).to(torch.uint8), "codes": codes}
+
+
+def _graded(scales: Tensor, narrow: bool) -> tuple[Tensor, Tensor]:
+    """Return the float16 step of a block's scales [blocks, parts] and how many of them each is, int32."""
+    top, largest = 15.0 if narrow else 63.0, scales.amax(1, keepdim=True).clamp(min=0.0) + 0.0
+    inverse = torch.where(largest > 0, over(top, largest), 0.0)
+    steps = search.nearest(inverse * scales, -(2.0**22), 2.0**22).int()
+    return over(largest, top).half(), steps if narrow else (steps & 255).clamp_(max=63)
+
+
+def _largest_scale(scales: Tensor) -> Tensor:
+    """Return the scale [blocks, 1] of largest magnitude; searches give NaN where sums overflow, which counts as 0."""
+    return search.signed_largest(scales.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+
+
+def _encode_searched(x: Tensor, fmt: GgmlFormat, *, three_bits: bool) -> Numbers:
+    """Q3_K, Q6_K: scales of parts, of 6 or 8 bits under that of the block."""
+    parts = _parts(x, fmt)
+    scale, codes = search.search_3bit(parts) if three_bits else search.search_signed(parts, fmt.zero)
+    scales, top = scale.view(len(x), -1), 32 if three_bits else 128
+    largest = _largest_scale(scales)
+    zero = largest == 0 if three_bits else largest.abs() < search.LEAST
+    inverse = over(-float(top), largest)
+    d = torch.where(zero, 0.0, over(1.0, inverse)).half()
+    steps = torch.where(zero, -float(fmt.scale_zero), search.nearest(inverse * scales, -top, top - 1))
+    codes = _recoded(parts, (d.float() * steps).view(-1), codes, -fmt.zero, fmt.zero - 1, fmt)
+    codes = codes if three_bits else torch.where(zero, 0, codes)
+    return {"d": d, "scales": (steps + fmt.scale_zero).to(torch.int8).view(torch.uint8), "codes": codes}
+
+
+def _encode_codebook(x: Tensor, fmt: GgmlFormat) -> Numbers:
+    """IQ4_NL, IQ4_XS: scales of parts of 32, which IQ4_XS has in 6 bits under that of the block."""
+    parts = _parts(x, fmt)
+    scale, codes = search.search_codebook(parts, fmt.values, int(fmt.search[0]))
+    scales = scale.view(len(x), -1)
+    if fmt.part == fmt.elements:
+        return {"d": scales.half(), "codes": codes.T.to(torch.uint8)}
+    d = over(-_largest_scale(scales), 32.0)
+    steps = search.nearest(_inverse(d)[0] * scales, -32, 31)
+    codes = search.nearest_value(parts * _inverse(d * steps)[0].view(-1), fmt.values).T.reshape(x.shape)
+    return {"d": d.half(), "scales": (steps + 32).to(torch.uint8), "codes": codes.to(torch.uint8)}
+
+
+_ENCODERS = {
+    "largest": _encode_largest, "range": _encode_range, "rounded": _encode_rounded, "signs": _encode_signs,
+    "fp4": _encode_fp4, "searched_range": _encode_searched_range, "codebook": _encode_codebook,
+    "searched_3bit": partial(_encode_searched, three_bits=True),
+    "searched_signed": partial(_encode_searched, three_bits=False),
+}  # fmt: skip

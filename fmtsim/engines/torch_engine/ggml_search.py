@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The searches of ggml's reference encoders for the scales of parts of a block that err least, as float32 computes it.
+
+Arguments ``x`` are [size, parts]: the elements of a part run down a column, so that sums go row by row, in ggml's
+order. Searches return scales [parts] and codes [size, parts], which stay where the stored scale is zero.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LEAST = 1e-15  # largest magnitudes below are zero (GROUP_MAX_EPS)
+_FAR = -4194304.0  # what nearest_int makes of infinities
+
+
+def over(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """Return a / b rounded once: torch multiplies by a reciprocal in the place of some divisions by or of a number."""
+    device = a.device if isinstance(a, Tensor) else b.device  # type: ignore[union-attr]
+    return torch.div(*(t if isinstance(t, Tensor) else torch.full((1,), t, device=device) for t in (a, b)))
+
+
+def total(rows: Iterable[Tensor]) -> Tensor:
+    """Return the sum of rows, from the first to the last, in float32."""
+    first, *others = rows
+    return reduce(Tensor.add_, others, first + 0.0)
+
+
+def signed_largest(x: Tensor) -> Tensor:
+    """Return the first of the numbers of largest magnitude along dimension 1, kept; 0 for -0."""
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    largest, tied = torch.where(high > -low, high, low), (high == -low).squeeze(1)
+    if bool(tied.any()):
+        rows = x[tied]
+        first = rows.gather(1, (rows.abs() == high[tied].abs()).to(torch.uint8).argmax(1, keepdim=True))
+        largest[tied] = torch.where(first == 0, 0.0, first)
+    return largest
+
+
+def nearest(x: Tensor, low: float, high: float) -> Tensor:
+    """Return ggml's nearest_int of x, to nearest even, NaN as 0 and infinities as the lowest, clamped, in float32."""
+    return x.nan_to_num(nan=0.0, posinf=_FAR, neginf=_FAR).round_().clamp_(low, high)
+
+
+def nearest_wrapped(x: Tensor) -> Tensor:
+    """Return nearest_int of any x, int32: the last bits of x + 1.5 * 2**23, wrapped beyond 2**22."""
+    return ((x + 12582912.0).view(torch.int32) & 0x7FFFFF) - 0x400000
+
+
+def search_range(
+    x: Tensor, weights: Tensor, top: int, steps: int, first: float, *, absolute: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit ``scale * code - minimum`` (make_qkx2_quants) and return scale, codes and minimum.
+
+    Args:
+        x: float32 [size, parts].
+        weights: Of the elements, likewise.
+        top: The largest code.
+        steps: Scales that are tried beyond the first.
+        first: What is added to ``top`` in the first of them; 0.1 more in every other.
+        absolute: Whether errors are weighted as they are, not squared.
+    """
+    low, high = torch.aminmax(x, dim=0)
+    low = low.clamp(max=0.0)
+    sum_w, sum_x = total(weights), total(weights * x)
+
+    def codes_for(inverse: Tensor, minimum: Tensor) -> Tensor:  # an infinite one gives 0, of NaN and of Inf
+        return (x - minimum).mul_(torch.where(inverse.isfinite(), inverse, 0.0)).round_().clamp_(0, top)
+
+    def error(scale: Tensor, codes: Tensor, minimum: Tensor) -> Tensor:
+        difference = (scale * codes).add_(minimum).sub_(x)
+        difference = difference.abs_() if absolute else difference.mul_(difference)
+        return total(difference.mul_(weights))
+
+    # 1. the scale that spans the range
+    inverse = over(float(top), high - low)
+    scale, minimum, codes = over(1.0, inverse), low, codes_for(inverse, low)
+    best, f = error(scale, codes, minimum), np.float32
+    for i in range(steps + 1):
+        # 2. a scale from the best minimum so far, and the least-squares scale and minimum for its codes
+        tried = codes_for(over(float(f(first) + f(0.1) * f(i) + f(top)), high - minimum), minimum)
+        weighted = weights * tried
+        sum_l, sum_l2, sum_xl = total(weighted), total(weighted * tried), total(weighted.mul_(x))
+        determinant = sum_w * sum_l2 - sum_l * sum_l
+        new_minimum = over(sum_l2 * sum_x - sum_l * sum_xl, determinant)
+        positive = new_minimum > 0
+        new_scale = torch.where(positive, over(sum_xl, sum_l2), over(sum_w * sum_xl - sum_x * sum_l, determinant))
+        new_minimum = torch.where(positive, 0.0, new_minimum)
+        # 3. taken where they err less
+        new = error(new_scale, tried, new_minimum)
+        better = (determinant > 0) & (new < best)
+        best, scale = torch.where(better, new, best), torch.where(better, new_scale, scale)
+        minimum, codes = torch.where(better, new_minimum, minimum), torch.where(better, tried, codes)
+    # 4. parts of one number that is not positive are their minimum alone
+    flat = high == low
+    return torch.where(flat, 0.0, scale), torch.where(flat, 0.0, codes), -torch.where(flat, low, minimum)
+
+
+def _largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of largest magnitude of every part, 1 where it counts as zero, and where it does."""
+    largest = signed_largest(x.T).squeeze(1)
+    zero = largest.abs() < LEAST
+    return torch.where(zero, 1.0, largest), zero
+
+
+def _best_scale(
+    inverses: Iterable[Tensor], sums: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return the least-squares scale that fits best among those for the codes of inverse scales, and its codes.
+
+    ``sums`` returns codes, the weighted sum of products with x and that of squares.
+    """
+    first, *others = inverses
+    codes, products, squares = sums(first)
+    scale = torch.where(squares > 0, over(products, squares), 0.0)
+    best = scale * products
+    for inverse in others:
+        tried, products, squares = sums(inverse)
+        better = (squares > 0) & (products * products > best * squares)
+        scale = torch.where(better, over(products, squares), scale)
+        best, codes = torch.where(better, scale * products, best), torch.where(better, tried, codes)
+    return scale, codes
+
+
+def search_signed(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Fit ``scale * (code - top)`` (make_qx_quants): the best of 19 scales around ``-top / largest``."""
+    (largest, zero), f = _largest(x), np.float32
+
+    def sums(inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes = (x * inverse).round_().clamp_(-top, top - 1)
+        return codes, *_fit(x, codes)
+
+    numerators = [float(-(f(top) + f(0.1) * f(i))) for i in (0, *range(-9, 0), *range(1, 10))]
+    scale, codes = _best_scale((over(numerator, largest) for numerator in numerators), sums)
+    return torch.where(zero, 0.0, scale), torch.where(zero, 0.0, codes + top)
+
+
+def _fit(x: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of x^2 x c and of x^2 c c."""
+    weights = x * x
+    return total((weights * x).mul_(codes)), total((weights * codes).mul_(codes))
+
+
+def search_3bit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit ``scale * (code - 4)`` (make_q3_quants): five rounds in which a code changes where that errs less."""
+    (largest, zero), top = _largest(x), 4
+    codes = (x * over(-4.0, largest)).round_().clamp_(-top, top - 1)
+    products, squares = _fit(x, codes)
+    for _ in range(5):
+        for weight, value, code in zip(x * x, x, codes, strict=True):
+            # 1. the sums without an element, and its best code beside the others
+            new_products, new_squares = products - weight * value * code, squares - weight * code * code
+            new = nearest_wrapped(over(value * new_squares, new_products)).clamp_(-top, top - 1).float()
+            changed = (new_products > 0) & (new != code)
+            # 2. taken where the fit gains
+            new_products, new_squares = new_products + weight * value * new, new_squares + weight * new * new
+            gains = new_products * new_products * squares > products * products * new_squares
+            changed &= (new_squares > 0) & gains
+            code.copy_(torch.where(changed, new, code))
+            products = torch.where(changed, new_products, products)
+            squares = torch.where(changed, new_squares, squares)
+    scale = torch.where(squares > 0, over(products, squares), 0.0)
+    return torch.where(zero, 0.0, scale), torch.where(zero, 0.0, codes + top)
+
+
+def search_codebook(x: Tensor, values: tuple[int, ...], tries: int) -> tuple[Tensor, Tensor]:
+    """Fit ``scale * values[code]``: the best of ``2 * tries + 2`` scales, of one where tries is 0."""
+    largest, zero = _largest(x)
+    table = torch.tensor(values, dtype=torch.float32, device=x.device)
+
+    def sums(inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        codes = nearest_value(x * inverse, values)
+        weighted = x * x * table[codes]  # ggml's order of factors
+        return codes, total(weighted * x), total(weighted.mul_(table[codes]))
+
+    inverses = [over(1.0, over(-largest if tries else largest, float(values[0])))]
+    if tries:
+        inverses += [over(float(i + values[0]), largest) for i in range(-tries, tries + 1)]
+    scale, codes = _best_scale(inverses, sums)
+    return torch.where(zero, 0.0, scale), torch.where(zero, 0, codes)
+
+
+def nearest_value(x: Tensor, values: tuple[int, ...]) -> Tensor:
+    """Return the index of the value of a rising codebook that is nearest, of two the upper one; int64."""
+    middles = [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
+    return torch.bucketize(x, torch.tensor(middles, device=x.device), right=True)
