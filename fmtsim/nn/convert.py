@@ -35,6 +35,7 @@ from fmtsim.nn.planning import (
 from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, computed_products, detach_products
 from fmtsim.nn.state import PTQ, RECIPE, attach_name, converted_modules, detach_name, is_converted
 from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, undo_swaps
+from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
@@ -70,6 +71,7 @@ def convert(
     generator: Generator = None,
     filter_fn: Filter | None = None,
     total_steps: int | None = None,
+    attention: str | AttentionConfig | None = None,
 ) -> Model:
     """Give linear layers, convolutions (transposed, too) and nn.MultiheadAttention emulated matrix products, in place.
 
@@ -106,6 +108,8 @@ def convert(
             that a recipe exchanges.
         total_steps: Optimizer steps of the run, for recipes whose schedules are fractions of it. A model under a
             schedule has to be told the step (``fmtsim.nn.set_step``).
+        attention: How attention runs, in place of what the recipe says: a record, or the name of a recipe that has
+            one, such as ``"sage3"``. Without a recipe all layers stay in high precision.
 
     Returns:
         The same model. ``fmtsim.report`` says what was converted and why the rest was not; its one line
@@ -128,7 +132,7 @@ def convert(
     check_module("convert", model)
     _check_filter(model, filter_fn)
     machine = machine_of(target, plan, native)
-    named = None
+    recipe, named = recipe if attention is None else _with_attention(recipe, attention, format), None
     if recipe is not None:
         check_alone(format, fast_accum)
     if isinstance(recipe, str | Path | Recipe | PtqRecipe):
@@ -161,6 +165,16 @@ def convert(
     chosen_by_name = filter_fn is not None or callable(recipe)
     _tell(model, warn=bool(layers or products) and not chosen_by_name)
     return model
+
+
+def _with_attention(recipe: Any, attention: Any, format: Any) -> Recipe:
+    base = Recipe(name="attention") if recipe is None and format is None else recipe
+    if not isinstance(base, str | Path | Recipe):
+        raise ArgumentError("attention= goes with a recipe or alone; for layers by format= call convert_attention, too")
+    how = get_recipe(attention, kind="training").attention if isinstance(attention, str) else attention
+    if not isinstance(how, AttentionConfig):
+        raise ArgumentError(f"attention={shown(attention)} is not attention; pass 'fa3', 'sage3' or an AttentionConfig")
+    return dataclasses.replace(get_recipe(base, kind="training"), attention=how)
 
 
 def _check_filter(model: nn.Module, filter_fn: Any) -> None:

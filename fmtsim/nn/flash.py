@@ -20,7 +20,8 @@ from fmtsim.gemm.layers.route import element_of
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.gemm.products.matmul import bmm
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.recipes.attention import AttentionConfig, element_formats
+from fmtsim.nn.attention_steps import exp2, from_tiles, to_tiles, without_means
+from fmtsim.recipes.attention import AttentionConfig, Tile, element_formats
 from fmtsim.recipes.build import HIGH
 from fmtsim.scaling.cast import rotated
 from fmtsim.spec.cast import RandomKey
@@ -144,9 +145,10 @@ def flash(
     (q, k, v, mask, hides, factor), unit, coded = inputs, config.target, config.has_unit
     if coded:
         check_call(config, inputs, dtype)
+    q, k, q_means, delta = without_means(config, q, k, dtype)
+    operands = ("q", q, config.q, config.q_tile), ("k", k, config.k, config.k_tile), ("v", v.mT, config.v, None)
     q_heads, k_heads, v_heads = (
-        quantised(name, x, quantizer, coded, call_keys.draws, watchers)
-        for name, x, quantizer in (("q", q, config.q), ("k", k, config.k), ("v", v.mT, config.v))
+        quantised(name, x, quantizer, coded, call_keys.draws, watchers, tile) for name, x, quantizer, tile in operands
     )
     m = q.new_full((*q.shape[:2], 1), -math.inf)
     total, out = torch.zeros_like(m), q.new_zeros(*q.shape[:2], v.shape[-1])
@@ -155,11 +157,12 @@ def flash(
         keys = slice(first, first + config.columns)
         # 1. Scores of a block of keys, as exponents to base 2.
         s = product(q_heads, _part(k_heads, keys, 1), unit, dtype)
+        s = s if delta is None else s + delta[..., keys]
         t = _exponents(s, mask if mask is None else mask[..., keys], factor, hides)
         # 2. The running maximum of each row; earlier sums shrink by 2^(old maximum - new one).
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
-        shrink, p = torch.exp2(m - base), torch.exp2(t - (base - config.offset))
+        shrink, p = torch.exp2(m - base), exp2(t - (base - config.offset), config.exp2, config.columns)
         # 3. The weights before normalisation are quantised for the product with the values.
         weights = quantised("p", p.reshape(1, -1, p.shape[-1]), config.p, coded, call_keys.draws, watchers)
         scale = None if weights.scale is None else weights.scale.reshape(p.shape)
@@ -177,14 +180,21 @@ def flash(
         ends = [
             torch.cat([one[i] * share for one, share in zip(blocks, shares, strict=True)][::-1], -1) for i in range(2)
         ]
+    if q_means is not None:  # the gradient of k meets the queries as they were
+        q_heads = Heads(q_heads.values() + q_means, None, q_heads.slope)
     return Flash(y, q_heads, k_heads, v_heads, *ends)
 
 
 def quantised(
-    name: str, x: Tensor, quantizer: Quantizer, coded: bool, draws: Callable[[], Keys], watchers: Watchers
-) -> Heads:
+    name: str, x: Tensor, quantizer: Quantizer, coded: bool, draws: Callable[[], Keys], watchers: Watchers,
+    tile: Tile | None = None,
+) -> Heads:  # fmt: skip
     """Quantise each head, to elements or values; all at once where no block reaches from one into the next."""
     heads, rows, inner = x.shape
+    if tile is not None:
+        tiled = quantised(name, to_tiles(x, tile), quantizer, coded, draws, watchers)
+        elements, scale, slope = (None if t is None else from_tiles(t, tile, rows) for t in tiled[:3])
+        return tiled._replace(elements=elements, scale=scale, slope=slope, block=(1, tiled.block[1]))  # type: ignore[arg-type]
     scaling = quantizer.scaling
     apart = scaling is None or (scaling.block[0] is not None and rows % scaling.block[0] == 0 and not scaling.tensor)
     # A clamp takes quantiles of the whole matrix, and the product needs the remainder that it cuts off.

@@ -3,10 +3,9 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -14,144 +13,110 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode, quantize
-from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.block import BlockFormat, Format, scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, IntFormat
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.scales import float32
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.errors import ArgumentError, did_you_mean, shown
+from fmtsim.support.errors import ArgumentError, shown
 
 Parts = tuple[Encoded, ...]
 Scale = float | Sequence[float] | Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Direct:
-    """Cast under a static scale, of the cache or of each head; block scales of two levels follow TensorRT-LLM.
+class Rule(NamedTuple):
+    """How a token of a head is kept: what encodes it under a static scale, and what decodes the parts under it."""
 
-    With two levels the static scale s is the tensor's: ``g = 1 / s``, a block has
-    ``b = e4m3(g * (amax * RN32(1 / 6)))``, elements are ``e2m1(x * (1 / (b * (1 / g))))`` (0 where b is), and values
-    ``element * b * s``; all in float32.
-    """
-
-    format: Format
-
-    def encode(self, x: Tensor, scale: float | Tensor) -> Parts:
-        """Return the codes of tokens."""
-        fmt = self.format
-        if not (isinstance(fmt, BlockFormat) and fmt.tensor_scale):
-            return (encode(x if _is_one(scale) else x.float() / scale, fmt, pad=True),)
-        size = fmt.block[1] or x.shape[-1]
-        if x.shape[-1] % size:
-            raise ArgumentError(
-                f"{fmt.name} has blocks of {size}, which do not divide the {x.shape[-1]} features of a head; choose "
-                "a format with a scale a head, such as 'int4_channel'"
-            )
-        # 1. what brings the tensor into range, and the scale of each block as it is stored
-        blocks, g = x.float().unflatten(-1, (-1, size)), 1 / torch.as_tensor(scale, device=x.device)
-        g = g[..., None] if g.dim() else g
-        amax = blocks.abs().amax(-1, keepdim=True)
-        stored = quantize(g * (amax * float32(1 / fmt.element.max)), fmt.scale, overflow="saturate")
-        # 2. elements meet one factor of both scales
-        factor = torch.where(stored == 0, 0.0, 1 / (stored * (1 / g)))
-        codes = encode((blocks * factor).flatten(-2), fmt.element).unpacked()
-        parts = EncodedParts(codes, stored.flatten(-2).flatten(0, -2))
-        return (Encoded.from_parts(parts, _one_level(fmt), x.shape),)
-
-    def decode(self, parts: Parts, scale: float | Tensor) -> Tensor:
-        """Return their values in float32."""
-        values = parts[0].decode(out_dtype=torch.float32)
-        return values if _is_one(scale) else values * scale
+    name: str
+    encode: Callable[[Tensor, float | Tensor], Parts]
+    decode: Callable[[Parts, float | Tensor], Tensor]
+    takes_scale: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerTokenHead:
-    """Scale a token and head by its own amax: ``s = max(amax / max, 1e-6)``, elements ``x * (1 / s)``.
-
-    Integers are rounded by adding half away from zero in float32 and truncating.
-    """
-
-    format: str
-
-    def encode(self, x: Tensor, scale: float | Tensor) -> Parts:
-        """Return codes and scales of tokens."""
-        fmt = get_format(self.format)
-        assert isinstance(fmt, BlockFormat)
-        s = (x.float().abs().amax(-1, keepdim=True) / fmt.element.max).clamp(min=1e-6)
-        y = x.float() * (1 / s)
-        y = (y + torch.where(y >= 0, 0.5, -0.5)).trunc() if isinstance(fmt.element, IntFormat) else y
-        codes = encode(y, fmt.element).unpacked()
-        return (Encoded.from_parts(EncodedParts(codes, s.reshape(-1, 1)), fmt, x.shape),)
-
-    def decode(self, parts: Parts, scale: float | Tensor) -> Tensor:
-        """Return their values in float32."""
-        return parts[0].decode(out_dtype=torch.float32)
+def _cast(fmt: Format, x: Tensor, scale: float | Tensor) -> Parts:
+    """Cast under a static scale; block scales of two levels are made in TensorRT-LLM's order, in float32."""
+    if not (isinstance(fmt, BlockFormat) and fmt.tensor_scale):
+        return (encode(x if _is_one(scale) else x.float() / scale, fmt, pad=True),)
+    size = fmt.block[1] or x.shape[-1]
+    if x.shape[-1] % size:
+        raise ArgumentError(
+            f"{fmt.name} has blocks of {size}, which do not divide the {x.shape[-1]} features of a head; choose a "
+            "format with a scale a head, such as 'int4_channel'"
+        )
+    # 1. g brings the tensor into range; the scale of a block as it is stored
+    blocks, g = x.float().unflatten(-1, (-1, size)), 1 / torch.as_tensor(scale, device=x.device)
+    g = g[..., None] if g.dim() else g
+    amax = blocks.abs().amax(-1, keepdim=True)
+    stored = quantize(g * (amax * float32(1 / fmt.element.max)), fmt.scale, overflow="saturate")
+    # 2. elements meet one factor of both scales
+    factor = torch.where(stored == 0, 0.0, 1 / (stored * (1 / g)))
+    return (_blocks((blocks * factor).flatten(-2), stored.flatten(-2).flatten(0, -2), _one_level(fmt)),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Uniform:
-    """Count steps from a token and head's least value (TurboQuant's values).
-
-    ``s = max((max - min) / (2**bits - 1), 1e-8)``, a code is ``floor((x - min) / s + 0.5)``, at most the last; s and
-    min are kept in float16, and a value is ``code * s + min`` of those.
-    """
-
-    bits: int
-
-    def encode(self, x: Tensor, scale: float | Tensor) -> Parts:
-        """Return codes, steps and least values of tokens."""
-        x = x.float()
-        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        s = ((high - low) / (2**self.bits - 1)).clamp(min=1e-8)
-        return encode(((x - low) / s + 0.5).floor(), f"uint{self.bits}"), encode(s, "fp16"), encode(low, "fp16")
-
-    def decode(self, parts: Parts, scale: float | Tensor) -> Tensor:
-        """Return their values in float32."""
-        codes, s, low = (part.decode(out_dtype=torch.float32) for part in parts)
-        return codes * s + low
+def _values(parts: Parts, scale: float | Tensor) -> Tensor:
+    values = parts[0].decode(out_dtype=torch.float32)
+    return values if _is_one(scale) else values * scale
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rotated:
-    """Round a rotated unit vector to Lloyd-Max centroids, beside its norm (TurboQuant's keys).
-
-    ``y = hadamard(x / (norm + 1e-8))``, a code is the nearest centroid of ``lloyd_max``, the upper one half-way, and
-    the norm is kept in float16. A value is ``hadamard(norm * (c * (1 / sqrt(sum(c * c) + 1e-16))))``: the centroids c
-    are normalised before they are rotated back. Norms and sums of squares have the device's last bits.
-    """
-
-    bits: int
-
-    def encode(self, x: Tensor, scale: float | Tensor) -> Parts:
-        """Return codes and norms of tokens."""
-        x, size = x.float(), x.shape[-1]
-        if size < 8 or size & (size - 1):
-            below = 1 << max(size.bit_length() - 1, 3)
-            raise ArgumentError(
-                f"TurboQuant rotates whole heads, and heads have {size} features; choose a model whose heads have "
-                f"{below} or {2 * below}, powers of two, or a format without a rotation"
-            )
-        norm = x.norm(dim=-1, keepdim=True)
-        return encode(hadamard(x / (norm + 1e-8), size), lloyd_max(size, self.bits)), encode(norm, "fp16")
-
-    def decode(self, parts: Parts, scale: float | Tensor) -> Tensor:
-        """Return their values in float32."""
-        c, norm = (part.decode(out_dtype=torch.float32) for part in parts)
-        c = c * (1 / ((c * c).sum(-1, keepdim=True) + 1e-16).sqrt())
-        return hadamard(norm * c, c.shape[-1])
+def _per_token_head(fmt: BlockFormat, x: Tensor, _: float | Tensor) -> Parts:
+    """Scale by ``s = max(amax / max, 1e-6)``; integers are rounded half away by adding 0.5 in float32."""
+    s = (x.float().abs().amax(-1, keepdim=True) / fmt.element.max).clamp(min=1e-6)
+    y = x.float() * (1 / s)
+    y = (y + torch.where(y >= 0, 0.5, -0.5)).trunc() if isinstance(fmt.element, IntFormat) else y
+    return (_blocks(y, s.reshape(-1, 1), fmt),)
 
 
-Rule = Direct | PerTokenHead | Uniform | Rotated
-_E4M3, _FP8, _INT8 = Direct(format=get_format("e4m3")), PerTokenHead(format="e4m3_channel"), "int8_channel"
+def _blocks(y: Tensor, scales: Tensor, fmt: BlockFormat) -> Encoded:
+    return Encoded.from_parts(EncodedParts(encode(y, fmt.element).unpacked(), scales), fmt, y.shape)
+
+
+def _steps(bits: int, x: Tensor, _: float | Tensor) -> Parts:
+    """Count steps from the least value (TurboQuant's values); step and least value are kept in float16."""
+    x = x.float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    s = ((high - low) / (2**bits - 1)).clamp(min=1e-8)
+    return encode(((x - low) / s + 0.5).floor(), f"uint{bits}"), encode(s, "fp16"), encode(low, "fp16")
+
+
+def _from_steps(parts: Parts, _: float | Tensor) -> Tensor:
+    codes, s, low = (part.decode(out_dtype=torch.float32) for part in parts)
+    return codes * s + low
+
+
+def _rotated(bits: int, x: Tensor, _: float | Tensor) -> Parts:
+    """Round a rotated unit vector to Lloyd-Max centroids, beside its norm in float16 (TurboQuant's keys)."""
+    x, size = x.float(), x.shape[-1]
+    if size < 8 or size & (size - 1):
+        raise ArgumentError(
+            f"TurboQuant rotates heads of 8, 16, 32 and so on features, and these have {size}; choose a format without "
+            "a rotation, such as 'int4_channel'"
+        )
+    norm = x.norm(dim=-1, keepdim=True)  # this and the sum below have the device's last bits
+    return encode(hadamard(x / (norm + 1e-8), size), lloyd_max(size, bits)), encode(norm, "fp16")
+
+
+def _rotated_back(parts: Parts, _: float | Tensor) -> Tensor:
+    c, norm = (part.decode(out_dtype=torch.float32) for part in parts)
+    c = c * (1 / ((c * c).sum(-1, keepdim=True) + 1e-16).sqrt())  # centroids are normalised before they are rotated
+    return hadamard(norm * c, c.shape[-1])
+
+
+def _direct(fmt: Format) -> Rule:
+    return Rule(fmt.name, partial(_cast, fmt), _values, not isinstance(fmt, BlockFormat) or fmt.tensor_scale)
+
+
+_FP8, _INT8 = (
+    Rule(f"{name} a token and head", partial(_per_token_head, scaled(get_format(name), (1, None))), _values)  # type: ignore[arg-type]
+    for name in ("e4m3", "int8")
+)
+_STEPS_3, _STEPS_4 = (Rule(f"steps of {bits} bits", partial(_steps, bits), _from_steps) for bits in (3, 4))
+_KEYS_3, _KEYS_4 = (Rule(f"{bits} bits, rotated", partial(_rotated, bits), _rotated_back) for bits in (3, 4))
 CACHES: Final[dict[str, tuple[Rule, Rule]]] = {
-    "fp8_per_token_head": (_FP8, _FP8),
-    "int8_per_token_head": (PerTokenHead(format=_INT8), PerTokenHead(format=_INT8)),
-    "turboquant_k8v4": (_E4M3, Uniform(bits=4)),
-    "turboquant_4bit_nc": (Rotated(bits=4), Uniform(bits=4)),
-    "turboquant_k3v4_nc": (Rotated(bits=3), Uniform(bits=4)),
-    "turboquant_3bit_nc": (Rotated(bits=3), Uniform(bits=3)),
-}
+    "fp8_per_token_head": (_FP8, _FP8), "int8_per_token_head": (_INT8, _INT8),
+    "turboquant_k8v4": (_direct(get_format("e4m3")), _STEPS_4), "turboquant_4bit_nc": (_KEYS_4, _STEPS_4),
+    "turboquant_k3v4_nc": (_KEYS_3, _STEPS_4), "turboquant_3bit_nc": (_KEYS_3, _STEPS_3),
+}  # fmt: skip
 """vLLM's caches, of keys and of values, by its names (vLLM 0.33.0, vllm/v1/attention/ops)."""
 
 
@@ -159,9 +124,8 @@ CACHES: Final[dict[str, tuple[Rule, Rule]]] = {
 def lloyd_max(size: int, bits: int) -> CodebookFormat:
     """Return the codebook of least squared error for a coordinate of a unit vector: N(0, 1 / size).
 
-    Iterated from even steps over 3.5 standard deviations until no centroid moves by 1e-10, integrals by trapezoids of
-    200 steps; centroids and the middles between them are float32, and a number in the middle goes up. Source:
-    vLLM 0.33.0, ``quantization/turboquant/centroids.py``, after Zandieh et al., TurboQuant.
+    Integrals are trapezoids of 200 steps; centroids and the middles between them are float32, and a number in the
+    middle goes up. Source: vLLM 0.33.0, ``quantization/turboquant/centroids.py``, after Zandieh et al., TurboQuant.
     """
     count, sigma = 2**bits, math.sqrt(1.0 / size)
     low, high = -3.5 * sigma, 3.5 * sigma
@@ -286,26 +250,22 @@ def _rule(fmt: str | Format, side: int) -> Rule:
     """Return how tokens are kept, by a name of a cache (0 for its keys, 1 for its values) or a format."""
     if isinstance(fmt, str) and fmt in CACHES:
         return CACHES[fmt][side]
-    if isinstance(fmt, str) and fmt.startswith("turboquant"):
-        raise ArgumentError(f"no cache is called {shown(fmt)}{did_you_mean(fmt, CACHES)}")
     record = get_format(fmt)
     if isinstance(record, BlockFormat) and record.block[0] != 1:
         raise ArgumentError(
             f"{record.name} shares scales among tokens; choose a format with block=(1, size) or (1, None)"
         )
-    return Direct(format=record)
+    return _direct(record)
 
 
 def _checked(scale: Scale, rule: Rule) -> float | Tensor:
     """Return a static scale, one a head as ``[heads, 1, 1]``."""
     numbers = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
     possible = bool(((numbers > 0) & numbers.isfinite()).all()) and numbers.numel() > 0
-    fmt = rule.format if isinstance(rule, Direct) else None
-    takes = fmt is not None and (not isinstance(fmt, BlockFormat) or fmt.tensor_scale)
-    if not possible or not (takes or bool((numbers == 1).all())):
+    if not possible or not (rule.takes_scale or bool((numbers == 1).all())):
         raise ArgumentError(
-            f"a scale of {shown(scale)} for {rule if fmt is None else fmt.name}; pass a number above 0, or one a head, "
-            "and none beside scales that are made of each block alone"
+            f"a scale of {shown(scale)} for {rule.name}; pass a number above 0, or one a head, and none beside scales "
+            "that are made of each block alone"
         )
     return float(scale) if isinstance(scale, int | float) else numbers[:, None, None]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of quantised attention: quantisers of its products' operands, forward and backward, and the target."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -27,6 +28,19 @@ _FORWARD: Final = ("q", "k", "v", "p")
 _AFTER_FORWARD: Final = Gemm(a=HIGH, b=FORWARD)
 _WIDE: Final = (BF16, scale_format("fp16"), scale_format("fp32"))  # in which units take what is in high precision
 _TENSORS: Final = {"dv": ("p", "do"), "dp": ("do", "v"), "dq": ("ds", "k"), "dk": ("ds", "q")}
+
+
+Tile = tuple[int, int, int]
+"""``(rows, stride, run)``: in every tile of so many rows, runs of rows that lie ``stride`` apart share a scale."""
+
+
+Exp2 = tuple[int, int, int]
+"""``(frequency, count, start)``: some of the softmax's 2^x are FlashAttention-4's cubic polynomial (Cody-Waite).
+
+A block of keys is cut into fragments of 32 columns. In each but the last, from fragment ``start`` on, pairs of columns
+are emulated whose place in the fragment, modulo ``frequency``, is one of the last ``count``. Source:
+Dao-AILab/flash-attention 0251105a, flash_attn/cute: ``ex2_emulation_2``, ``apply_exp2_convert``.
+"""
 
 
 class Product(NamedTuple):
@@ -63,6 +77,11 @@ class AttentionConfig:
         q, k, v, p: Quantisers; p is the matrix of softmax weights before normalisation.
         offset: Weights are ``2^offset`` times larger before they are quantised (8 in FlashAttention-3).
         columns: Keys of a block.
+        smooth_k: Remove the mean over all keys from k, which changes no weight (SageAttention).
+        smooth_q: Remove the mean of every so many queries from q; its product with k, in high precision, is added to
+            the scores (SageAttention 3). The means count as constants in gradients.
+        q_tile, k_tile: Rows of q and k that share a scale lie apart (``Tile``), as a GPU's threads hold them.
+        exp2: How 2^x of the weights is computed; None is torch's.
         target: The matrix unit or datapath of both forward products, None for float32; the Gemms of the gradients name
             their own. ``on`` takes the units of a GPU.
         dv: ``p^T do``, over the queries.
@@ -85,8 +104,13 @@ class AttentionConfig:
     k: Quantizer = Quantizer()
     v: Quantizer = Quantizer()
     p: Quantizer = Quantizer()
-    offset: int = 0
+    offset: float = 0
     columns: int = 128
+    smooth_k: bool = False
+    smooth_q: int | None = None
+    q_tile: Tile | None = None
+    k_tile: Tile | None = None
+    exp2: Exp2 | None = None
     target: Any = None
     dv: Gemm = Gemm(a=FORWARD, b=HIGH)
     dp: Gemm = _AFTER_FORWARD
@@ -98,15 +122,20 @@ class AttentionConfig:
             _check_forward(name, getattr(self, name))
         for name in BACKWARD:
             _check_backward(name, getattr(self, name))
-        if type(self.offset) is not int:
-            raise ArgumentError(
-                f"AttentionConfig offset={shown(self.offset)} is not a whole number; pass one, such as 8"
-            )
+        if type(self.offset) not in (int, float) or not math.isfinite(self.offset):
+            raise ArgumentError(f"AttentionConfig offset={shown(self.offset)} is not allowed; pass a finite number")
         if type(self.columns) is not int or self.columns < 1:
             raise ArgumentError(
                 f"AttentionConfig columns={shown(self.columns)} is not allowed; pass a whole number from 1"
             )
         check_types(self)
+        if self.smooth_q is not None and self.smooth_q < 1:
+            raise ArgumentError(f"AttentionConfig smooth_q={self.smooth_q} is not allowed; pass 1 or more, or None")
+        for name, tile in (("q_tile", self.q_tile), ("k_tile", self.k_tile)):
+            if tile is not None and (min(tile) < 1 or tile[0] % tile[1] or tile[1] % tile[2]):
+                raise ArgumentError(f"AttentionConfig {name}={tile} is no tile; each divides the number before it")
+        if self.exp2 is not None and not (0 < self.exp2[1] <= self.exp2[0] and self.exp2[2] >= 0):
+            raise ArgumentError(f"AttentionConfig exp2={self.exp2} is not allowed; keep 0 < count <= frequency")
         for name, product in self.products.items():
             if product.target is not None:
                 with located(f"AttentionConfig {name}"):
@@ -173,7 +202,12 @@ class AttentionConfig:
 
     def __str__(self) -> str:
         words = [f"q and k {self.q}"] if self.q == self.k else [f"q {self.q}", f"k {self.k}"]
-        words += [f"v {self.v}", f"p {self.p}{f', 2^{self.offset} times as large' if self.offset else ''}"]
+        words += [f"v {self.v}", f"p {self.p}{f', 2^{self.offset:g} times as large' if self.offset else ''}"]
+        words += ["k less its mean"] if self.smooth_k else []
+        words += [f"q less the mean of each {self.smooth_q} rows"] if self.smooth_q else []
+        tiles = (("q", self.q_tile), ("k", self.k_tile))
+        words += [f"{name} in tiles of {t[0]} rows, {t[2]} of each {t[1]}" for name, t in tiles if t]
+        words += [f"2^x by a polynomial {self.exp2}"] if self.exp2 else []
         words += [f"on {machine_name(self.target)}"] if self.target is not None else []
         default = {name: type(self).__dataclass_fields__[name].default for name in BACKWARD}
         gemms = {name: getattr(self, name) for name in BACKWARD}

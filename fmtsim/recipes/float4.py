@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes of four bits in floating point."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import PowerOfTwo, ScaleRule, Scaling, TensorScale
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.build import BF16, BLACKWELL, E4M3, E8M0, FORWARD, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding, RoundingName
@@ -88,6 +91,13 @@ def _fp4_ms(*, paper: bool) -> LinearConfig:
 
 _RULES = (Rule(head=True), Rule(last_blocks=0.15))
 
+_NVFP4 = Scaling(block=(1, 16), scale=E4M3, arithmetic="reciprocal")
+_QKV = cast("e2m1", _NVFP4)
+_SAGE = AttentionConfig(
+    q=_QKV, k=_QKV, v=_QKV, offset=math.log2(448 * 6), smooth_k=True, smooth_q=128,
+    p=cast("e2m1", replace(_NVFP4, arithmetic="divide", eps_rule="inverse")),
+)  # fmt: skip
+
 RECIPES = (
     Recipe(
         name="te_nvfp4",
@@ -152,5 +162,12 @@ RECIPES = (
         source=f"{_FP4}; MS-AMP 9746ea8: power-of-two scales, one an input channel of w, clamping without compensation",
         notes="the code's table rounds ties toward +Inf; here they go away from zero, which differs for negative ties. "
         "Scales follow its arithmetic in x's dtype; the code itself casts x and w to bfloat16 first",
+    ),
+    Recipe(
+        name="sage3",
+        attention=_SAGE,
+        source="thu-ml/SageAttention d1a57a5, sageattn3: api.py, fp4_quantization_4d.cu, softmax_fused.h",
+        notes="elements of p are divided by block scales before these are rounded to E4M3; the source makes them by "
+        "exp2 of a block's largest score, and sums 128 queries in Triton's order; kernels unverified",
     ),
 )

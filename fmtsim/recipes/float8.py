@@ -8,7 +8,7 @@ from fmtsim.formats.block import FP32, scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALE_RULES, History, PowerOfTwo, ScaleRule, Scaling
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.attention import flash_attention_3
+from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
 from fmtsim.recipes.build import (
     BF16,
     BLACKWELL,
@@ -135,6 +135,14 @@ def _mx(rule: ScaleRule) -> LinearConfig:
     operand = Quantizer(format=with_block(get_format("mxfp8_e4m3"), None, rule))
     return layer(operand, operand, operand)
 
+
+_MXFP8 = cast("mxfp8_e4m3_rceil")
+_ROWS = Scaling(block=(2, None), arithmetic="divide", offset=1e-7)
+_SAGE = AttentionConfig(
+    q=cast("int8", _ROWS, "nearest_away"), k=cast("int8", replace(_ROWS, block=(32, None)), "nearest_away"),
+    v=cast("e4m3", Scaling(block=(1, None))), p=cast("e4m3"), offset=8.807, smooth_k=True,
+    q_tile=(16, 8, 1), k_tile=(128, 8, 2),
+)  # fmt: skip
 
 RECIPES = (
     Recipe(
@@ -279,5 +287,27 @@ RECIPES = (
         variant="code",
         source=f"{_FA3_CODE}: a scale for each head, rotations left to the caller",
         notes="where heads of q share one of k and v, the code has one scale for those of q as well; here each has one",
+    ),
+    Recipe(
+        name="fa4",
+        machine=BLACKWELL,
+        attention=AttentionConfig(p=cast("bf16"), exp2=(10, 4, 1)),
+        source="Dao-AILab/flash-attention 0251105a, flash_attn/cute: heads of 128, two CTAs, no causal mask (else 16)",
+        notes="not modelled: one fused multiply-add of score, scale and maximum, maxima that stay while they grow by "
+        "less than 2^8, ex2.approx, NaN scores that become weights of 0; unverified on a GPU",
+    ),
+    Recipe(
+        name="sage2",
+        machine=CHAIN,
+        attention=_SAGE,
+        source="thu-ml/SageAttention d1a57a5, sageattn_qk_int8_pv_fp8_cuda_sm90, qk_quant_gran='per_thread'",
+        notes="the source rounds x / s = 0.49999997 to 1, by adding 0.5 in float32; its scales of v differ from "
+        "1 / (448 / amax) in last bits; it takes keys in ascending order; kernels unverified",
+    ),
+    Recipe(
+        name="mxfp8_attention",
+        attention=AttentionConfig(q=_MXFP8, k=_MXFP8, v=_MXFP8, p=_MXFP8),
+        source=f"{_TE}, MXFP8 DotProductAttention, blocks along the summed axis; the softmax is cuDNN's (unverified)",
+        notes="cuDNN gives p one fixed scale, 16: replace(attention, p=Quantizer(format='e4m3'), offset=4)",
     ),
 )

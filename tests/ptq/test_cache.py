@@ -142,11 +142,10 @@ def test_nvfp4_keeps_its_tensor_scale(scale):
     [
         (r"4 scales for 2 heads of keys; pass one, or one a head of them", "e4m3", [1.0] * 4, (1, 2, 3, 16)),
         (r"nvfp4 has blocks of 16, which do not divide the 24 features of a head", "nvfp4", 1.0, (1, 2, 3, 24)),
-        (r"TurboQuant rotates whole heads, and heads have 80 features; .* 64 or 128, powers of two",
+        (r"TurboQuant rotates heads of 8, 16, 32 and so on features, and these have 80; choose",
          "turboquant_3bit_nc", 1.0, (1, 2, 3, 80)),
         (r"a scale of \[1.0, 0.0\] for e4m3; pass a number above 0", "e4m3", [1.0, 0.0], None),
-        (r"a scale of 2.0 for Uniform\(bits=4\); .* none beside scales", "turboquant_k8v4", 2.0, None),
-        (r"no cache is called 'turboquant_2bit'", "turboquant_2bit", 1.0, None),
+        (r"a scale of 2.0 for steps of 4 bits; .* none beside scales", "turboquant_k8v4", 2.0, None),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(message, fmt, scale, shape):

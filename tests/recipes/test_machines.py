@@ -50,9 +50,15 @@ def step(model, tokens=128, device="cpu"):
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
+WITHOUT_MACHINE = {"sage3", "mxfp8_attention"}  # scales change inside the sums of attention, which no unit here takes
+
+
 @pytest.mark.parametrize("name", fmtsim.list_recipes(kind="training"))
 def test_every_recipe_runs_on_the_machine_that_it_was_made_for(name):
     recipe = get_recipe(name)
+    assert (recipe.machine is None) == (name in WITHOUT_MACHINE)
+    if recipe.machine is None:
+        return
     model = convert(net(recipe), recipe=name, target="recipe", total_steps=10, generator=1)
     assert all(t.isfinite().all() for t in step(model))
     machine = recipe.machine if isinstance(recipe.machine, str) else describe(recipe.machine)

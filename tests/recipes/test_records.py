@@ -284,7 +284,8 @@ FACTORS = [1, 0.5, 1e-30, 1e30], [0, -1.0, math.inf, math.nan, "2"]
     ("record", "name", "good", "wrong"),
     [
         (AttentionConfig(), "columns", [1, 64], [0, -1, 0.5, True]),
-        (AttentionConfig(), "offset", [-3, 0, 8], [1.0, True, None]),
+        (AttentionConfig(), "offset", [-3, 0, 8, 8.807], [True, None, math.inf]),
+        (AttentionConfig(), "smooth_q", [1, 128, None], [0, -1, 1.0, True]),
         *((LossScale(), name, *FACTORS) for name in ("initial", "growth", "backoff")),
         (LossScale(), "interval", [1, 2, None], [0, -1, 1.0, True]),
         (LossScale(), "hysteresis", [1, 2], [0, -1, 1.0, True, None]),
