@@ -164,3 +164,31 @@ def _checked_codes(codes: torch.Tensor, bits: int, validated: bool) -> torch.Ten
             wrong = low if low < 0 else high
             raise CodeError(f"code {wrong} does not fit {bits} bits; expected 0 to {(1 << bits) - 1}")
     return codes
+
+
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in the order in which cuBLAS and CUTLASS take those of blocks (SWIZZLE_32_4_4, "128x4").
+
+    Scales are padded with zeros to tiles of 128 rows by 4 blocks, which follow each other along a row; row r of a tile
+    lies at ``16 (r mod 32) + 4 (r div 32)``, its four blocks one after another (cuBLAS, 1D block scaling factors).
+
+    Args:
+        scale: [rows, blocks], codes or values of any dtype.
+
+    Returns:
+        ``[128 ceil(rows / 128) * 4 ceil(blocks / 4)]``, contiguous, of the dtype.
+
+    >>> swizzled(torch.arange(8).view(2, 4)).view(32, 16)[:2, :4].tolist()
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
+    """
+    down, across = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
+    padded = scale.new_zeros(down * 128, across * 4)
+    padded[: scale.shape[0], : scale.shape[1]] = scale
+    return padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4).flatten()
+
+
+def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """Return [rows, blocks] scales from the order that ``swizzled`` makes, without its padding."""
+    down, across = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:rows, :blocks]

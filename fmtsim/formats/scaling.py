@@ -184,7 +184,7 @@ class Scaling:
         of_input = self.input_scale or (log2 and not divides) or self.eps_rule == "inverse"
         alone = not of_input or (self.tensor is None and self.history is None)
         _require(alone, "input_scale, 'log2' or 'inverse' with tensor= or history=", "a rule of one level without one")
-        pairs = () if self.tensor is None else zip(self.block, self.tensor.block, strict=True)
+        pairs = zip(self.block, self.level_block, strict=True)
         whole_blocks = all(level is None or (size is not None and level % size == 0) for size, level in pairs)
         _require(whole_blocks, f"{self.tensor} with block={self.block}", "a TensorScale block of whole blocks, or None")
         of_tensor = self.block == (None, None) or self.has_fixed_tensor_scale
@@ -212,10 +212,14 @@ class Scaling:
         return self.candidates == (1.0,) and self.tensor in (None, TensorScale())
 
     @property
-    def level_blocks(self) -> Block:
+    def level_block(self) -> Block:
+        """Elements that share a number of the second level of scales; (None, None) with one level, too."""
+        return (None, None) if self.tensor is None else self.tensor.block
+
+    @property
+    def blocks_per_level(self) -> Block:
         """Blocks, outer and inner, that share a number of the second level of scales; None is all of them."""
-        assert self.tensor is not None
-        pairs = zip(self.tensor.block, self.block, strict=True)
+        pairs = zip(self.level_block, self.block, strict=True)
         outer, inner = (None if whole is None or size is None else whole // size for whole, size in pairs)
         return outer, inner
 

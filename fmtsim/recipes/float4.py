@@ -37,6 +37,11 @@ def _nvfp4() -> LinearConfig:
     )  # fmt: skip
 
 
+def _four_six(x: str, w: str) -> LinearConfig:
+    gradient = cast("nvfp4", rounding=_NVFP4_STOCHASTIC)
+    return layer(cast(x), cast(w), gradient, w_back=FORWARD)
+
+
 def _mxfp4(rule: ScaleRule, *, rotate: bool) -> LinearConfig:
     fmt = with_block(get_format("mxfp4"), None, rule)
     rotation = (Hadamard(size=32, signs="random"),) if rotate else ()
@@ -108,6 +113,20 @@ RECIPES = (
         source=f"{_TE}; {_NVIDIA}: the last 15 % of the blocks and the head in bfloat16",
     ),
     Recipe(name="te_nvfp4_all", machine=BLACKWELL, linear=_nvfp4(), source=f"{_TE}: every layer"),
+    *(
+        Recipe(
+            name=name,
+            machine=BLACKWELL,
+            linear=_four_six(x, w),
+            source=f"{_TE} with nvfp4_4over6={scope!r}, its scales to 256, errors by {metric}, without rotations",
+        )
+        for name, scope, metric, x, w in (
+            ("four_six", "all", "MAE", "nvfp4_four_six_mae_256", "nvfp4_16x16_four_six_mae_256"),
+            ("four_six_mse", "all", "MSE", "nvfp4_four_six_mse_256", "nvfp4_16x16_four_six_mse_256"),
+            ("four_six_weights", "weights", "MAE", "nvfp4", "nvfp4_16x16_four_six_mae_256"),
+            ("four_six_acts", "activations", "MAE", "nvfp4_four_six_mae_256", "nvfp4_16x16"),
+        )
+    ),
     Recipe(
         name="nvfp4_switch",
         machine=BLACKWELL,

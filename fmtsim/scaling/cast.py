@@ -233,17 +233,16 @@ def times_blocks(
 ) -> Tensor:  # fmt: skip
     """Return the elements of a matrix times the numbers of their blocks, or divided by them: float32, one rounding.
 
-    With a second level of scales products are float64, and rounded to float32 at the end. ``buffer`` names memory of
-    this thread that kernels may write to, and that the next call by its name reuses.
+    With the scale of a tensor products are float64, and rounded to float32 at the end. ``buffer`` names memory of this
+    thread that kernels may write to, and that the next call by its name reuses.
     """
     engine = ops.cpu_engine(x)
-    if engine is not None and x.dtype in _OF_KERNELS and x.numel() and (tensor_scale is None or not tensor_scale.dim()):
+    if engine is not None and x.dtype in _OF_KERNELS and x.numel():
         s, sizes = _of_matrix(s, sizes, x)
         return engine.times_blocks(x, s, sizes, divides=divides, tensor_scale=tensor_scale, buffer=buffer)
     s = spread(s, sizes, x.shape)
     if tensor_scale is not None:
-        level = spread(tensor_scale, sizes, x.shape)
-        return (float64(x.float()) * s * level).float()  # element times scale is exact in float64
+        return (float64(x.float()) * s * tensor_scale).float()  # element times scale is exact in float64
     return torch.div(x.float(), s) if divides else x.float() * s
 
 

@@ -86,13 +86,13 @@ def two_levels(
 
 def packed_level(tensor: Tensor, scaling: Scaling) -> Tensor:
     """Return a second level, a number a block, with one number for all blocks that share it; 0-d stays as it is."""
-    outer, inner = block_sizes(scaling.level_blocks, tensor.shape) if tensor.dim() else (1, 1)
+    outer, inner = block_sizes(scaling.blocks_per_level, tensor.shape) if tensor.dim() else (1, 1)
     return tensor[::outer, ::inner].contiguous() if tensor.dim() else tensor
 
 
 def block_level(tensor: Tensor, scaling: Scaling, blocks: torch.Size) -> Tensor:
     """Undo ``packed_level`` for a number of blocks, outer and inner."""
-    return spread(tensor, block_sizes(scaling.level_blocks, blocks), blocks) if tensor.dim() else tensor
+    return spread(tensor, block_sizes(scaling.blocks_per_level, blocks), blocks) if tensor.dim() else tensor
 
 
 def errors(x: Tensor, q: Tensor, scales: Scales, scaling: Scaling, top: float, height: int) -> Tensor:
@@ -134,10 +134,10 @@ def _tops(scaling: Scaling, top: float) -> tuple[float, float]:
 
 def _level_amax(a: Tensor, scaling: Scaling) -> Tensor:
     """Return the largest magnitude of the tensor, 0-d, or for each block that of the row or window that it lies in."""
-    if scaling.level_blocks == (None, None):
+    if scaling.blocks_per_level == (None, None):
         return a.amax() if a.numel() else a.new_zeros(())
-    sizes = block_sizes(scaling.level_blocks, a.shape)
-    return spread(statistic(a, scaling.level_blocks, "amax"), sizes, a.shape)
+    sizes = block_sizes(scaling.blocks_per_level, a.shape)
+    return spread(statistic(a, scaling.blocks_per_level, "amax"), sizes, a.shape)
 
 
 def _or_one(s: Tensor) -> Tensor:

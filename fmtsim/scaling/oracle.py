@@ -250,7 +250,7 @@ def _real_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
 
 def _shared_amaxes(blocks: list[list[_Block]], fmt: BlockFormat) -> list[list[Fraction]]:
     """Return for each block the largest magnitude of what shares a scale of the second level with it."""
-    outer, inner = (n or 1 << 63 for n in fmt.scaling.level_blocks)
+    outer, inner = (n or 1 << 63 for n in fmt.scaling.blocks_per_level)
     largest: dict[tuple[int, int], Fraction] = {}
     for i, row in enumerate(blocks):
         for j, block in enumerate(row):
@@ -260,7 +260,7 @@ def _shared_amaxes(blocks: list[list[_Block]], fmt: BlockFormat) -> list[list[Fr
 
 
 def _shared_scales(results: list[list[_Result]], fmt: BlockFormat) -> float | list[list[float]]:
-    outer, inner = fmt.scaling.level_blocks
+    outer, inner = fmt.scaling.blocks_per_level
     scales = [
         [float(result.level) for result in row[:: inner or len(row)]] for row in results[:: outer or len(results)]
     ]

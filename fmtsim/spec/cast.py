@@ -103,7 +103,7 @@ def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
 
 def level_shape(fmt: BlockFormat, shape: torch.Size, dim: int) -> tuple[int, ...]:
     """Return the shape of the second level of scales of a tensor: () where the tensor has one number."""
-    block = (None, None) if fmt.scaling.tensor is None else fmt.scaling.tensor.block
+    block = fmt.scaling.level_block
     return () if block == (None, None) else _counts(block, matrix_shape(shape, dim))
 
 

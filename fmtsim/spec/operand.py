@@ -38,7 +38,7 @@ class Operand(NamedTuple):
             of blocks in them.
         quantizer: What made them.
         scale: float32 [row blocks, inner blocks], or None.
-        tensor_scale: float32: the scale of the whole matrix, 0-d, or that of rows or windows, like ``scale``; or None.
+        tensor_scale: float32, 0-d: the scale of the whole matrix, or None.
         block: Rows and columns of a block.
         slope: float32, or bool for 1 and 0: what the gradient of an element is multiplied with; or None.
         rest: float32: what ``Clamp(compensate=True)`` cut off, or None.
@@ -54,8 +54,8 @@ class Operand(NamedTuple):
 
     def transposed(self) -> "Operand":
         """Return the transposed matrix, with the same elements and scales."""
-        scale, level = (None if s is None else s.mT if s.dim() else s for s in (self.scale, self.tensor_scale))
-        return Operand(self.elements.mT, self.quantizer, scale, level, self.block[::-1])
+        scale = None if self.scale is None else self.scale.mT
+        return Operand(self.elements.mT, self.quantizer, scale, self.tensor_scale, self.block[::-1])
 
     @property
     def scales_rows(self) -> bool:
@@ -79,8 +79,7 @@ class Operand(NamedTuple):
         s = spread(self.scale, self.block, x.shape)
         if self.tensor_scale is None:
             return x * s
-        level = spread(self.tensor_scale, self.block, x.shape)
-        return (float64(x) * s * level).to(x.dtype)  # element times scale is exact in float64
+        return (float64(x) * s * self.tensor_scale).to(x.dtype)  # element times scale is exact in float64
 
 
 def spread(s: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:

@@ -221,6 +221,10 @@ class Quantizer:
             raise FormatError(f"Quantizer scaling= with {what}; pass an element format such as e4m3")
         if self.scaling is not None:
             check_use("Quantizer", self.scaling, "a quantiser")
+            if self.scaling.level_block != (None, None):
+                raise FormatError(
+                    f"Quantizer scaling=[{self.scaling}]: pass a block format such as 'nvfp4_row' instead"
+                )
             if self.scaling.empty == "previous" and self.scaling.history is None:
                 raise FormatError("empty='previous' without a history is not allowed; choose history=, or empty='one'")
         if self.gradient != StraightThrough() and not scaled:

@@ -7,7 +7,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 import fmtsim
 from fmtsim import GemmPlan, get_format, get_unit
-from fmtsim.gemm.products.scales import unswizzled
+from fmtsim.formats import packing
+from fmtsim.formats.packing import unswizzled
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_oracle import finished, sums
@@ -129,6 +130,8 @@ def swizzled(codes):
 def test_swizzled_scales(rows, count):
     codes = torch.randint(0, 256, (rows, count), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     assert torch.equal(unswizzled(swizzled(codes), rows, count), codes)
+    made = packing.swizzled(codes.int() + 1)  # zeros are its padding
+    assert torch.equal(made[made > 0] - 1, swizzled(codes)[made > 0].int()) and made.count_nonzero() == codes.numel()
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4", "nvfp4"])

@@ -7,6 +7,7 @@ ModelOpt's NVFP4QTensor (a2fbac7), and compressed-tensors' generate_gparam, calc
 Signs of zeros are left out (some drop them), and so are codes of blocks whose scale is 0, all of which are worth 0.
 """
 
+import copy
 import hashlib
 
 import numpy as np
@@ -14,7 +15,11 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.recipes.spec import Recipe
 from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import FormatError
 
 SOURCES = {
     "nvfp4_row": "df526d362cdfdb0b",
@@ -61,6 +66,33 @@ def test_codes_and_scales_of_the_source(name):
     wrong = made.unpacked().clone()
     wrong[0, 1] ^= 1
     assert digest(wrong, made.scales, fmt.block[0], name.startswith("nvint")) != found
+
+
+def test_four_over_six_by_role():
+    """Transformer Engine's scopes: the other operands and gradients stay plain NVFP4."""
+    plain, tile, acts, weights = (fmtsim.get_format(name) for name in (
+        "nvfp4", "nvfp4_16x16", "nvfp4_four_six_mae_256", "nvfp4_16x16_four_six_mae_256"))  # fmt: skip
+    for name, x, w in (
+        ("four_six", acts, weights),
+        ("four_six_weights", plain, weights),
+        ("four_six_acts", acts, tile),
+    ):
+        linear = fmtsim.get_recipe(name).linear
+        assert (linear.fprop.a.format, linear.fprop.b.format, linear.dgrad.a.format) == (x, w, plain)
+        assert linear.wgrad.b.format == x and linear.dgrad.b.source == "forward"
+
+
+def test_a_layer_multiplies_the_values_of_rows_and_windows():
+    x, layer = numbers()[:32], torch.nn.Sequential(torch.nn.Linear(256, 16))
+    for name in ("nvfp4_row", "nvfp4_1x64"):
+        cast = Quantizer(format=name)
+        linear = LinearConfig(fprop=Gemm(a=cast, b=cast), dgrad=Gemm(), wgrad=Gemm())
+        model = fmtsim.convert(copy.deepcopy(layer), recipe=Recipe(name="rows", linear=linear, source="this test"))
+        w = layer[0].weight.detach()
+        values = fmtsim.quantize(x, name), fmtsim.quantize(w, name)
+        torch.testing.assert_close(model(x), values[0] @ values[1].T + layer[0].bias, rtol=1e-6, atol=1e-4)  # sums
+    with pytest.raises(FormatError, match="pass a block format such as 'nvfp4_row' instead"):
+        Quantizer(format="e2m1", scaling=fmtsim.get_format("nvfp4_row").scaling)
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fmtsim.casts import ops
 from fmtsim.casts.arguments import check_dense
+from fmtsim.formats.packing import unswizzled
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import inner_length
 from fmtsim.rounding.modes import Rounding
@@ -201,17 +202,6 @@ def _enum_names(name: str, value: Any, allowed: tuple[str, ...], kind: str) -> t
     if wrong or not names:
         raise ArgumentError(f"{name}={shown(value)} is not a {kind}; choose one of {', '.join(allowed)}")
     return names
-
-
-def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """Return [rows, blocks] scales from the order in which cuBLAS takes them (SWIZZLE_32_4_4).
-
-    Scales are padded to tiles of 128 rows by 4 blocks; tile by tile, row r of a tile lies at
-    ``16 (r mod 32) + 4 (r div 32)``, its four blocks one after another (cuBLAS, 1D block scaling factors layout).
-    """
-    down, across = -(-rows // 128), -(-blocks // 4)
-    tiles = scale.reshape(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(down * 128, across * 4)[:rows, :blocks]
 
 
 def check_scales(**scales: Any) -> None:

@@ -17,9 +17,9 @@ import fmtsim
 from fmtsim.engines import cuda
 from fmtsim.engines.cuda import native as unit
 from fmtsim.engines.cuda.native import NativeCall, NativeScales, block_scales, switches, swizzled, torch_call
+from fmtsim.formats.packing import unswizzled
 from fmtsim.gemm.products import native
 from fmtsim.gemm.products.operands import fp4_of_fp8
-from fmtsim.gemm.products.scales import unswizzled
 from fmtsim.lab.analysis.native import compare_native
 from fmtsim.support.errors import DeviceError, NativeWarning
 
