@@ -55,6 +55,7 @@ from fmtsim.lab.analysis.tracing import trace as trace
 from fmtsim.lab.analysis.bisect import bisect as bisect
 from fmtsim.lab.analysis.bisect import assert_same_bits as assert_same_bits
 from fmtsim.lab.analysis.compare import compare as compare
+from fmtsim.lab.analysis.recode import check_recode as check_recode
 from fmtsim.lab.analysis.mismatch import explain_mismatch as explain_mismatch
 from fmtsim.lab.analysis.perplexity import perplexity as perplexity
 from fmtsim.lab.analysis.native import compare_native as compare_native

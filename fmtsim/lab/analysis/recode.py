@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check_recode: whether numbers of one format are numbers of another, by all their codes, and where weights are not."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmtsim.casts.encoded import Encoded
+from fmtsim.casts.quantize import decode, encode
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.registry import get_format
+from fmtsim.formats.spec import ElementFormat, FloatFormat
+from fmtsim.ptq.export import open_checkpoint
+from fmtsim.ptq.export.layouts import Reordered
+from fmtsim.spec.cast import EncodedParts, block_counts
+from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.progress import make_progress
+from fmtsim.support.table import Column, Result, Rows, table_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRecode:
+    """Count the blocks of a weight that change in another format.
+
+    Args:
+        name: The weight's.
+        blocks: Blocks that it has in its own format.
+        by_rule: Those that change under the scales of the other format's own rule.
+        carried: Those that change under the weight's own scales (``carry``); None where elements do not allow it.
+        first: Places ``(row of blocks, block)`` of the first that change, under its own scales where these can be.
+        worst: Largest error there, relative to the largest magnitude of the block.
+    """
+
+    name: str
+    blocks: int
+    by_rule: int
+    carried: int | None
+    first: tuple[tuple[int, int], ...]
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Recode(Result):
+    """Say whether the blocks of one format are blocks of another; ``check_recode`` makes it, ``print`` shows it.
+
+    Args:
+        source: Name of the format that numbers are in; of a checkpoint "".
+        target: Name of the format that they shall be in.
+        codes: Finite values of the source's elements that were tried.
+        ratios: Each r for which r times every value of the source's elements is one of the target's elements. Under
+            the scale s / r the target then has what the source has under s.
+        scales: Scales of the source that were tried: every code of 16 bits or fewer, else the first and the last of
+            each power of two.
+        held: Those for which a scale s / r is one of the target's (times a tensor scale that is a power of two).
+        lowest, highest: Least and largest of ``held``.
+        span: Scales of a tensor (where the target has a tensor scale), or of a block of the target (where it is
+            larger than the source's), may differ by powers of two up to this; None where each block stands alone.
+        by_rule: Of the ``pairs`` of a scale and a largest element, those whose blocks lose nothing by the target's own
+            scale rule; None where that depends on other blocks, or they are too many.
+        pairs: See ``by_rule``.
+        weights: Weights of a checkpoint.
+    """
+
+    source: str
+    target: str
+    codes: int = 0
+    ratios: tuple[Fraction, ...] = ()
+    scales: int = 0
+    held: int = 0
+    lowest: float = 0.0
+    highest: float = 0.0
+    span: float | None = None
+    by_rule: int | None = None
+    pairs: int = 0
+    weights: tuple[WeightRecode, ...] = ()
+
+    @property
+    def lossless(self) -> bool:
+        """Whether no block loses anything under scales that are carried over."""
+        if not self.source:
+            return all(weight.carried == 0 for weight in self.weights)
+        return self.held == self.scales and self.span is None
+
+    def _content(self) -> Iterator[Rows | str]:
+        if not self.source:
+            blocks, by_rule = (sum(getattr(w, name) for w in self.weights) for name in ("blocks", "by_rule"))
+            carried = sum(w.blocks if w.carried is None else w.carried for w in self.weights)
+            yield table_of(_COLUMNS, [weight for weight in self.weights if weight.by_rule or weight.carried])
+            yield f"{len(self.weights)} weights to {self.target}, {blocks} blocks"
+            yield f"{carried} change under their own scales, {by_rule} by the scale rule of {self.target}"
+            return
+        tried = f"{self.codes} values x {self.scales} scales tried"
+        yield f"{self.source} -> {self.target}: {self.held} of {self.scales} scales lose nothing ({tried})"
+        if not self.ratios:
+            yield "no multiple of the source's elements is among the target's"
+        elif self.held:
+            scale = f"the target's scale being s / {float(_simplest(self.ratios)):g}"
+            yield f"from {self.lowest:g} to {self.highest:g}, {scale}"
+        if self.span is not None and self.held:
+            yield f"together they lose nothing if scales differ by powers of two, up to {self.span:g}"
+        if self.by_rule is not None:
+            yield f"by its own scale rule {self.by_rule} of {self.pairs} pairs of scale and largest element lose nothing"
+
+
+_COLUMNS = (
+    Column("weight", "name"), Column("blocks", "blocks", ">"), Column("by rule", "by_rule", ">"),
+    Column("own scales", "carried", ">", "-"),
+    Column("first (row, block)", lambda w: " ".join(f"({row}, {column})" for row, column in w.first)),
+    Column("worst", "worst", ">.3g"),
+)  # fmt: skip
+
+
+def check_recode(a: Any, b: Any) -> Recode:
+    """Say whether numbers in one format lose a bit in another: by proof over all codes, or block by block.
+
+    Of two formats: every value of a's elements, times a number r, is looked up among those of b's elements, and every
+    scale s of a, divided by r, among those of b, in exact arithmetic. NaN and infinities are left out, zeros have no
+    sign. Where one tensor or block of b holds several scales of a, ``span`` says how far these may lie apart.
+
+    Args:
+        a: A block format, an Encoded, or a checkpoint: its path, or what ``open_checkpoint`` returns.
+        b: The block format to recode to.
+
+    Returns:
+        A Recode; of a checkpoint with the blocks of each weight that change, under its own scales and by b's rule.
+
+    Raises:
+        ArgumentError: A format is not one of blocks, or has zero points; a checkpoint has no quantised weight.
+        FormatError: A format is unknown.
+        DataError: The checkpoint cannot be read.
+
+    >>> import fmtsim
+    >>> print(fmtsim.check_recode("mxfp4", "nvfp4"))
+    mxfp4 -> nvfp4: 255 of 255 scales lose nothing (15 values x 255 scales tried)
+    from 5.87747e-39 to 1.70141e+38, the target's scale being s / 1
+    together they lose nothing if scales differ by powers of two, up to 131072
+    """
+    target = _block_format("b", b)
+    if isinstance(a, os.PathLike) or (isinstance(a, str) and os.path.exists(a)):
+        a = open_checkpoint(a)
+    if isinstance(a, Encoded | Reordered):
+        a = {"": a}
+    if not isinstance(a, Mapping):
+        return _of_formats(_block_format("a", a), target)
+    weights = []
+    with make_progress(None) as progress:
+        progress.stage(f"recoding to {target.name}", len(a))
+        for number, name in enumerate(a):
+            value = a[name]
+            if isinstance(value, Encoded | Reordered):
+                weights.append(_of_weight(name, value.encoded if isinstance(value, Reordered) else value, target))
+            progress.step(number + 1)
+    if not weights:
+        raise ArgumentError(f"a={shown(a)} has no Encoded; pass a checkpoint of quantised weights")
+    return Recode(source="", target=target.name, weights=tuple(weights))
+
+
+def _block_format(name: str, fmt: Any) -> BlockFormat:
+    fmt = get_format(fmt)
+    if not isinstance(fmt, BlockFormat) or fmt.zero_point or fmt.element.bits > 16:
+        raise ArgumentError(
+            f"{name}={fmt.name} is not a format of blocks without zero points; choose one such as nvfp4"
+        )
+    return fmt
+
+
+@cache
+def _values(fmt: ElementFormat) -> frozenset[Fraction]:
+    """Return the finite values of a format of 16 bits or fewer."""
+    return frozenset(Fraction(value) for value in fmt.values if math.isfinite(value))
+
+
+@cache
+def _ratios(source: ElementFormat, target: ElementFormat) -> tuple[Fraction, ...]:
+    """Return every r for which r times each value of the source is a value of the target, ascending."""
+    values, others = _values(source), _values(target)
+    largest = max(values, key=abs)
+    candidates = sorted({other / largest for other in others if other * largest > 0})
+    return tuple(r for r in candidates if all(r * value in others for value in values))
+
+
+def _is_power(number: Fraction) -> bool:
+    """Return True for a power of two."""
+    return number.numerator & (number.numerator - 1) == 0 == number.denominator & (number.denominator - 1)
+
+
+def _simplest(ratios: tuple[Fraction, ...]) -> Fraction:
+    """Return 1 where it is one of the ratios, else the largest power of two, else the largest."""
+    return max(ratios, key=lambda r: (r == 1, _is_power(r), r))
+
+
+def _is_scale(scale: Fraction, fmt: BlockFormat) -> bool:
+    if fmt.scale.bits <= 16:
+        return scale in _values(fmt.scale)
+    stored = torch.tensor(float(scale)).item()
+    return stored < float("inf") and Fraction(stored) == scale
+
+
+def _within(inner: BlockFormat, outer: BlockFormat) -> bool:
+    """Return True if each block of one format lies within a block of the other."""
+    pairs = zip(inner.block, outer.block, strict=True)
+    return all(big is None or (small is not None and big % small == 0) for small, big in pairs)
+
+
+def _of_formats(source: BlockFormat, target: BlockFormat) -> Recode:
+    ratios, power = _ratios(source.element, target.element), Fraction(2)
+    scales, alone = _scales(source.scale), _within(target, source)
+    levels = [power**k for k in range(-149, 128)] if target.tensor_scale else [power**0]
+    chosen = ratios if not target.tensor_scale else (_simplest(ratios),) if ratios else ()
+    held = [s for s in scales if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
+    span: Fraction | None = None
+    if ratios and not alone:  # several scales s of the source under one t: each is r t
+        powers = [r for r in ratios if _is_power(r)] or [power**0]
+        span = max(powers) / min(powers)
+    elif ratios and target.tensor_scale:
+        units = [s for s in scales if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
+        span = max(units) / min(units) if units else None
+    by_rule, pairs = _by_rule(source, target, scales) if alone and not target.tensor_scale else (None, 0)
+    return Recode(
+        source=source.name, target=target.name, codes=len(_values(source.element)), ratios=ratios, scales=len(scales),
+        held=len(held), span=None if span is None else float(span), by_rule=by_rule, pairs=pairs,
+        lowest=float(held[0]) if held else 0.0, highest=float(held[-1]) if held else 0.0,
+    )  # fmt: skip
+
+
+def _scales(fmt: FloatFormat) -> list[Fraction]:
+    """Return the scales above zero of a format; of 32 bits the first and the last of each power of two."""
+    if fmt.bits <= 16:
+        return sorted(s for s in _values(fmt) if s > 0)
+    last = 2 - Fraction(fmt.eps)
+    return [Fraction(2) ** k * m for k in range(fmt.min_exponent, fmt.max_exponent + 1) for m in (Fraction(1), last)]
+
+
+def _by_rule(source: BlockFormat, target: BlockFormat, scales: list[Fraction]) -> tuple[int | None, int]:
+    """Return for how many pairs of a scale and a largest element the target's own rule loses nothing, and of how many.
+
+    A block holds the largest element and smaller ones; as many blocks as it takes hold all of these.
+    """
+    values = sorted(map(float, _values(source.element)), key=abs)
+    width = target.block[1] or len(values) + 1
+    tops, rows = sorted({abs(value) for value in values if value}), []
+    for top in tops:
+        below = [value for value in values if abs(value) <= top]
+        size = max(width - 1, 1)
+        parts = [below[i : i + size] for i in range(0, len(below), size)] if width > 1 else [[]]
+        rows += [(top, ([below[-1], *part] + [below[-1]] * width)[:width]) for part in parts]
+    if target.block[0] != 1 or len(scales) * len(rows) * width > 1 << 25:
+        return None, 0
+    exact = torch.tensor([row for _, row in rows], dtype=torch.float64)
+    x = torch.tensor(list(map(float, scales)), dtype=torch.float64)[:, None, None] * exact
+    same = (encode(x.float(), target).decode(torch.float64) == x).all(-1)
+    owner = torch.tensor([top for top, _ in rows])
+    return sum(int(same[:, owner == top].all(1).sum()) for top in tops), len(tops) * len(scales)
+
+
+def _spread(scale: Tensor, fmt: BlockFormat, shape: torch.Size) -> Tensor:
+    """Return scales [rows of blocks, blocks in a row] at each element of a matrix."""
+    height, width = (n if size is None else size for n, size in zip(shape, fmt.block, strict=True))
+    return scale.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
+
+
+def _largest(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """Return the largest of each block of a matrix."""
+    height, width = (n if size is None else size for n, size in zip(x.shape, fmt.block, strict=True))
+    rows, columns = block_counts(fmt, x.shape, -1)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % width, 0, -x.shape[0] % height))
+    return padded.reshape(rows, height, columns, width).amax((1, 3))
+
+
+def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
+    """Return a weight in another format under its own scales; None where no multiple of its elements is in the other.
+
+    A block of the target that holds several of the weight's takes the largest of their scales, blocks of zeros left
+    out; a tensor scale is a power of two. What the target does not have there is rounded to nearest.
+    """
+    source, (scale, tensor_scale) = weight.format, weight.parts()[1:3]
+    if not isinstance(source, BlockFormat) or source.zero_point or scale is None:
+        return None
+    ratios = _ratios(source.element, target.element)
+    if not ratios:
+        return None
+    ratio = _simplest(ratios) if _within(target, source) else max(ratios)
+    x = weight.decode(torch.float64).reshape(-1, weight.shape[-1])
+    whole = _spread(scale.double() if tensor_scale is None else scale.double() * tensor_scale.double(), source, x.shape)
+    step = _largest(torch.where(x == 0, 0.0, whole), target) / float(ratio)
+    second = torch.tensor(1.0)
+    if target.tensor_scale:  # the largest step becomes the largest power of two of the scale's format
+        top = torch.frexp(torch.tensor(target.scale.max, dtype=torch.float64)).exponent
+        second = torch.exp2((torch.frexp(step.max()).exponent - top).double()).float()
+    scales = decode(encode((step / second.double()).float(), target.scale).unpacked(), target.scale).float()
+    exact = _spread(scales.double() * second.double(), target, x.shape)
+    codes = encode(torch.where(exact > 0, x / exact, 0.0), target.element).unpacked().reshape(weight.shape)
+    return Encoded.from_parts(
+        EncodedParts(codes, scales, second if target.tensor_scale else None), target, weight.shape
+    )
+
+
+def _of_weight(name: str, weight: Encoded, target: BlockFormat) -> WeightRecode:
+    assert isinstance(weight.format, BlockFormat)
+    x = weight.decode(torch.float64)
+    error = (encode(x.float(), target, pad=True).decode(torch.float64) - x).abs()
+    moved = carry(weight, target)
+    by_rule = _largest(error.reshape(-1, x.shape[-1]), weight.format) != 0  # NaN counts as a change
+    if moved is not None:
+        error = (moved.decode(torch.float64) - x).abs()
+    errors = _largest(error.reshape(-1, x.shape[-1]), weight.format)
+    changed, size = errors != 0, _largest(x.abs().reshape(-1, x.shape[-1]), weight.format)
+    return WeightRecode(
+        name=name, blocks=changed.numel(), by_rule=int(by_rule.sum()),
+        carried=None if moved is None else int(changed.sum()),
+        first=tuple((row, column) for row, column in changed.nonzero()[:3].tolist()),
+        worst=float((errors / size)[changed].max()) if changed.any() else 0.0,
+    )  # fmt: skip
