@@ -16,10 +16,11 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.scaling import Block
 from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.ptq.export import open_checkpoint
 from fmtsim.ptq.export.layouts import Reordered
-from fmtsim.spec.cast import EncodedParts, block_counts
+from fmtsim.spec.cast import EncodedParts
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.progress import make_progress
 from fmtsim.support.table import Column, Result, Rows, table_of
@@ -106,7 +107,7 @@ class Recode(Result):
         if self.span is not None and self.held:
             yield f"together they lose nothing if scales differ by powers of two, up to {self.span:g}"
         if self.by_rule is not None:
-            yield f"by its own scale rule {self.by_rule} of {self.pairs} pairs of scale and largest element lose nothing"
+            yield f"by its scale rule {self.by_rule} of {self.pairs} pairs of scale and largest element lose nothing"
 
 
 _COLUMNS = (
@@ -251,7 +252,7 @@ def _by_rule(source: BlockFormat, target: BlockFormat, scales: list[Fraction]) -
         size = max(width - 1, 1)
         parts = [below[i : i + size] for i in range(0, len(below), size)] if width > 1 else [[]]
         rows += [(top, ([below[-1], *part] + [below[-1]] * width)[:width]) for part in parts]
-    if target.block[0] != 1 or len(scales) * len(rows) * width > 1 << 25:
+    if target.block[0] != 1 or len(scales) * len(rows) * width > 1 << 23:
         return None, 0
     exact = torch.tensor([row for _, row in rows], dtype=torch.float64)
     x = torch.tensor(list(map(float, scales)), dtype=torch.float64)[:, None, None] * exact
@@ -260,18 +261,17 @@ def _by_rule(source: BlockFormat, target: BlockFormat, scales: list[Fraction]) -
     return sum(int(same[:, owner == top].all(1).sum()) for top in tops), len(tops) * len(scales)
 
 
-def _spread(scale: Tensor, fmt: BlockFormat, shape: torch.Size) -> Tensor:
+def _spread(scale: Tensor, block: Block, shape: torch.Size) -> Tensor:
     """Return scales [rows of blocks, blocks in a row] at each element of a matrix."""
-    height, width = (n if size is None else size for n, size in zip(shape, fmt.block, strict=True))
+    height, width = (n if size is None else size for n, size in zip(shape, block, strict=True))
     return scale.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
 
 
-def _largest(x: Tensor, fmt: BlockFormat) -> Tensor:
+def _largest(x: Tensor, block: Block) -> Tensor:
     """Return the largest of each block of a matrix."""
-    height, width = (n if size is None else size for n, size in zip(x.shape, fmt.block, strict=True))
-    rows, columns = block_counts(fmt, x.shape, -1)
+    height, width = (n if size is None else size for n, size in zip(x.shape, block, strict=True))
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % width, 0, -x.shape[0] % height))
-    return padded.reshape(rows, height, columns, width).amax((1, 3))
+    return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3))
 
 
 def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
@@ -288,14 +288,14 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
         return None
     ratio = _simplest(ratios) if _within(target, source) else max(ratios)
     x = weight.decode(torch.float64).reshape(-1, weight.shape[-1])
-    whole = _spread(scale.double() if tensor_scale is None else scale.double() * tensor_scale.double(), source, x.shape)
-    step = _largest(torch.where(x == 0, 0.0, whole), target) / float(ratio)
+    scale = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
+    step = _largest(torch.where(x == 0, 0.0, _spread(scale, source.block, x.shape)), target.block) / float(ratio)
     second = torch.tensor(1.0)
     if target.tensor_scale:  # the largest step becomes the largest power of two of the scale's format
         top = torch.frexp(torch.tensor(target.scale.max, dtype=torch.float64)).exponent
         second = torch.exp2((torch.frexp(step.max()).exponent - top).double()).float()
     scales = decode(encode((step / second.double()).float(), target.scale).unpacked(), target.scale).float()
-    exact = _spread(scales.double() * second.double(), target, x.shape)
+    exact = _spread(scales.double() * second.double(), target.block, x.shape)
     codes = encode(torch.where(exact > 0, x / exact, 0.0), target.element).unpacked().reshape(weight.shape)
     return Encoded.from_parts(
         EncodedParts(codes, scales, second if target.tensor_scale else None), target, weight.shape
@@ -303,18 +303,18 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
 
 
 def _of_weight(name: str, weight: Encoded, target: BlockFormat) -> WeightRecode:
-    assert isinstance(weight.format, BlockFormat)
-    x = weight.decode(torch.float64)
-    error = (encode(x.float(), target, pad=True).decode(torch.float64) - x).abs()
+    x, block = weight.decode(torch.float64), weight.format.block  # type: ignore[union-attr]  # every layout has blocks
     moved = carry(weight, target)
-    by_rule = _largest(error.reshape(-1, x.shape[-1]), weight.format) != 0  # NaN counts as a change
-    if moved is not None:
-        error = (moved.decode(torch.float64) - x).abs()
-    errors = _largest(error.reshape(-1, x.shape[-1]), weight.format)
-    changed, size = errors != 0, _largest(x.abs().reshape(-1, x.shape[-1]), weight.format)
+
+    def errors(other: Encoded) -> Tensor:
+        return _largest((other.decode(torch.float64) - x).abs().reshape(-1, x.shape[-1]), block)
+
+    by_rule = errors(encode(x.float(), target, pad=True))
+    error = by_rule if moved is None else errors(moved)
+    changed, size = error != 0, _largest(x.abs().reshape(-1, x.shape[-1]), block)  # NaN counts as a change
     return WeightRecode(
-        name=name, blocks=changed.numel(), by_rule=int(by_rule.sum()),
+        name=name, blocks=changed.numel(), by_rule=int((by_rule != 0).sum()),
         carried=None if moved is None else int(changed.sum()),
         first=tuple((row, column) for row, column in changed.nonzero()[:3].tolist()),
-        worst=float((errors / size)[changed].max()) if changed.any() else 0.0,
+        worst=float((error / size)[changed].max()) if changed.any() else 0.0,
     )  # fmt: skip

@@ -24,6 +24,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "table": "show every code of a format",
         "cast": "round numbers to a format, with codes, errors and neighbours",
         "explain": "explain how a number, or a block of numbers, got its bits",
+        "check-recode": "say whether a format, or a checkpoint, loses bits in another format, and in which blocks",
+        "convert-checkpoint": "write the quantised weights of a checkpoint in another format",
     },
     "Matrix products": {
         "mm": "run one matrix product on a target or unit and explain its bits",
@@ -62,6 +64,7 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # A command NAME is run by run_NAME of a module here; declare_NAME of a module of arguments/ declares its arguments,
 # and check_NAME there, if any, refuses what is wrong with them before torch is imported.
 RUNS = {
+    "checkpoints": ("check-recode", "convert-checkpoint"),
     "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "identify", "invariance"),
     "models": ("observe", "attribute", "mismatch", "ptq", "search"), "training": ("train", "report"),
     "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "audit", "compare", "verify"),
@@ -225,7 +228,7 @@ def _call(what: Literal["run", "declare", "check"], command: str, argument: Any)
     modules, folder = (RUNS, "") if what == "run" else (ARGUMENTS, "arguments.")
     module = next(module for module, commands in modules.items() if command in commands)
     functions = vars(importlib.import_module(f"fmtsim.lab.cli.{folder}{module}"))
-    name = f"{what}_{command}"
+    name = f"{what}_{command.replace('-', '_')}"
     return functions[name](argument) if what != "check" or name in functions else None
 
 

@@ -13,7 +13,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.block import BLOCK_NAMES, BlockFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block, block_text
-from fmtsim.formats.tensor_file import TensorPlace
+from fmtsim.formats.tensor_file import StoredTensor, TensorPlace
 from fmtsim.support.errors import DataError
 
 TAGS = {
@@ -31,6 +31,12 @@ SCALES = {
 """Formats of scales by the dtype that stores them."""
 REAL = (torch.float32, torch.bfloat16, torch.float16)
 _MX = {"e2m1": "mxfp4", "e2m3": "mxfp6_e2m3", "e3m2": "mxfp6_e3m2", "e4m3": "mxfp8_e4m3", "e5m2": "mxfp8_e5m2"}
+
+
+def stored_tensor(tensor: Tensor) -> StoredTensor:
+    """Return a tensor as files hold it."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return StoredTensor(TAGS[tensor.dtype], tuple(tensor.shape), data)
 
 
 def read_tensor(name: str, place: TensorPlace) -> Tensor:

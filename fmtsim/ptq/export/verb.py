@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
-from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
+from fmtsim.formats.tensor_file import read_tensors, tensor_content
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
 from fmtsim.ptq.export.checkpoint import open_checkpoint
-from fmtsim.ptq.export.stored import TAGS
+from fmtsim.ptq.export.stored import stored_tensor
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import write_file, write_folder
@@ -149,13 +148,7 @@ def _gguf(
 
 
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    stored = {
-        name: StoredTensor(
-            TAGS[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
-        for name, t in tensors.items()
-    }
-    return tensor_content(stored, metadata)
+    return tensor_content({name: stored_tensor(t) for name, t in tensors.items()}, metadata)
 
 
 def read_export(path: str | Path) -> dict[str, Tensor]:

@@ -182,3 +182,24 @@ def declare_invariance(parser: argparse.ArgumentParser) -> None:
     option(parser, "--target", named, metavar="NAME", names=names.targets)
     option(parser, "--plot", "save a picture of the sizes with equal results as PNG", metavar="FILE")
     add_json(parser)
+
+
+def declare_check_recode(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("a", help="a block format, or a checkpoint: a folder, a .safetensors or a .gguf file")
+    option(parser, "b", "the block format to recode to", metavar=None, names=names.formats)
+    add_json(parser)
+
+
+def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint: a folder, a .safetensors or a .gguf file")
+    option(parser, "--to", "the block format", metavar="FORMAT", names=names.formats, required=True)
+    option(parser, "--out", "the folder to write, which must not exist yet", metavar="DIR", type=Path, required=True)
+    layouts = "compressed-tensors: 2-d weights; gpt-oss: MXFP4; deepseek: E4M3 under real scales"
+    option(parser, "--layout", layouts, "compressed-tensors", choices=("compressed-tensors", "gpt-oss", "deepseek"))
+    scales = "rule: the format's own; own: those of the checkpoint, carried over, so that fewer bits are lost"
+    option(parser, "--scales", scales, "rule", choices=("rule", "own"))
+    option(parser, "--weights", "a regular expression: weights to encode that are not quantised", metavar="PATTERN")
+    flag(parser, "--quiet", "show no progress")
+    add_json(parser)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""check_recode holds to what encoded tensors decode to, on both sides of every limit that it names."""
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.casts.encoded import Encoded
+from fmtsim.lab.analysis.recode import carry
+from fmtsim.spec.cast import EncodedParts
+from fmtsim.support.errors import ArgumentError, FormatError
+
+
+def mxfp4(scales, seed=0):
+    """Return all codes of mxfp4 under powers of two, a row each."""
+    codes = torch.arange(32, dtype=torch.uint8).expand(len(scales), 32) % 16
+    parts = EncodedParts(codes, torch.tensor([[2.0**e] for e in scales]))
+    return Encoded.from_parts(parts, fmtsim.get_format("mxfp4"), codes.shape)
+
+
+def loses(weight, fmt):
+    moved = carry(weight, fmtsim.get_format(fmt))
+    return not torch.equal(moved.decode(torch.float64), weight.decode(torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("target", "span"), [("nvfp4", 2.0**17), ("e4m3_128x128", 2.0**14), ("e4m3_channel", None), ("mxfp8_e4m3", None)]
+)
+def test_every_code_and_scale_of_mxfp4_decodes_the_same_within_the_span_and_not_beyond(target, span):
+    found = fmtsim.check_recode("mxfp4", target)
+    assert (found.codes, found.scales, found.held) == (15, 255, 255)
+    assert (found.lowest, found.highest) == (2.0**-127, 2.0**127) and 1 in found.ratios
+    for exponent in range(-120, 110):
+        assert not loses(mxfp4([exponent]), target)
+    if target == "e4m3_channel":  # whole rows: one scale of mxfp4 in each here
+        assert found.span == 2.0**14
+        return
+    assert found.span == span and found.lossless is (span is None)
+    if span is not None:
+        steps = torch.tensor(span).log2().int().item()
+        assert not loses(mxfp4(range(-steps, 1)), target)
+        assert loses(mxfp4([-steps - 1, 0]), target)
+
+
+def test_scales_with_a_significand_are_no_powers_of_two():
+    found = fmtsim.check_recode("e4m3_128x128", "mxfp8_e4m3")
+    assert (found.scales, found.held, found.lossless) == (508, 254, False)
+    found = fmtsim.check_recode("nvfp4", "mxfp4")
+    assert (found.scales, found.held, found.lowest, found.highest) == (126, 18, 2.0**-9, 2.0**8)
+    assert fmtsim.check_recode("int4_g128", "int8_channel").span == 16.0
+    quarter = fmtsim.check_recode("mxfp4", "mxint8")
+    assert (quarter.held, quarter.lossless) == (253, False) and "s / 0.25" in str(quarter)
+
+
+def test_elements_without_a_common_multiple_lose_under_every_scale():
+    found = fmtsim.check_recode("mxfp8_e4m3", "mxfp4")
+    assert (found.ratios, found.held, found.lossless) == ((), 0, False)
+    assert str(found).startswith(
+        "mxfp8_e4m3 -> mxfp4: 0 of 255 scales lose nothing (253 values x 255 scales tried)\n"
+        "no multiple of the source's elements is among the target's"
+    )
+
+
+@pytest.mark.parametrize("target", ["mxfp8_e4m3", "e4m3_1x32", "int8_1x32", "mxfp4"])
+def test_the_scale_rule_is_tried_on_blocks_of_each_largest_element(target):
+    found, held = fmtsim.check_recode("mxfp4", target), 0
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for exponent in range(-127, 128):
+        for top in range(1, 8):
+            block = torch.cat([values[: top + 1], -values[: top + 1]]).double() * 2.0**exponent
+            x = torch.nn.functional.pad(block, (0, 32 - len(block)))[None]
+            held += torch.equal(fmtsim.encode(x.float(), target).decode(torch.float64), x)
+    assert (found.pairs, found.by_rule) == (7 * 255, held) and 0 < held < 7 * 255
+    assert f"by its scale rule {held} of 1785 pairs of scale and largest element lose nothing" in str(found)
+
+
+def test_a_weight_has_the_blocks_that_change_their_places_and_the_worst_error():
+    scales = torch.zeros(4, 2) + torch.tensor(1.0)
+    scales[2, 1] = 2.0**-20  # below what nvfp4 has beside 1
+    codes = torch.full((4, 64), 7, dtype=torch.uint8)
+    weight = Encoded.from_parts(EncodedParts(codes, scales), fmtsim.get_format("mxfp4"), codes.shape)
+    found = fmtsim.check_recode(weight, "nvfp4")
+    (row,) = found.weights
+    assert (row.blocks, row.carried, row.first, row.worst) == (8, 1, ((2, 1),), 1.0) and not found.lossless
+    assert "1 change under their own scales" in str(found) and "(2, 1)" in str(found)
+    assert fmtsim.check_recode({"a": weight, "b": torch.ones(2)}, "mxfp8_e4m3").lossless
+    other = fmtsim.check_recode(fmtsim.encode(torch.randn(4, 64), "mxfp8_e4m3"), "nvfp4").weights[0]
+    assert other.carried is None and other.by_rule == 8 and other.first[0] == (0, 0)
+
+
+def test_what_is_no_format_of_blocks_is_refused():
+    for a, b, message in (
+        ("e4m3", "nvfp4", r"a=e4m3 is not a format of blocks without zero points; choose one such as nvfp4"),
+        ("mxfp4", "uint4_g32_zp", r"b=uint4_g32_zp is not a format of blocks"),
+        ({"x": torch.ones(2)}, "nvfp4", r"has no Encoded; pass a checkpoint of quantised weights"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            fmtsim.check_recode(a, b)
+    with pytest.raises(FormatError, match=r"unknown format 'nvfp5'"):
+        fmtsim.check_recode("mxfp4", "nvfp5")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fmtsim check-recode and convert-checkpoint: what they print, and what the folders that they write hold."""
+
+import json
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.formats.tensor_file import write_tensors
+from fmtsim.lab.cli.main import main
+from fmtsim.ptq.export.stored import stored_tensor
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint as gpt-oss and DeepSeek V4 store MXFP4, in two weights, beside a plain one."""
+    random = torch.Generator().manual_seed(0)
+    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=random).to(torch.uint8)  # noqa: E731
+    tensors = {
+        "e.w_blocks": draw(0, 256, 2, 8, 4, 16), "e.w_scales": draw(118, 124, 2, 8, 4),
+        "q.weight": draw(0, 256, 64, 64).view(torch.int8),
+        "q.scale": draw(118, 124, 64, 4).view(torch.float8_e8m0fnu), "n.weight": torch.randn(4, 64).bfloat16(),
+    }  # fmt: skip
+    (tmp_path / "m").mkdir()
+    write_tensors(tmp_path / "m" / "model.safetensors", {n: stored_tensor(t) for n, t in tensors.items()}, {})
+    (tmp_path / "m" / "config.json").write_text('{"hidden_size": 64, "quantization_config": {"quant_method": "fp8"}}')
+    return tmp_path / "m"
+
+
+def two_d(folder):
+    """Leave out the stacked weight, which compressed-tensors has no place for."""
+    tensors = {name: t for name, t in fmtsim.open_checkpoint(folder).items() if isinstance(t, torch.Tensor)}
+    weight = fmtsim.open_checkpoint(folder)["q.weight"]
+    tensors |= {"q.weight": weight.codes.view(torch.int8), "q.scale": weight.scales.view(torch.float8_e8m0fnu)}
+    write_tensors(folder / "model.safetensors", {n: stored_tensor(t) for n, t in tensors.items()}, {})
+
+
+def test_check_recode_prints_the_proof_and_the_blocks(folder, capsys):
+    assert main(["check-recode", "mxfp4", "nvfp4"]) == 1
+    assert "255 of 255 scales lose nothing" in capsys.readouterr().out
+    assert main(["check-recode", "mxfp4", "mxfp8_e4m3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lossless"] is True
+    assert main(["check-recode", str(folder), "nvfp4"]) == 0
+    assert "0 change under their own scales, 320 by the scale rule of nvfp4" in capsys.readouterr().out
+    assert main(["check-recode", str(folder), "e4m3"]) == 2
+    assert "b=e4m3 is not a format of blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "fmt", "scales"),
+    [
+        ("deepseek", "e4m3_8x32", "own"), ("gpt-oss", "mxfp4", "rule"), ("compressed-tensors", "nvfp4", "own"),
+        ("compressed-tensors", "mxfp8_e4m3", "own"), ("compressed-tensors", "int8_channel", "rule"),
+    ],
+)  # fmt: skip
+def test_a_converted_checkpoint_holds_what_the_format_has(layout, fmt, scales, folder, capsys):
+    if layout == "compressed-tensors":
+        two_d(folder)
+    out = folder.parent / "new" / "out"
+    words = ["convert-checkpoint", str(folder), "--to", fmt, "--out", str(out), "--layout", layout, "--scales", scales]
+    assert main(words) == 0
+    weights = 1 if layout == "compressed-tensors" else 2
+    assert f"{out}: {weights} weights in " in capsys.readouterr().out
+    before, after = fmtsim.open_checkpoint(folder), fmtsim.open_checkpoint(out)
+    assert set(before) == set(after) and list(out.parent.iterdir()) == [out]
+    assert json.loads((out / "config.json").read_text())["hidden_size"] == 64
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(after[name], value)
+            continue
+        expected = value.decode()
+        if scales == "rule" and fmt != "mxfp4":
+            expected = fmtsim.quantize(expected, fmt)
+        assert torch.equal(after[name].decode(), expected)
+
+
+def test_weights_that_are_not_quantised_are_named_by_a_pattern(folder, capsys):
+    out = folder.parent / "out"
+    two_d(folder)
+    assert (
+        main(["convert-checkpoint", str(folder), "--to", "mxfp4", "--out", str(out), "--weights", "^n[.]", "--json"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["weights"] == 2
+    plain = fmtsim.open_checkpoint(folder)["n.weight"]
+    assert torch.equal(fmtsim.open_checkpoint(out)["n.weight"].decode(), fmtsim.quantize(plain.float(), "mxfp4"))
+
+
+def test_what_cannot_be_converted_leaves_no_folder(folder, capsys):
+    (folder.parent / "plain").mkdir()
+    write_tensors(folder.parent / "plain" / "model.safetensors", {"a": stored_tensor(torch.ones(2))}, {})
+    for source, fmt, more, message in (
+        (folder, "nvfp4", (), r"--layout compressed-tensors has no place for 'e.w' of shape (2, 8, 128) in nvfp4"),
+        (folder, "e4m3", (), "--to e4m3 is not a format of blocks without zero points"),
+        (folder, "mxfp4", ("--weights", "("), "--weights ( is not a regular expression"),
+        (folder.parent / "plain", "nvfp4", (), "has no quantised weight; name weights by --weights"),
+        (folder.parent / "no", "nvfp4", (), "cannot read"),
+    ):
+        words = ["convert-checkpoint", str(source), "--to", fmt, "--out", str(folder.parent / "out"), *more]
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+        assert sorted(path.name for path in folder.parent.iterdir()) == ["m", "plain"]
+    assert main(["convert-checkpoint", str(folder), "--to", "mxfp4", "--out", str(folder)]) == 2
+    assert f"--out {folder} is there already; name a folder that does not exist yet" in capsys.readouterr().err
