@@ -247,7 +247,8 @@ class LogFormat(Element):
         check_types(self, FormatError)
         check = partial(require, self.name)
         check(2 <= self.bits <= 16, f"bits={self.bits}", "2 to 16")
-        check(self.gamma >= 1 and self.gamma & (self.gamma - 1) == 0, f"gamma={self.gamma}", "a power of two")
+        power = 1 <= self.gamma <= 1 << 24 and self.gamma & (self.gamma - 1) == 0  # finer steps are no float32
+        check(power, f"gamma={self.gamma}", "a power of two up to 2**24")
         octaves = self.max_code / self.gamma
         check(octaves < 128, f"a largest value of 2**{octaves:g}", "values within float32: raise gamma or lower bits")
 
@@ -305,16 +306,16 @@ class LogFormat(Element):
 @cache
 def _log_values(gamma: int, count: int, step: int, precision: int) -> tuple[float, ...]:
     """Round ``2**(i * step / (2 * gamma))`` to ``precision`` bits for i below count, by exact integer roots."""
-    fractions = _roots_of_two(2 * gamma, precision)
+    fractions = _roots_of_two(2 * gamma, min(2 * gamma, count * step), precision)
     return tuple(math.ldexp(fractions[i * step % (2 * gamma)], i * step // (2 * gamma)) for i in range(count))
 
 
-def _roots_of_two(count: int, precision: int) -> list[float]:
-    """Round ``2**(i / count)`` to ``precision`` bits for i below count, a power of two."""
-    guard = 192  # bits below the last place; the floors below lose less than 2 * count units of the last of them
+def _roots_of_two(steps: int, count: int, precision: int) -> list[float]:
+    """Round ``2**(i / steps)`` to ``precision`` bits for i below count; ``steps`` is a power of two."""
+    guard = 192  # bits below the last place; the floors below lose less than 2 * steps units of the last of them
     point = precision - 1 + guard
     root = 2 << point
-    for _ in range(count.bit_length() - 1):
+    for _ in range(steps.bit_length() - 1):
         root = math.isqrt(root << point)
     value, roots = 1 << point, []
     for _ in range(count):

@@ -13,6 +13,7 @@ from numpy import float32, int32, int64
 from fmtsim.engines.cpu.gemm.operands import number
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, fma32, kernel, overload
 from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.machine.unknown import UnknownOrder
 
 NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}  # the one NaN of a GPU's results
 
@@ -23,7 +24,13 @@ _INF_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0
 
 
 def to_f32(x: torch.Tensor) -> np.ndarray:
-    """Return a tensor's values as a contiguous float32 array."""
+    """Return a tensor's values as a contiguous float32 array.
+
+    Raises:
+        UnknownOrder: They are float64, which a GPU does not round to float32.
+    """
+    if x.dtype == torch.float64:
+        raise UnknownOrder(f"{x.dtype} elements")
     return np.ascontiguousarray(x.detach().float().numpy())
 
 

@@ -54,7 +54,8 @@ def nll_loss_backward(
     _check(log_probabilities, weight, reduction)
     dx = torch.zeros_like(log_probabilities)
     valid = target != ignore
-    share = g.float() / total_weight.float() if reduction == MEAN else g.float()
+    wide = torch.promote_types(g.dtype, torch.float32)
+    share = g.to(wide) / total_weight.to(wide) if reduction == MEAN else g.to(wide)
     dx[torch.arange(len(target))[valid], target[valid]] = -share.to(dx.dtype)
     return dx
 

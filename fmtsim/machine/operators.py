@@ -72,9 +72,10 @@ def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> t
 
 
 def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
-    if not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= 1 << (
-        8 if x.dtype == torch.bfloat16 else 11
-    ):
+    exact_below = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 11}.get(x.dtype)
+    if exact_below is None:
+        raise UnknownOrder(f"cumsum of {x.dtype}")
+    if not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= exact_below:
         raise UnknownOrder("cumsum of numbers that are no small integers")
     return torch.cumsum(x, dim, dtype=dtype)
 
@@ -174,7 +175,9 @@ _LIBRARY.define(f"rms_norm_backward(Tensor g, {_TYPES}, Tensor rstd, bool[2] mas
 def _host_rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:
     """Return (y, rstd) in the host's order of sums."""
     dims = list(range(-len(shape), 0))
-    rstd = torch.rsqrt(x.float().square().mean(dims, keepdim=True) + norm.eps_of(eps))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    least = torch.finfo(wide).eps if eps is None else eps
+    rstd = torch.rsqrt(x.to(wide).square().mean(dims, keepdim=True) + least)
     return (x * rstd if weight is None else x * rstd * weight).to(x.dtype), rstd
 
 
@@ -184,9 +187,10 @@ def _host_rms_norm_backward(
 ) -> Any:
     """Return the gradients of (x, weight) in the host's order of sums."""
     dims = list(range(-len(shape), 0))
-    weighted, normal = g.float() if weight is None else g.float() * weight, x * rstd
+    g_wide = g.to(rstd.dtype)
+    weighted, normal = g_wide if weight is None else g_wide * weight, x * rstd
     dx = (weighted - normal * (weighted * normal).mean(dims, keepdim=True)) * rstd
-    return dx.to(x.dtype), (g * normal).reshape(-1, *shape).sum(0).to(x.dtype)
+    return dx.to(x.dtype), (g_wide * normal).reshape(-1, *shape).sum(0).to(x.dtype)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

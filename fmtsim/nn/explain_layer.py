@@ -236,6 +236,10 @@ class _Run:
         stand_in = self._stand_in(alone)
         with recorded_calls() as calls, _Steps() as steps:
             self._pass(stand_in, backward=product != "fprop")
+        if not calls:
+            raise ArgumentError(
+                f"nothing is multiplied for M, N, K = {sizes.sizes(product)}; pass inputs with rows, or their number"
+            )
         *before, (call, spec) = ((self._sized(call, sizes, product), spec) for call, spec in calls.items())
         explanation = explained(call, spec)
         if (call.m, call.n, call.k) != sizes.sizes(product):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_dense
+from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig, product_of
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
 from fmtsim.gemm.layers.linear import run_layer
@@ -139,7 +140,7 @@ class EmulatedModule(nn.Module):
         observer = None if how.observer is None else how.observer(part)
         learns = torch.is_grad_enabled()
         layer = how.products[part if learns and not compiled else _kind(part, learns, compiled)]
-        if layer.sized and learns and w.requires_grad:
+        if layer.sized and learns and w.requires_grad and x.dim() and x.dtype in FLOAT_DTYPES:  # others: see run_layer
             rows = x.numel() // max(x.shape[-1], 1)
             fault = size_fault(how.config, rows + -rows % layer.rows, *w.shape)
             if fault is not None:  # before half a step is done

@@ -50,7 +50,7 @@ def _by_name(kind: Kind | None) -> dict[str, Recipe | PtqRecipe]:
     recipes = _catalogued() | _registered
     if kind is None:
         return recipes
-    if kind not in _RECORDS:
+    if not isinstance(kind, str) or kind not in _RECORDS:
         raise ArgumentError(f"kind={shown(kind)} is unknown; choose 'training' or 'ptq', or leave it out for both")
     return {name: recipe for name, recipe in recipes.items() if isinstance(recipe, _RECORDS[kind])}
 

@@ -130,7 +130,7 @@ ERRORS = {
     "int25": "format 'int25': bits=25 is not allowed; choose 2 to 24",
     "int1": "format 'int1': bits=1 is not allowed; choose 2 to 24",
     "uint4_half": "uint4_half: unsigned integers have no 'half' grid; choose uint4 or int4_half",
-    "lns8_g3": "format 'lns8_g3': gamma=3 is not allowed; choose a power of two",
+    "lns8_g3": "format 'lns8_g3': gamma=3 is not allowed; choose a power of two up to 2**24",
     "lns16_g128": "format 'lns16_g128': a largest value of 2**255.992 is not allowed; "
     "choose values within float32: raise gamma or lower bits",
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",

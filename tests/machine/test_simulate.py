@@ -366,3 +366,37 @@ def test_softmax_of_one_number_is_not_known():
     with fmtsim.simulate() as run:
         y = torch.tensor(3.0).softmax(0)
     assert y.item() == 1 and run.unknown == {"_softmax: softmax over another dimension than the last": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("sum", lambda x: x.sum(0)), ("mean", lambda x: x.mean(-1)), ("linalg_vector_norm", lambda x: x.norm()),
+        ("_softmax", lambda x: x.softmax(-1)), ("_log_softmax", lambda x: x.log_softmax(-1)),
+        ("lerp", lambda x: torch.lerp(x, x * 3, 0.3)), ("addcmul", lambda x: torch.addcmul(x, x, x, value=0.3)),
+        ("addcdiv", lambda x: torch.addcdiv(x, x, x.abs() + 1, value=0.3)), ("pow", lambda x: x**1.5),
+        ("fmtsim.rms_norm", lambda x: functional.rms_norm(x, (32,), x[0])), ("cumsum", lambda x: x.cumsum(-1)),
+        ("nll_loss_forward", lambda x: functional.nll_loss(x, torch.arange(6))),
+    ],
+)  # fmt: skip
+def test_float64_is_the_host_s_and_is_not_called_exact(name, function):
+    def run(x):
+        y = function(x)
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    start = torch.rand(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = run(start.clone().requires_grad_())
+    with fmtsim.simulate() as simulated:
+        results = run(start.clone().requires_grad_())
+    for ours, host in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours, host, rtol=1e-14, atol=1e-15)  # composed operators add in another order
+    assert any(known.startswith(f"{name}: ") for known in simulated.unknown) and name not in simulated.exact
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_the_host_s():
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    with fmtsim.simulate():
+        y = x.abs()
+    assert [part.tolist() for part in y.unbind()] == [part.tolist() for part in x.unbind()]

@@ -10,6 +10,7 @@ A call ends with a result, with one of fmtsim's own errors, or is a defect; the 
 
 import argparse
 import datetime
+import faulthandler
 import resource
 import sys
 import time
@@ -51,6 +52,7 @@ def main() -> int:
     if not targets:
         parser.error(f"--target {options.target}: choose from {', '.join(target.name for target in TARGETS)}")
     resource.setrlimit(resource.RLIMIT_AS, (options.memory << 30, options.memory << 30))
+    faulthandler.enable()  # a crash shows what was called
     report, end = Report(), time.monotonic() + 60 * options.minutes
     print(f"seed {seed}, {len(targets)} targets, until {datetime.timedelta(minutes=options.minutes)} are over")
     while time.monotonic() < end:

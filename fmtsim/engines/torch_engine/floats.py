@@ -154,8 +154,8 @@ class Parts(NamedTuple):
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """View a float tensor as signed integers of its own width."""
-    return x.view(BIT_DTYPES[x.dtype])
+    """Return a float tensor's bits as signed integers of its own width: a view, unless torch has yet to negate it."""
+    return x.resolve_neg().view(BIT_DTYPES[x.dtype])
 
 
 def from_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

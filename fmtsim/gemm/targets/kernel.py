@@ -83,10 +83,14 @@ class Kernel:
         fields = fields_of(record, path, "a Kernel")
         kernel_fields: dict[str, Any] = {name: fields.pop(name) for name in _KERNEL_FIELDS if name in fields}
         after = fields.get("bias_after_rounding", False)
-        if not isinstance(after, bool) and after != "unsplit":
+        if not isinstance(after, bool | str) or (isinstance(after, str) and after != "unsplit"):
             text = f"bias_after_rounding={shown(after)} is not possible; choose false, true or 'unsplit'"
             raise at(path, ArgumentError, text)
-        kernel_fields |= {"partial_out": fields.get("partial") == "out", "bias_unsplit": after == "unsplit"}
+        partial = fields.get("partial")
+        kernel_fields |= {
+            "partial_out": isinstance(partial, str) and partial == "out",
+            "bias_unsplit": after == "unsplit",
+        }
         if kernel_fields["partial_out"]:
             fields["partial"] = FP32.name
         plan = record_of(GemmPlan, {**fields, "bias_after_rounding": after is True}, path)
@@ -258,13 +262,13 @@ def check_conditions(when: dict[str, Any]) -> None:
             raise ArgumentError(f"{name}={shown(wanted)} is not a condition; a dict has min, max and multiple_of")
         kind = bool if name == "aligned" else types[name] if types[name] in (int, bool) else str
         for value in wanted.values() if isinstance(wanted, dict) else wanted if isinstance(wanted, list) else [wanted]:
-            if type(value) is not kind:
+            if type(value) is not kind or (kind is int and value.bit_length() > 63):
                 raise ArgumentError(f"{name}={shown(wanted)} is not a condition; it compares {_COMPARED[kind]}")
         if isinstance(wanted, dict) and wanted.get("multiple_of", 1) < 1:
             raise ArgumentError(f"{name}={shown(wanted)} is not a condition; multiple_of is 1 or more")
 
 
-_COMPARED = {int: "whole numbers", bool: "True or False", str: "names"}
+_COMPARED = {int: "whole numbers of 64 bits", bool: "True or False", str: "names"}
 _RANGE = ("min", "max", "multiple_of")
 _CALLER_FIELDS = ("formats", "target", "plan", "strict")
 CONDITIONS = tuple(name for name in GemmCall.__dataclass_fields__ if name not in _CALLER_FIELDS)

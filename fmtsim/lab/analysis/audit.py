@@ -15,7 +15,7 @@ from fmtsim.lab.analysis.stored_call import read_call
 from fmtsim.lab.analysis.trace import CALL, Operation, Trace
 from fmtsim.machine.simulate import RECORDED, TARGETS, simulate
 from fmtsim.support import table
-from fmtsim.support.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, first_line
 
 _ATEN = torch.ops.aten
 _HEADS = 4  # heads of attention that are recomputed
@@ -97,6 +97,7 @@ def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int 
 
     Raises:
         ArgumentError: The trace stored no arguments, or its device is not a target.
+        DataError: What it stored of an operator is damaged.
     """
     if rows < 1:
         raise ArgumentError(f"rows={rows} is not possible; choose 1 or more")
@@ -114,9 +115,17 @@ def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int 
         if call is None:
             continue
         counts = layers.setdefault((one.layer, one.direction), [0, 0, 0, [], ""])
-        stored = trace.tensors[one.index]
-        compared, different = _damaged(one, stored, trace.batch)
-        result = None if different else _recomputed(one, call, stored, name, rows, generator)
+        try:
+            stored = trace.tensors[one.index]
+            compared, different = _damaged(one, stored, trace.batch)
+            result = None if different else _recomputed(one, call, stored, name, rows, generator)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, FmtsimError):
+                raise
+            raise DataError(
+                f"operation {one.index} of the trace, {one.operation}, cannot be made again from what is stored "
+                f"({type(error).__name__}: {first_line(error)}); trace again"
+            ) from error
         if result is not None:
             counts[0] += 1
             compared, different = result

@@ -20,6 +20,7 @@ from fmtsim.ptq.steps import collected, round_weights, serving_layer
 from fmtsim.ptq.verb import excepted, prepared
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.progress import Of, Progress
 
@@ -78,7 +79,7 @@ class SwitchingModel:
         )
         self._modules = {n: m for n, m in self.model.named_modules() if isinstance(m, EmulatedModule)}
         views = Products(self.model, {name: LinearConfig() for name in names})
-        views.run(batches[:1], lambda part, slot, x: None)
+        views.run(batches, lambda part, slot, x: None)
         self._views: dict[str, list[Tensor]] = {name: [] for name in names}
         for slot in views.slots.values():
             self._views[_owner(views, slot)].append(slot.w)
@@ -158,6 +159,10 @@ def relative_noise(output: Any, reference: Any) -> float:
     """Return ``|output - reference|^2 / |reference|^2`` over all tensors of floating point of an output."""
     noise = signal = 0.0
     for y, ref in zip(_tensors(output), _tensors(reference), strict=True):
+        if not is_readable(y):
+            raise ArgumentError(
+                f"the model returned a {type(y).__name__} on {y.device}, which holds no numbers; pass batches that do"
+            )
         noise += float((y.double() - ref.double()).square().sum())
         signal += float(ref.double().square().sum())
     return noise / signal if signal else noise

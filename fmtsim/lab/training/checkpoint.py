@@ -103,7 +103,7 @@ class Checkpoint:
             run = Run.of_state(state["run"])
             for field in fields(Run):
                 setattr(parts.run, field.name, getattr(run, field.name))
-        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
             raise self._malformed(error) from error
 
     def save(self, parts: Parts | None = None) -> None:

@@ -70,7 +70,7 @@ def read_runs(folder: Path) -> list[SweepRun]:
             break
         try:
             runs.append(SweepRun.of_line(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise DataError(
                 f"{path}, line {number} is no run ({error}); delete the line, or choose another --out"
             ) from None

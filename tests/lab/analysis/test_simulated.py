@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fmtsim
 from fmtsim.lab.analysis.audit import _attention_heads, audit
 from fmtsim.lab.analysis.fingerprint import Fingerprints
-from fmtsim.lab.analysis.trace import Trace
+from fmtsim.lab.analysis.trace import CALL, Trace
 from fmtsim.lab.cli.main import main
-from fmtsim.support.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError, DataError
 
 MODELS = """
 import torch
@@ -246,3 +246,23 @@ def test_an_audit_refuses_what_it_cannot_read():
         audit(plain)
     with pytest.raises(ArgumentError, match="rows=0 is not possible; choose 1 or more"):
         audit(plain, rows=0)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda call: "", "JSONDecodeError"), (lambda call: call.replace("argument 0", "argument 9"), "KeyError"),
+        (lambda call: '{"overload": "", "args": [], "kwargs": {}}', "IndexError"),
+    ],
+)  # fmt: skip
+def test_an_audit_names_the_operator_whose_call_is_damaged(damage, said):
+    with fmtsim.simulate():
+        trace = fmtsim.trace(nn.Linear(8, 8), torch.ones(4, 8), level="aten", tensors=True)
+    place, one = next((i, one) for i, one in enumerate(trace.operations) if one.operation == "aten::addmm")
+    facts = tuple((heading, damage(text) if heading == CALL else text) for heading, text in one.facts)
+    operations = list(trace.operations)
+    operations[place] = dataclasses.replace(one, facts=facts)
+    damaged = dataclasses.replace(trace, operations=tuple(operations))
+    damaged.tensors.update(trace.tensors)
+    with pytest.raises(DataError, match=rf"operation {one.index} of the trace, aten::addmm, .*\({said}.*; trace again"):
+        audit(damaged, target="h200")

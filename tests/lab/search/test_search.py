@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
 from fmtsim.gemm.layers.config import Gemm
@@ -367,3 +368,26 @@ def test_costs_count_the_bits_of_what_is_stored():
     adds = {"0": 10 * 32 * 16, "2": 10 * 16 * 64, "4": 10 * 64 * 8}
     bits = {"plain": 64, "blocks": 32, "tiles": 64, "weights": 8 * 16}
     assert result.costs == {layer: {name: n * bits[name] for name in made} for layer, n in adds.items()}
+
+
+def test_a_layer_that_only_a_later_batch_reaches_takes_part():
+    class Second(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.second(y) if len(x) > 2 else y
+
+    torch.manual_seed(0)
+    result = fmtsim.search(Second(), [torch.randn(2, 16), torch.randn(4, 16)], bits=8.5)
+    assert set(result.formats) == {"first", "second"}
+
+
+def test_outputs_without_numbers_are_refused():
+    output = FakeTensorMode().from_tensor(torch.ones(2, 32))
+    with pytest.raises(
+        ArgumentError, match="returned a FakeTensor on cpu, which holds no numbers; pass batches that do"
+    ):
+        relative_noise(output, torch.ones(2, 32))

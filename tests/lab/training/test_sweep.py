@@ -145,6 +145,7 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path, corpus):
         "null",
         ('"width": 16', '"width": "16"'),
         ('"parameters": 1', '"parameters": ""'),
+        ('"losses": [', '"losses": [1' + "0" * 400 + ", "),
     ],
     ids=lambda line: str(line)[:30],
 )
