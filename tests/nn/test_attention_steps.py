@@ -230,9 +230,9 @@ def test_fma_rounds_once():
         exact = [Fraction(float(i)) * Fraction(float(j)) + Fraction(c) for i, j in zip(a, b, strict=True)]
         expected = [math.copysign(1, n) * float(rounded(abs(n))) if n else 0.0 for n in exact]
         assert _fma(a, b, c).tolist() == expected
-    # a sum whose float64 is a tie of float32 that the exact sum is not
-    tie = _fma(torch.tensor([1 + 2.0**-23]), torch.tensor([2.0**-24 + 2.0**-47]), 1.0)
-    assert tie.item() == 1 + 2.0**-23
+    # a sum below the tie of two float32 numbers, which float64 makes the tie
+    a, b = torch.tensor([2**-12 * (1 + 2**-23)]), torch.tensor([2**-12 * (1 - 2**-23)])
+    assert _fma(a, b, 1 + 2**-23).item() == 1 + 2**-23
 
 
 @pytest.mark.parametrize(("frequency", "share"), [(10, 24), (16, 16), (32, 8)])

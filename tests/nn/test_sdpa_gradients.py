@@ -250,7 +250,7 @@ def test_dtypes_and_second_derivatives():
          "AttentionConfig q has a history, and attention remembers nothing; choose Scaling without history="),
         ({"dk": Gemm(b=dataclasses.replace(Quantizer(format=E4M3), source="stored"))}, FormatError,
          "AttentionConfig dk.b has source='stored', which weights of layers have; leave source= out"),
-        ({"offset": 1.5}, ArgumentError, "AttentionConfig offset=1.5 is not a whole number"),
+        ({"offset": "8"}, ArgumentError, "AttentionConfig offset=.8. is not allowed; pass a finite number"),
         ({"columns": 0.5}, ArgumentError, "AttentionConfig columns=0.5 is not allowed; pass a whole number from 1"),
         ({"columns": 0}, ArgumentError, "AttentionConfig columns=0 is not allowed; pass a whole number from 1"),
         ({"target": "hopper.wgma"}, ArgumentError, "AttentionConfig s: .*hopper.wgma"),

@@ -82,6 +82,8 @@ def test_centroids_are_those_of_vllm(bits):
 def test_named_caches_equal_their_oracles(name, dtype):
     k, v = normal(2, 3, 5, 64, seed=1, dtype=dtype), normal(2, 3, 5, 32, seed=2, dtype=dtype) * 3
     k[0, 0, 0], v[0, 0, 0], v[0, 0, 1] = 0, 0, 1.5
+    k[1, 0], v[1, 0] = k[1, 0] * 1e-5, v[1, 0] * 2e-8  # below the least scales
+    v[1, 1] *= 1e-5
     for i, t in enumerate(QuantisedCache(name).rounded(k, v)):
         assert_same_bits(t, oracle(name, i, (k, v)[i]))
     whole, steps = QuantisedCache(name), QuantisedCache(name)
@@ -121,20 +123,25 @@ def test_a_static_scale_a_head(fmt):
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, 7e-4])
 def test_nvfp4_keeps_its_tensor_scale(scale):
-    x = normal(2, 5, 48, seed=5) * torch.tensor([1e-3, 1.0, 30.0, 1e4, 0.0])[:, None]
-    g, out = np.float32(1) / np.float32(scale), np.zeros(x.shape, np.float32)
-    grid = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    for at in np.ndindex(2, 5, 3):
-        block = x.numpy()[at[0], at[1], 16 * at[2] : 16 * at[2] + 16]
-        wanted = g * (np.abs(block).max() * np.float32(1 / 6))
-        b = float(torch.tensor(wanted).clamp(max=448).to(torch.float8_e4m3fn))  # later tokens beyond it saturate
-        factor = np.float32(0) if b == 0 else np.float32(1) / (np.float32(b) * (np.float32(1) / g))
-        for i, number in enumerate(block * factor):
-            distance = np.abs(grid.astype(float) - abs(float(number)))
-            best = min(np.flatnonzero(distance == distance.min()), key=lambda code: code % 2)
-            out[at[0], at[1], 16 * at[2] + i] = np.copysign(grid[best], number) * np.float32(b) * np.float32(scale)
+    # blocks whose scale, and elements, lie next to the ties of E4M3 and E2M1; those of a wide range, and zeros
+    codes = torch.arange(1, 126).to(torch.uint8)
+    low, high = (c.view(torch.float8_e4m3fn).float() for c in (codes, codes + 1))
+    top = ((low + high) * 3 * scale).numpy()
+    near = [top * np.float32(1 + n * 2**-23) for n in range(-4, 5)]
+    shares = torch.tensor([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]).repeat(2) / 6
+    ties = torch.from_numpy(np.concatenate(near))[:, None] * (shares * (1 - torch.arange(16) * 2**-23))
+    wide = normal(50, 16, seed=5) * torch.tensor([1e-3, 1.0, 30.0, 1e4, 0.0])[:, None].repeat(10, 1)
+    x = torch.cat([ties, -ties.flip(1), wide])[None]
+    one, g, blocks = np.float32(1), np.float32(1) / np.float32(scale), x.numpy().reshape(-1, 16)
+    wanted = g * (np.abs(blocks).max(1, keepdims=True) * np.float32(1 / 6))
+    b = torch.from_numpy(wanted).clamp(max=448).to(torch.float8_e4m3fn).float().numpy()  # later tokens saturate
+    factor = np.where(b == 0, 0, one / np.where(b == 0, one, b * (one / g)))
+    grid, y = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6]), blocks * factor
+    distance = np.abs(np.abs(y.astype(float)).clip(max=6)[..., None] - grid)
+    codes = (distance + np.arange(8) % 2 * 1e-12).argmin(-1)  # ties to even codes
+    expected = np.copysign(grid[codes], y) * b * np.float32(scale)
     k, _ = QuantisedCache("nvfp4", key_scale=scale).rounded(x, x)
-    assert_same_bits(k, torch.from_numpy(out))
+    assert_same_bits(k, torch.from_numpy(expected.reshape(x.shape)))
 
 
 @pytest.mark.parametrize(
