@@ -180,7 +180,7 @@ def test_formats_that_verbs_make_are_found_by_their_names():
         except FmtsimError:
             refused += 1
     again = with_block(with_block(fmtsim.get_format("mxfp4"), 16, "even"), 48)
-    assert len(found) > 1500 and refused < 1000 and mistaken({*found, again}) == []
+    assert len(found) > 1500 and refused < 1200 and mistaken({*found, again}) == []
     assert mistaken({dataclasses.replace(again, name="e2m1"), dataclasses.replace(again, name="e2m1_0x2")}) == [
         "BlockFormat('e2m1': e2m1 in blocks of 1x48, scale e8m0 by even)",
         "BlockFormat('e2m1_0x2': e2m1 in blocks of 1x48, scale e8m0 by even)",

@@ -68,7 +68,10 @@ def _store_scales(scales: torch.Tensor, fmt: BlockFormat, validated: bool) -> to
     """Return scales as they are stored, none of them rounded."""
     _, dtype = _scale_type(fmt)
     if dtype == torch.uint8:
-        return codes_of_scales(scales, fmt.scale, validated=validated)
+        if fmt.alternative is None:
+            return codes_of_scales(scales, fmt.scale, validated=validated)
+        codes = codes_of_scales(scales.abs(), fmt.scale, validated=validated)
+        return codes | ((torch.signbit(scales) & ~scales.isnan()).to(torch.uint8) << (fmt.scale.bits - 1))
     stored = scales.to(dtype)
     wrong = (stored != scales) & ~scales.isnan()
     if not validated and is_readable(wrong) and bool(wrong.any()):
@@ -118,7 +121,9 @@ def restore(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Undo ``store`` for a tensor of a shape."""
     if scales is not None and isinstance(fmt, BlockFormat):
-        scales = scales_of_codes(scales, fmt.scale) if fmt.scale.bits <= 8 else scales.to(torch.float32)
+        sign = 1 << (fmt.scale.bits - 1) if fmt.alternative else 0
+        plain = scales_of_codes(scales & ~sign, fmt.scale) if fmt.scale.bits <= 8 else scales.to(torch.float32)
+        scales = torch.where((scales & sign) != 0, -plain, plain) if sign else plain
     bits = fmt.bits
     if bits in _PLAIN:
         plain = codes.to(code_dtype(bits))

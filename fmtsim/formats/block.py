@@ -42,6 +42,8 @@ class BlockFormat(Displayed):
             a format has ``block``, ``scale``, ``exponent_rule``, ``arithmetic`` ("divide", "reciprocal" or "encode"),
             ``tensor``, ``candidates`` in the order ``"fouroversix"``, ``metric`` and ``zero_point``; a ``Quantizer``
             takes the others.
+        alternative: Elements of the blocks that they suit better, by ``scaling.metric``: the scale of such a block has
+            its sign bit set, and ``alternative.max`` there stands for ``element.max``. None has no such blocks.
         aliases: Other names.
         source: The document that defines the format.
     """
@@ -49,6 +51,7 @@ class BlockFormat(Displayed):
     name: str
     element: ElementFormat
     scaling: Scaling
+    alternative: ElementFormat | None = None
     aliases: tuple[str, ...] = ()
     source: str = ""
 
@@ -75,6 +78,10 @@ class BlockFormat(Displayed):
         check(real or tensor is None, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
         compared = tensor is not None and tensor.order == "fouroversix"
         check(compared or not several, "candidates alone", "TensorScale(order='fouroversix'), or pass a Quantizer")
+        pairs = self.alternative is None or (compared and scale.signed and self.alternative.bits == self.element.bits)
+        check(
+            pairs, f"alternative={self.alternative}", "as many bits, a signed scale, TensorScale(order='fouroversix')"
+        )
         counted = isinstance(self.element, IntFormat) and not (self.element.signed or self.element.fraction_bits)
         shifted = counted and real and scale.name == "fp32" and not self.tensor_scale
         only = "an unsigned integer element without fraction bits, scale fp32 and scale_rule='amax'"
@@ -119,6 +126,11 @@ class BlockFormat(Displayed):
         return self.scaling.exponent_rule is not None
 
     @property
+    def is_direct(self) -> bool:
+        """Whether ``scaling.is_direct`` is true and all blocks have the same elements: what kernels compute."""
+        return self.alternative is None and self.scaling.is_direct
+
+    @property
     def bits(self) -> int:
         """Width of an element's code; scales come on top (see ``bits_per_element``)."""
         return self.element.bits
@@ -153,6 +165,7 @@ class BlockFormat(Displayed):
         times = f", times the {level}" if level else ""
         return [
             ("element", repr(self.element)),
+            *([("or element", repr(self.alternative))] if self.alternative else []),
             ("element range", f"{short_number(self.element.min)} to {short_number(self.element.max)}"),
             ("range with scales", f"{short_number(self.min)} to {short_number(self.max)}{times}"),
             ("block", block_text(self.block, " x ")),

@@ -239,6 +239,8 @@ _TE_TOKEN = "Transformer Engine e767493, custom_recipes/quantization_nvfp4_per_t
 _TE_WINDOW = "Transformer Engine 92350db, custom_recipes/quantization_nvfp4_1x64.py"
 _FOUR_SIX = "mit-han-lab/fouroversix dadfad6 (arXiv:2512.02010); Transformer Engine d0067d0, nvfp4_4over6"
 _NVINT = "mit-han-lab/fouroversix dadfad6, DataType.{}: integers under NVFP4's two levels"
+_INT_FLOAT = "mit-han-lab/fouroversix dadfad6, DataType.{}: floats or integers, whichever errs less in a block"
+_MAGNITUDES = "e1m4_finite"  # the integers -31 to 31 as sign and magnitude
 _MODELOPT = "NVIDIA Model-Optimizer a2fbac7, qtensor/nvfp4_tensor.py: the tensor's scale is amax / (6 * 448)"
 _COMPRESSED = "compressed-tensors ac8e2ba, generate_gparam and calculate_qparams: its reciprocal, (448 * 6) / amax"
 _TORCHAO = "torchao 36027d8, NVFP4Tensor: block scales from 2**-6"
@@ -314,6 +316,17 @@ def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
         variants.append((f"nvfp4_four_six_{metric}_256", "e2m1", up_to_256, _FOUR_SIX, chosen))
         tiles = {**chosen, "block": (16, 16)}
         variants.append((f"nvfp4_16x16_four_six_{metric}_256", "e2m1", up_to_256, _FOUR_SIX, tiles))
+    for name, inner, other in (
+        ("if4", "e2m1", "int4"),
+        ("if6_e2m3", "e2m3", _MAGNITUDES),
+        ("if6_e3m2", "e3m2", _MAGNITUDES),
+    ):
+        for metric, aliases in (("mse", (name,)), ("mae", ())):
+            scaling = Scaling(block=(1, 16), scale=scale, tensor=four_six, metric=metric)  # type: ignore[arg-type]
+            yield BlockFormat(
+                name=f"{name}_{metric}", element=element(inner), alternative=element(other), scaling=scaling,
+                aliases=aliases, source=_INT_FLOAT.format(name),
+            )  # fmt: skip
     for name, inner, tensor, source, fields in variants:
         scaling = Scaling(**{"block": (1, 16), "scale": scale, "tensor": tensor, **fields})
         yield BlockFormat(name=name, element=element(inner), scaling=scaling, source=source)

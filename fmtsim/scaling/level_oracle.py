@@ -61,10 +61,12 @@ def _tops(fmt: BlockFormat) -> tuple[Fraction, Fraction]:
     return rn32_or_infinite(Fraction(fmt.element.max)), rn32(Fraction(fmt.scaling.tensor.top or fmt.scale.max))
 
 
-def candidate_error(rows: list[list[tuple[float, float]]], scale: float, amax: Fraction, fmt: BlockFormat) -> float:
+def candidate_error(
+    rows: list[list[tuple[float, float]]], scale: float, amax: Fraction, fmt: BlockFormat, step: float
+) -> float:
     """Return the error of a block's values by fouroversix: float32, along rows, then rows by halves.
 
-    rows: Elements and what was rounded from them.
+    rows: Elements and what was rounded from them, in steps.
     """
     m, c = _tops(fmt)
     both, sums = float(rn32(c * m)), []
@@ -72,7 +74,7 @@ def candidate_error(rows: list[list[tuple[float, float]]], scale: float, amax: F
         total = 0.0
         for x, q in row:
             y = operated32(mul, operated32(mul, q, scale), float(amax))
-            off = operated32(sub, operated32(truediv, y, both), x)
+            off = operated32(sub, operated32(truediv, operated32(mul, y, step), both), x)
             total = operated32(add, total, abs(off) if fmt.scaling.metric == "mae" else operated32(mul, off, off))
         sums.append(total)
     sums += [0.0] * ((1 << (len(sums) - 1).bit_length()) - len(sums))

@@ -95,7 +95,9 @@ def block_level(tensor: Tensor, scaling: Scaling, blocks: torch.Size) -> Tensor:
     return spread(tensor, block_sizes(scaling.blocks_per_level, blocks), blocks) if tensor.dim() else tensor
 
 
-def errors(x: Tensor, q: Tensor, scales: Scales, scaling: Scaling, top: float, height: int) -> Tensor:
+def errors(
+    x: Tensor, q: Tensor, scales: Scales, scaling: Scaling, top: float, height: int, step: float = 1.0
+) -> Tensor:
     """Return the errors of blocks by which a rule compares candidates: ``[...]``.
 
     Args:
@@ -104,6 +106,7 @@ def errors(x: Tensor, q: Tensor, scales: Scales, scaling: Scaling, top: float, h
         scaling: The rule.
         top: As in ``two_levels``.
         height: Rows of a block.
+        step: Float32: what q counts, in the order ``"fouroversix"``.
 
     Errors are float64 sums of neighbours (``folded_sum``). The order ``"fouroversix"`` has float32: a value is
     ``q * s * amax / (c m)``, a row's errors are added from left to right, and rows as ``folded_sum`` adds.
@@ -116,7 +119,7 @@ def errors(x: Tensor, q: Tensor, scales: Scales, scaling: Scaling, top: float, h
         return folded_sum(off.abs() if scaling.metric == "mae" else off * off)
     assert amax is not None
     m, c = _tops(scaling, top)
-    y = q * s * (amax.unsqueeze(-1) if amax.dim() else amax)
+    y = times_float32(q * s * (amax.unsqueeze(-1) if amax.dim() else amax), step)
     off = quotient(y, torch.full_like(y, float32(c * m))) - x
     off = (off.abs() if scaling.metric == "mae" else off * off).unflatten(-1, (height, -1))
     total = torch.zeros_like(off[..., 0])

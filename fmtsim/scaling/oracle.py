@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat, ScaledFormat
-from fmtsim.formats.spec import FloatFormat, IntFormat, Overflow
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.elementary import exp, ln
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.rounding.oracle import (
@@ -183,8 +183,12 @@ def _quantize_block(block: _Block, fmt: ScaledFormat, cast: _Cast, shared_amax: 
         return _zero_point_block(block, fmt, cast)
     if shared_amax is not None:  # the candidate of least error, the first of equal ones
         tried = [two_levels(clamped32(block.amax), shared_amax, fmt, Fraction(c)) for c in fmt.scaling.candidates]
-        results = [_scaled_block(block, fmt, cast, *scales) for scales in tried]
-        return results[0] if len(results) == 1 else min(results, key=lambda r: _error(block, r, fmt, shared_amax))
+        results = [(_scaled_block(block, fmt, cast, *scales), fmt.element) for scales in tried]
+        if fmt.alternative is not None:
+            results.append((_scaled_block(block, fmt, cast, *tried[0], element=fmt.alternative), fmt.alternative))
+        return (
+            results[0][0] if len(results) == 1 else min(results, key=lambda r: _error(block, *r, fmt, shared_amax))[0]
+        )
     if fmt.power_of_two:
         scale = power_of_two(max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127)
         factor = 1 / scale
@@ -194,26 +198,33 @@ def _quantize_block(block: _Block, fmt: ScaledFormat, cast: _Cast, shared_amax: 
 
 
 def _scaled_block(
-    block: _Block, fmt: BlockFormat, cast: _Cast, scale: Fraction, factor: Fraction, level: Fraction | None = None
-) -> _Result:
-    """Round the elements of a block under its scale; level: that of the tensor, or of a row or window."""
+    block: _Block, fmt: BlockFormat, cast: _Cast, scale: Fraction, factor: Fraction, level: Fraction | None = None,
+    element: ElementFormat | None = None,
+) -> _Result:  # fmt: skip
+    """Round the elements of a block under its scale.
+
+    level: The scale of the tensor, or of a row or window. element: The format's alternative, or None.
+    """
+    step = Fraction(1) if element is None else Fraction(fmt.element.max / element.max)
 
     def scaled(x: float) -> Real:
         exact = fmt.power_of_two and x != 0 and math.isfinite(x)
-        return Fraction(x) * factor if exact else times(x, factor, cast.working)
+        y = Fraction(x) * factor if exact else times(x, factor, cast.working)
+        return y if element is None else times(y, rn32(Fraction(element.max / fmt.element.max)), cast.working)
 
     # 1. each element rounded once
     codes = [
-        encode_value(scaled(x), fmt.element, cast.how, cast.overflow, cast.word(*place))
+        encode_value(scaled(x), element or fmt.element, cast.how, cast.overflow, cast.word(*place))
         for place, x in zip(block.places, block.elements, strict=True)
     ]
-    elements = [decode_value(code, fmt.element) for code in codes]
+    elements = [decode_value(code, element or fmt.element) for code in codes]
     # 2. values; a NaN that elements cannot express makes its block NaN
     if block.has_nan and not fmt.element.has_nan:
         return _Result(math.nan, codes, [math.nan] * len(codes), factor, level=level or Fraction(1))
     if level is not None:
-        values = [rounded(times(q, scale * level, FP64), cast.out) for q in elements]
-        return _Result(float(scale), codes, values, factor, level=level)
+        products = [times(times(q, step, FP64), scale, FP64) for q in elements]
+        values = [rounded(times(product, level, FP64), cast.out) for product in products]
+        return _Result(-float(scale) if element else float(scale), codes, values, factor, level=level)
     return _Result(float(scale), codes, [times(q, scale, cast.out) for q in elements], factor)
 
 
@@ -267,11 +278,12 @@ def _shared_scales(results: list[list[_Result]], fmt: BlockFormat) -> float | li
     return (scales[0][0] if scales else 1.0) if (outer, inner) == (None, None) else scales
 
 
-def _error(block: _Block, result: _Result, fmt: BlockFormat, amax: Fraction) -> float:
+def _error(block: _Block, result: _Result, element: ElementFormat, fmt: BlockFormat, amax: Fraction) -> float:
     rows: dict[int, list[tuple[float, float]]] = {}
     for (i, _), x, code in zip(block.places, block.elements, result.codes, strict=True):
-        rows.setdefault(i, []).append((x, decode_value(code, fmt.element)))
-    return candidate_error(list(rows.values()), result.scale, amax, fmt)
+        rows.setdefault(i, []).append((x, decode_value(code, element)))
+    step = float(rn32(Fraction(fmt.element.max / element.max)))
+    return candidate_error(list(rows.values()), abs(result.scale), amax, fmt, step)
 
 
 # Section 7: zero points.

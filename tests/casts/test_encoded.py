@@ -20,6 +20,7 @@ from fmtsim.formats.representable import codes_of_scales, scales_of_codes
 from fmtsim.formats.scaling import block_scaling
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.spec.cast import EncodedParts, block_bytes
+from fmtsim.spec.cast import level_shape
 from fmtsim.support.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
 
 ONE_OF_EACH = [name for name in list_formats() if "p3109" not in name and name not in list_formats("int")]
@@ -48,7 +49,8 @@ def make_parts(fmt, shape, dim=-1, seed=0):
         rows = torch.randint(0, fmt.scale.max_code + 1, grid, generator=generator)
         scales = scales_of_codes(rows.to(torch.uint8), fmt.scale)
     offsets = torch.randint(0, 16, grid, generator=generator, dtype=torch.int32) if fmt.zero_point else None
-    return ops.EncodedParts(codes, scales, torch.tensor(0.75) if fmt.tensor_scale else None, offsets)
+    second = torch.full(level_shape(fmt, torch.Size(shape), -1), 0.75) if fmt.tensor_scale else None
+    return ops.EncodedParts(codes, scales, second, offsets)
 
 
 def make(name, shape=(4, 32), dim=-1):

@@ -232,6 +232,9 @@ BLOCKS = {
     "mxfp8_e5m2_rceil": ("e5m2", (1, 32), "e8m0", "rceil", None, False, False, 8.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, 4.5),
     "nvfp4_16x16": ("e2m1", (16, 16), "e4m3", "amax", "encode", True, False, 4 + 8 / 256),
+    **{f"{name}_{metric}": (element, (1, 16), "e4m3", "amax", "encode", True, False, bits + 0.5)
+       for name, element, bits in (("if4", "e2m1", 4), ("if6_e2m3", "e2m3", 6), ("if6_e3m2", "e3m2", 6))
+       for metric in ("mse", "mae")},
     **{name: ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, bits)
        for name, bits in (("nvfp4_row", 4.5), ("nvfp4_per_token", 4.5), ("nvfp4_1x64", 5.0), ("nvfp4_modelopt", 4.5),
                           ("nvfp4_compressed_tensors", 4.5), ("nvfp4_torchao", 4.5))},

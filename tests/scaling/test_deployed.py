@@ -4,17 +4,21 @@
 What was run, on ``numbers()``: Transformer Engine's NVFP4QuantizerRef (d0067d0, custom_recipes/reference_nvfp4.py),
 NVFP4QuantizerPerTokenRef (e767493) and NVFP4Quantizer1x64Ref (92350db), fouroversix's ``quantize`` (dadfad6),
 ModelOpt's NVFP4QTensor (a2fbac7), and compressed-tensors' generate_gparam, calculate_qparams and _quantize (ac8e2ba).
-Signs of zeros are left out (some drop them), and so are codes of blocks whose scale is 0, all of which are worth 0.
+Signs of zeros are left out (some drop them), and so are codes of blocks whose scale is 0, all of which are worth 0. In
+IF4 and IF6 errors were added from left to right, in the place of ``sum``, whose order is torch's.
 """
 
 import copy
 import hashlib
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import fmtsim
+from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.spec import Recipe
 from fmtsim.scaling.oracle import quantize_matrix
@@ -34,6 +38,10 @@ SOURCES = {
     "nvfp4_four_six_mse": "0fbc55dcfd3a4e22",
     "nvfp4_four_six_mse_256": "dc5994aa70992ed0",
     "nvfp4_16x16_four_six_mse_256": "afee2d1ee18eb632",
+    "if4_mae": "10ad2b0ca051ccde",
+    "if6_e3m2_mae": "30849edaa0fafec9",
+    "if4_mse": "73627595d9e9ab27",
+    "if6_e3m2_mse": "9dd52f7b6148f605",
 }
 
 
@@ -50,10 +58,10 @@ def numbers() -> torch.Tensor:
     return torch.tensor(x, dtype=torch.float32)
 
 
-def digest(codes: torch.Tensor, scales: torch.Tensor, rows: int, is_integer: bool) -> str:
+def digest(codes: torch.Tensor, scales: torch.Tensor, fmt: BlockFormat) -> str:
     """Return what is recorded of codes [64, 256] and scales, as bytes, of blocks of 16."""
-    alive = (scales != 0).repeat_interleave(16, 1).repeat_interleave(rows, 0)
-    codes = torch.where(alive & ((codes if is_integer else codes & 7) != 0), codes, 0)
+    alive = (scales & 127 != 0).repeat_interleave(16, 1).repeat_interleave(fmt.block[0], 0)
+    codes = torch.where(alive & (codes & (1 << fmt.bits - 1) - 1 != 0), codes, 0)
     return hashlib.sha256(codes.numpy().tobytes() + scales.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
@@ -61,11 +69,11 @@ def digest(codes: torch.Tensor, scales: torch.Tensor, rows: int, is_integer: boo
 def test_codes_and_scales_of_the_source(name):
     fmt, x = fmtsim.get_format(name), numbers()
     made = fmtsim.encode(x, fmt)
-    found = digest(made.unpacked(), made.scales, fmt.block[0], name.startswith("nvint"))
+    found = digest(made.unpacked(), made.scales, fmt)
     assert found == SOURCES[name]
     wrong = made.unpacked().clone()
     wrong[0, 1] ^= 1
-    assert digest(wrong, made.scales, fmt.block[0], name.startswith("nvint")) != found
+    assert digest(wrong, made.scales, fmt) != found
 
 
 def test_four_over_six_by_role():
@@ -82,6 +90,20 @@ def test_four_over_six_by_role():
         assert linear.wgrad.b.format == x and linear.dgrad.b.source == "forward"
 
 
+def test_blocks_of_integers_have_negative_scales(tmp_path):
+    """Sixths and sevenths of the largest: each block takes the grid that has them, in files as well."""
+    sixths, sevenths = torch.tensor([6.0, 4.0, 3.0, 1.5] * 4), torch.tensor([7.0, 5.0, -6.0, 1.0] * 4) * 6 / 7
+    made = fmtsim.encode(torch.stack([torch.cat([sixths, sevenths])]), "if4")
+    assert (made.scales > 127).tolist() == [[False, True]]
+    assert made.unpacked()[0, 16:20].tolist() == [7, 5, 10, 1]  # two's complement
+    made.save(tmp_path / "x.safetensors")
+    assert torch.equal(fmtsim.Encoded.load(tmp_path / "x.safetensors").decode(), made.decode())
+    torch.testing.assert_close(made.decode()[0, 16:], sevenths)
+    for fields in ({"alternative": fmtsim.get_format("int8")}, {"scaling": fmtsim.get_format("nvfp4").scaling}):
+        with pytest.raises(FormatError, match="choose as many bits, a signed scale, TensorScale"):
+            replace(fmtsim.get_format("if4"), **fields)
+
+
 def test_a_layer_multiplies_the_values_of_rows_and_windows():
     x, layer = numbers()[:32], torch.nn.Sequential(torch.nn.Linear(256, 16))
     for name in ("nvfp4_row", "nvfp4_1x64"):
@@ -95,7 +117,7 @@ def test_a_layer_multiplies_the_values_of_rows_and_windows():
         Quantizer(format="e2m1", scaling=fmtsim.get_format("nvfp4_row").scaling)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", [*SOURCES, "if6_e2m3_mse", "if6_e2m3_mae"])
 def test_engines_follow_the_oracle(name):
     """Short blocks and windows, subnormal and large tensors, rows of zeros, NaN and Inf."""
     fmt, x = fmtsim.get_format(name), numbers()[:19, :72].clone()
@@ -108,5 +130,8 @@ def test_engines_follow_the_oracle(name):
         assert parts.codes.tolist() == expected.codes
         pairs = ((parts.scales, expected.scales), (parts.tensor_scale, expected.tensor_scale),
                  (made.decode(), expected.values), (fmtsim.quantize(y, fmt, pad=True), expected.values))  # fmt: skip
+        if fmt.alternative is not None:
+            signs = torch.tensor([[s < 0 or math.copysign(1, s) < 0 for s in row] for row in expected.scales])
+            assert torch.equal(parts.scales.signbit() | parts.scales.isnan(), signs | parts.scales.isnan())
         for got, wanted in pairs:
             torch.testing.assert_close(got, torch.tensor(wanted), rtol=0, atol=0, equal_nan=True)

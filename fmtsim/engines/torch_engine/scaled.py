@@ -13,11 +13,11 @@ from fmtsim.engines.torch_engine.floats import NEAREST, bits_of
 from fmtsim.engines.torch_engine.reals import divide, exp, ln, narrow, product, round32, widen
 from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import Blocks, blocks_of, chunk_size, largest, windows
 from fmtsim.scaling.levels import block_level, errors, packed_level, two_levels
-from fmtsim.scaling.scales import FLT_MAX, Scales, exponent_scales, one_level, range_scales
+from fmtsim.scaling.scales import FLT_MAX, Scales, exponent_scales, float32, one_level, range_scales
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.float64 import float64
 
@@ -37,16 +37,18 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     folded = blocks.fold(x)
     folded_words = None if words is None else blocks.fold(words)
     # 2. scale and elements, for each candidate; the one of least error counts, block by block
-    first, *others = fmt.scaling.candidates
-    block_scales = _scales(blocks, folded, fmt, first)
-    codes = _element_codes(folded, block_scales, spec, folded_words)
-    least = _errors(blocks, folded, codes, block_scales, fmt) if others else None
-    for times in others:
+    first, *others = [(times, fmt.element) for times in fmt.scaling.candidates]
+    others += [] if fmt.alternative is None else [(1.0, fmt.alternative)]
+    block_scales = _scales(blocks, folded, fmt, first[0])
+    codes = _element_codes(folded, block_scales, spec, folded_words, fmt.element)
+    least = _errors(blocks, folded, codes, block_scales, fmt, fmt.element) if others else None
+    for times, element in others:
         tried = _scales(blocks, folded, fmt, times)
-        tried_codes = _element_codes(folded, tried, spec, folded_words)
-        error = _errors(blocks, folded, tried_codes, tried, fmt)
+        tried_codes = _element_codes(folded, tried, spec, folded_words, element)
+        error = _errors(blocks, folded, tried_codes, tried, fmt, element)
         takes = error < least
-        block_scales = tried._replace(scale=torch.where(takes, tried.scale, block_scales.scale))
+        scale = -tried.scale if element is fmt.alternative else tried.scale
+        block_scales = tried._replace(scale=torch.where(takes, scale, block_scales.scale))
         codes, least = torch.where(takes.reshape(-1, 1), tried_codes, codes), torch.where(takes, error, least)
     scales = block_scales.scale
     if not fmt.element.has_nan:  # a NaN that elements cannot express makes its block NaN
@@ -55,7 +57,9 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     return EncodedParts(blocks.unfold(codes), scales, tensor, block_scales.offsets)
 
 
-def _element_codes(folded: torch.Tensor, made: Scales, spec: CastSpec, words: torch.Tensor | None) -> torch.Tensor:
+def _element_codes(
+    folded: torch.Tensor, made: Scales, spec: CastSpec, words: torch.Tensor | None, element: ElementFormat
+) -> torch.Tensor:
     """Return codes of elements: of the exact x / 2**exponent, or of x * factor or x / factor, rounded once before."""
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
@@ -70,20 +74,25 @@ def _element_codes(folded: torch.Tensor, made: Scales, spec: CastSpec, words: to
             assert factor is not None
             row_factor = factor[rows].to(working)
             y = torch.div(y.to(working), row_factor) if made.divides else y.to(working) * row_factor
+            y = y * float32(element.max / fmt.element.max) if element is fmt.alternative else y
         drawn = None if words is None else words[rows, columns]
         if offsets is not None:
             piece = _shifted(y, fmt, spec, drawn, offsets[rows])
         else:
-            piece = elements.encode(y, fmt.element, spec.rounding, spec.overflow, drawn, shift)
+            piece = elements.encode(y, element, spec.rounding, spec.overflow, drawn, shift)
         codes[rows, columns] = piece.to(codes.dtype)
     return codes
 
 
-def _errors(blocks: Blocks, x: torch.Tensor, codes: torch.Tensor, made: Scales, fmt: BlockFormat) -> torch.Tensor:
+def _errors(
+    blocks: Blocks, x: torch.Tensor, codes: torch.Tensor, made: Scales, fmt: BlockFormat, element: ElementFormat
+) -> torch.Tensor:
     """Return the errors [rows, columns] of blocks under the scales of a candidate."""
-    q = elements.decode(codes, fmt.element, torch.float32)
+    q = elements.decode(codes, element, torch.float32)
     x, q = (t.float().reshape(blocks.rows, blocks.columns, -1) for t in (x, q))
-    return errors(x, q, made, fmt.scaling, float(fmt.element.max), blocks.height)
+    return errors(
+        x, q, made, fmt.scaling, float(fmt.element.max), blocks.height, float32(fmt.element.max / element.max)
+    )
 
 
 def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
@@ -99,9 +108,13 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         tensor_scale = widen(level.expand(parts.scales.shape)).reshape(-1, 1)
     result = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
     bits = elements.significant_bits(fmt.element)
+    is_other, scales = torch.signbit(scales), scales if fmt.alternative is None else scales.abs()
     for rows, columns in windows(codes):
         if offsets is None:
             value = elements.decode(codes[rows, columns], fmt.element, torch.float64)
+            if fmt.alternative is not None:
+                other = elements.decode(codes[rows, columns], fmt.alternative, torch.float64)
+                value = torch.where(is_other[rows], other * (fmt.element.max / fmt.alternative.max), value)
         else:
             value = float64(codes[rows, columns].to(torch.int64) - offsets[rows])
         if parts.tensor_scale is None:

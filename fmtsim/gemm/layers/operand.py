@@ -264,7 +264,9 @@ def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folde
 def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
     """Return True if a plain cast leaves the scales of a block format beside its elements."""
     fmt = quantizer.format
-    if not isinstance(fmt, BlockFormat) or fmt.zero_point or fmt.scaling.level_block != (None, None):
+    if not isinstance(fmt, BlockFormat) or fmt.zero_point or fmt.alternative:
+        return False
+    if fmt.scaling.level_block != (None, None):
         return False
     if isinstance(fmt.element, IntFormat | LogFormat):
         return not folded

@@ -54,7 +54,7 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1, scales: Ten
 
 def _is_direct(fmt: Format | None) -> bool:
     """Return True if scales, if any, follow from the largest magnitudes of blocks."""
-    return not isinstance(fmt, BlockFormat) or fmt.scaling.is_direct
+    return not isinstance(fmt, BlockFormat) or fmt.is_direct
 
 
 def _measure_by_kernel(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor | None:
@@ -146,7 +146,7 @@ def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
     Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks, unless the rule
     compares candidates or has a second level of rows or windows.
     """
-    if not fmt.scaling.is_direct:
+    if not fmt.is_direct:
         parts = encode(x, CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim))
         assert parts.scales is not None and parts.tensor_scale is not None
         return parts.scales.double() * block_level(parts.tensor_scale, fmt.scaling, parts.scales.shape).double()

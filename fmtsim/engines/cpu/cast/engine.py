@@ -42,7 +42,7 @@ def _implementation(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> Callable
 
         covered = verb == "decode" or (dtypes[0] != torch.float64 and logarithmic.covers(spec))
         return getattr(logarithmic, verb) if covered else None
-    if isinstance(fmt, BlockFormat) and not fmt.scaling.is_direct:
+    if isinstance(fmt, BlockFormat) and not fmt.is_direct:
         return None
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     narrow = verb != "encode" and codes.narrows(fmt, dtypes[-1])

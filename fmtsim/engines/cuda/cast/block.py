@@ -48,7 +48,7 @@ def covers_blocks(spec: CastSpec, *dtypes: torch.dtype) -> bool:
     fmt = spec.format
     if not isinstance(fmt, BlockFormat) or any(dtype not in FLOAT_DTYPES for dtype in dtypes):
         return False
-    if not fmt.scaling.is_direct:
+    if not fmt.is_direct:
         return False
     return not (fmt.zero_point and fmt.element.bits > 22)  # distances from the zero point are held in 24 bits
 

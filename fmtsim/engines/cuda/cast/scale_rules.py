@@ -67,7 +67,7 @@ def fast_macros(spec: CastSpec, dtype: torch.dtype, output: int, without_tensor_
     fmt = spec.format
     assert isinstance(fmt, BlockFormat)
     grid = _grid_of(fmt.element)
-    if not fmt.scaling.is_direct or grid is None or dtype not in NARROW or fmt.zero_point:
+    if not fmt.is_direct or grid is None or dtype not in NARROW or fmt.zero_point:
         return None
     if fmt.element.max_exponent > 60:
         return None
