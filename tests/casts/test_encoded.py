@@ -19,8 +19,7 @@ from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.representable import codes_of_scales, scales_of_codes
 from fmtsim.formats.scaling import block_scaling
 from fmtsim.formats.spec import CodebookFormat
-from fmtsim.spec.cast import EncodedParts, block_bytes
-from fmtsim.spec.cast import level_shape
+from fmtsim.spec.cast import EncodedParts, block_bytes, level_shape
 from fmtsim.support.errors import ArgumentError, CodeError, DataError, DtypeError, FmtsimError, FormatError
 
 ONE_OF_EACH = [name for name in list_formats() if "p3109" not in name and name not in list_formats("int")]
