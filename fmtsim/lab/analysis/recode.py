@@ -143,13 +143,13 @@ def check_recode(a: Any, b: Any) -> Recode:
     from 5.87747e-39 to 1.70141e+38, the target's scale being s / 1
     together they lose nothing if scales differ by powers of two, up to 131072
     """
-    target = _block_format("b", b)
+    target = block_format("b", b)
     if isinstance(a, os.PathLike) or (isinstance(a, str) and os.path.exists(a)):
         a = open_checkpoint(a)
     if isinstance(a, Encoded | Reordered):
         a = {"": a}
     if not isinstance(a, Mapping):
-        return _of_formats(_block_format("a", a), target)
+        return _of_formats(block_format("a", a), target)
     weights = []
     with make_progress(None) as progress:
         progress.stage(f"recoding to {target.name}", len(a))
@@ -163,13 +163,16 @@ def check_recode(a: Any, b: Any) -> Recode:
     return Recode(source="", target=target.name, weights=tuple(weights))
 
 
-def _block_format(name: str, fmt: Any) -> BlockFormat:
+def block_format(name: str, fmt: Any) -> BlockFormat:
+    """Return a format of blocks without zero points, under one tensor scale at most."""
     fmt = get_format(fmt)
-    if not isinstance(fmt, BlockFormat) or fmt.zero_point or fmt.element.bits > 16:
+    tensor = fmt.scaling.tensor if isinstance(fmt, BlockFormat) else None
+    plain = isinstance(fmt, BlockFormat) and not fmt.zero_point and (tensor is None or tensor.block == (None, None))
+    if not plain or fmt.element.bits > 16:
         raise ArgumentError(
             f"{name}={fmt.name} is not a format of blocks without zero points; choose one such as nvfp4"
         )
-    return fmt
+    return fmt  # type: ignore[no-any-return]
 
 
 @cache
@@ -281,10 +284,10 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
     out; a tensor scale is a power of two. What the target does not have there is rounded to nearest.
     """
     source, (scale, tensor_scale) = weight.format, weight.parts()[1:3]
-    if not isinstance(source, BlockFormat) or source.zero_point or scale is None:
+    whole = tensor_scale is None or tensor_scale.dim() == 0
+    if not isinstance(source, BlockFormat) or source.zero_point or scale is None or not whole:
         return None
-    ratios = _ratios(source.element, target.element)
-    if not ratios:
+    if not (ratios := _ratios(source.element, target.element)):
         return None
     ratio = _simplest(ratios) if _within(target, source) else max(ratios)
     x = weight.decode(torch.float64).reshape(-1, weight.shape[-1])

@@ -19,7 +19,7 @@ from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.tensor_file import tensor_content
-from fmtsim.lab.analysis.recode import carry, check_recode
+from fmtsim.lab.analysis.recode import block_format, carry, check_recode
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.ptq.export import compressed_tensors, open_checkpoint
 from fmtsim.ptq.export.stored import stored_tensor
@@ -42,11 +42,7 @@ def run_check_recode(arguments: argparse.Namespace) -> int:
 
 def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     """Write the checkpoint in another format; its folder appears complete or not at all."""
-    target, out = get_format(arguments.to), arguments.out.expanduser()
-    if not isinstance(target, BlockFormat) or target.zero_point:
-        raise ArgumentError(
-            f"--to {target.name} is not a format of blocks without zero points; choose one such as nvfp4"
-        )
+    target, out = block_format("to", arguments.to), arguments.out.expanduser()
     if os.path.exists(out):
         raise ArgumentError(f"--out {out} is there already; name a folder that does not exist yet")
     checkpoint = open_checkpoint(arguments.folder)

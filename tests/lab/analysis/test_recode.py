@@ -84,6 +84,7 @@ def test_a_weight_has_the_blocks_that_change_their_places_and_the_worst_error():
     assert (row.blocks, row.carried, row.first, row.worst) == (8, 1, ((2, 1),), 1.0) and not found.lossless
     assert "1 change under their own scales" in str(found) and "(2, 1)" in str(found)
     assert fmtsim.check_recode({"a": weight, "b": torch.ones(2)}, "mxfp8_e4m3").lossless
+    assert carry(fmtsim.encode(torch.ones(4, 64), "nvfp4_row"), fmtsim.get_format("mxfp8_e4m3")) is None
     other = fmtsim.check_recode(fmtsim.encode(torch.randn(4, 64), "mxfp8_e4m3"), "nvfp4").weights[0]
     assert other.carried is None and other.by_rule == 8 and other.first[0] == (0, 0)
 
@@ -91,6 +92,7 @@ def test_a_weight_has_the_blocks_that_change_their_places_and_the_worst_error():
 def test_what_is_no_format_of_blocks_is_refused():
     for a, b, message in (
         ("e4m3", "nvfp4", r"a=e4m3 is not a format of blocks without zero points; choose one such as nvfp4"),
+        ("mxfp4", "nvfp4_row", r"b=nvfp4_row is not a format of blocks without zero points"),
         ("mxfp4", "uint4_g32_zp", r"b=uint4_g32_zp is not a format of blocks"),
         ({"x": torch.ones(2)}, "nvfp4", r"has no Encoded; pass a checkpoint of quantised weights"),
     ):
