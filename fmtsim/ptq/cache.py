@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 def _cast(fmt: Format, x: Tensor, scale: float | Tensor) -> Parts:
     """Cast under a static scale; block scales of two levels are made in TensorRT-LLM's order, in float32."""
-    if not (isinstance(fmt, BlockFormat) and fmt.tensor_scale):
+    if not (isinstance(fmt, BlockFormat) and _of_tensor(fmt)):
         return (encode(x if _is_one(scale) else x.float() / scale, fmt, pad=True),)
     size = fmt.block[1] or x.shape[-1]
     if x.shape[-1] % size:
@@ -103,7 +103,12 @@ def _rotated_back(parts: Parts, _: float | Tensor) -> Tensor:
 
 
 def _direct(fmt: Format) -> Rule:
-    return Rule(fmt.name, partial(_cast, fmt), _values, not isinstance(fmt, BlockFormat) or fmt.tensor_scale)
+    return Rule(fmt.name, partial(_cast, fmt), _values, not isinstance(fmt, BlockFormat) or _of_tensor(fmt))
+
+
+def _of_tensor(fmt: BlockFormat) -> bool:
+    """Return True if the second level of scales is the whole tensor's, not a row's or a window's."""
+    return fmt.tensor_scale and fmt.scaling.level_block == (None, None)
 
 
 _FP8, _INT8 = (
@@ -254,6 +259,10 @@ def _rule(fmt: str | Format, side: int) -> Rule:
     if isinstance(record, BlockFormat) and record.block[0] != 1:
         raise ArgumentError(
             f"{record.name} shares scales among tokens; choose a format with block=(1, size) or (1, None)"
+        )
+    if isinstance(record, BlockFormat) and _of_tensor(record) and not record.scaling.is_direct:
+        raise ArgumentError(
+            f"{record.name} makes block scales by a rule that needs the whole tensor; choose 'nvfp4' or 'nvfp4_row'"
         )
     return _direct(record)
 

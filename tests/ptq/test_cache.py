@@ -144,6 +144,14 @@ def test_nvfp4_keeps_its_tensor_scale(scale):
     assert_same_bits(k, torch.from_numpy(expected.reshape(x.shape)))
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4_row", "nvfp4_per_token", "nvfp4_1x64"])
+def test_second_levels_of_a_token_need_no_static_scale(fmt):
+    x = normal(2, 3, 5, 128, seed=6) * torch.tensor([1e-6, 1.0, 1e6, 3.0, 0.0])[:, None]
+    whole = QuantisedCache(fmt).rounded(x, x)[0]
+    for token in range(5):
+        assert_same_bits(whole[:, :, token], fmtsim.quantize(x[:, :, token].reshape(6, 128), fmt).reshape(2, 3, 128))
+
+
 @pytest.mark.parametrize(
     ("message", "fmt", "scale", "shape"),
     [
@@ -151,6 +159,9 @@ def test_nvfp4_keeps_its_tensor_scale(scale):
         (r"nvfp4 has blocks of 16, which do not divide the 24 features of a head", "nvfp4", 1.0, (1, 2, 3, 24)),
         (r"TurboQuant rotates heads of 8, 16, 32 and so on features, and these have 80; choose",
          "turboquant_3bit_nc", 1.0, (1, 2, 3, 80)),
+        (r"nvfp4_modelopt makes block scales by a rule that needs the whole tensor; choose 'nvfp4' or 'nvfp4_row'",
+         "nvfp4_modelopt", 1.0, (1, 2, 3, 16)),
+        (r"a scale of 2.0 for nvfp4_row; .* none beside scales", "nvfp4_row", 2.0, None),
         (r"a scale of \[1.0, 0.0\] for e4m3; pass a number above 0", "e4m3", [1.0, 0.0], None),
         (r"a scale of 2.0 for steps of 4 bits; .* none beside scales", "turboquant_k8v4", 2.0, None),
     ],
