@@ -15,7 +15,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.tensor_file import TensorPlace, open_tensors
 from fmtsim.ptq.export import gguf, torchao
-from fmtsim.ptq.export.layouts import LAYOUTS, Config, Layout, Reordered, read_config
+from fmtsim.ptq.export.layouts import LAYOUTS, Layout, Reordered, read_config
 from fmtsim.ptq.export.stored import DTYPES, StoredWeight, read_tensor, spread_over
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import located, parse_json, read_json
@@ -131,7 +131,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if name in weights:
             layout, weight = weights[name]
             label = "compressed-tensors" if config.groups else layout.name
-            readers[f"{weight.prefix}{layout.weight}"] = Reader(label, partial(_read, layout, weight, config), weight)
+            read = partial(_read, str(place.path), layout.read, weight, config)
+            readers[f"{weight.prefix}{layout.weight}"] = Reader(label, read, weight)
         elif name not in taken:
             readers[name] = Reader("", partial(read_tensor, name, place))
     return Checkpoint(path, readers)
@@ -199,9 +200,9 @@ def _refuse_unknown(path: Path, places: Mapping[str, TensorPlace]) -> None:
         )
 
 
-def _read(layout: Layout, weight: StoredWeight, config: Config) -> Encoded | Reordered:
-    with located(str(weight.places[layout.codes].path), DataError):
-        return layout.read(weight, config)
+def _read(place: str, read: Callable[..., Encoded | Reordered], *arguments: Any) -> Encoded | Reordered:
+    with located(place, DataError):
+        return read(*arguments)
 
 
 def _torchao(path: Path, places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> dict[str, Reader]:
@@ -215,13 +216,8 @@ def _torchao(path: Path, places: Mapping[str, TensorPlace], metadata: Mapping[st
         prefix = torchao.named(name.removesuffix(".weight"), "")
         parts = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
         weight = StoredWeight(prefix, parts, "qdata", "scale")
-        readers[name] = Reader("torchao", partial(_read_torchao, path, name, weight, record))
+        readers[name] = Reader("torchao", partial(_read, f"{path}: {name!r}", torchao.encoded_of, weight, record))
     return readers
-
-
-def _read_torchao(path: Path, name: str, weight: StoredWeight, record: Any) -> Encoded:
-    with located(f"{path}: {name!r}", DataError):
-        return torchao.encoded_of(weight, record)
 
 
 def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any:

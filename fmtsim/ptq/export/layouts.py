@@ -157,25 +157,24 @@ def _by_dtype(weight: StoredWeight, config: Config, block: Block | None = None) 
 
 
 def _compressed(weight: StoredWeight, config: Config) -> Encoded:
-    for way, group in _in_order(config.groups, weight.prefix):
-        with located(f"{config.path}: {way}"):
-            return compressed_tensors.encoded_of(weight, group)
-    name = weight.prefix + weight.codes
-    raise DataError(f"{config.path}: quantization_config.config_groups: no targets name the layer of tensor {name!r}")
-
-
-def _in_order(groups: dict[str, Any], layer: str) -> list[tuple[str, Any]]:
-    """Return the groups of a layer: those that name it, those whose patterns match it, those of all linear layers."""
+    """Read a weight of compressed-tensors by the group that names its layer, has a pattern of it, or names a class."""
 
     def rank(target: str) -> int:
-        if target == layer:
-            return 0
-        if target.startswith("re:"):
-            return 1 if re.match(target[3:], layer) else 3
-        return 2 if target.isidentifier() and target[0].isupper() else 3  # the name of a class, such as Linear
+        try:
+            matches = target.startswith("re:") and re.match(target[3:], weight.prefix)
+        except re.error as error:
+            text = f"{config.path}: target {shown(target)} is not a regular expression: {error}"
+            raise DataError(text) from None
+        kind = target.isidentifier() and target[0].isupper()  # the name of a class, such as Linear
+        return 0 if target == weight.prefix else 1 if matches else 2 if kind else 3
 
-    ranked = [(min(map(rank, group["targets"]), default=3), way) for way, group in groups.items()]
-    return [(way, groups[way]) for number, way in sorted(ranked, key=lambda pair: pair[0]) if number < 3]
+    ranks = {way: min(map(rank, group["targets"]), default=3) for way, group in config.groups.items()}
+    way = min(ranks, key=ranks.__getitem__, default="")
+    if ranks.get(way, 3) == 3:
+        name, way = weight.prefix + weight.codes, "quantization_config.config_groups"
+        raise DataError(f"{config.path}: {way}: no targets name the layer of tensor {name!r}")
+    with located(f"{config.path}: {way}"):
+        return compressed_tensors.encoded_of(weight, config.groups[way])
 
 
 def _grouped(weight: StoredWeight, config: Config) -> Encoded | Reordered:

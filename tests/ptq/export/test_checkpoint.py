@@ -389,3 +389,7 @@ def test_a_group_may_name_the_class_of_layers_or_a_pattern(tmp_path):
     checkpoint = fmtsim.open_checkpoint(saved(tmp_path, tensors, config))
     blocks = {n: checkpoint[f"m.{n}.weight"].format.block for n in "qkv"}
     assert blocks == {"q": (None, None), "k": (1, None), "v": (1, 32)}
+    groups["b"]["targets"] = ["re:("]
+    checkpoint = fmtsim.open_checkpoint(saved(tmp_path, tensors, config))
+    message = r"config.json: target 're:\(' is not a regular expression: "
+    refused(message, checkpoint.__getitem__, "m.k.weight", error=DataError)
