@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat, ScaledFormat
+from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.elementary import exp, ln
 from fmtsim.rounding.modes import Rounding, get_rounding
@@ -109,7 +109,7 @@ class _Result(NamedTuple):
 
 
 def quantize_matrix(
-    rows: Matrix, fmt: ScaledFormat, rounding: str | Rounding = "nearest_even", overflow: Overflow | None = None,
+    rows: Matrix, fmt: BlockFormat | LogTileFormat, rounding: str | Rounding = "nearest_even", overflow: Overflow | None = None,
     input_dtype: InputDtype = "float32", out_format: FloatFormat = FP32, words: Sequence[Sequence[int]] | None = None,
 ) -> Quantized:  # fmt: skip
     """Quantise a matrix whose rows run along the inner axis.
@@ -176,7 +176,9 @@ def _blocks(rows: Matrix, block: tuple[int | None, int | None]) -> list[list[_Bl
     return [[cut(rows_of, columns) for columns in spans(width, block[1])] for rows_of in spans(height, block[0])]
 
 
-def _quantize_block(block: _Block, fmt: ScaledFormat, cast: _Cast, shared_amax: Fraction | None) -> _Result:
+def _quantize_block(
+    block: _Block, fmt: BlockFormat | LogTileFormat, cast: _Cast, shared_amax: Fraction | None
+) -> _Result:
     if isinstance(fmt, LogTileFormat):
         return _log_tile(block, fmt, cast)
     if fmt.zero_point:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts to ggml's blocks: bytes and their fields, values, and the float32 operations of its reference encoders."""
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import numpy as np
@@ -76,11 +77,11 @@ def _pack(numbers: Numbers, fmt: GgmlFormat, out: Tensor) -> None:
             part.copy_((_k_bytes if field.name == "scales" else _trit_bytes)(values))
         else:
             values = values >> fmt.bits_of(field.low) if field.name != field.low else values
-            planes = (values & (1 << bits) - 1).view(len(out), -1, 8 // bits, width)
+            planes = _lanes((values & (1 << bits) - 1).contiguous().view(len(out), -1, 8 // bits, width))
             packed = planes[:, :, 0].clone()
             for i in range(1, 8 // bits):
                 packed |= planes[:, :, i] << bits * i
-            part.copy_(packed.flatten(1))
+            part.copy_(packed.view(torch.uint8).flatten(1))
 
 
 def _unpack(blocks: Tensor, fmt: GgmlFormat) -> Numbers:
@@ -94,17 +95,22 @@ def _unpack(blocks: Tensor, fmt: GgmlFormat) -> Numbers:
 
 
 def _numbers(part: Tensor, field: Field) -> Tensor:
-    bits, width, last = field.bits, field.width, 8 // field.bits - 1
+    bits, width = field.bits, field.width
     if bits >= 8:
         return part.contiguous().view(torch.float16) if bits == 16 else part
     if not width:
         return _k_numbers(part) if field.name == "scales" else _trits(part)
-    planes = part.contiguous().view(len(part), -1, width)
-    out = part.new_empty((len(part), planes.shape[1], last + 1, width))
-    for i in range(last):
-        torch.bitwise_and(planes >> bits * i if i else planes, (1 << bits) - 1, out=out[:, :, i])
-    torch.bitwise_right_shift(planes, bits * last, out=out[:, :, last])
-    return out.view(len(part), field.count)
+    packed = _lanes(part.contiguous().view(len(part), -1, width))
+    planes = packed.new_empty((*packed.shape[:2], 8 // bits, packed.shape[2]))
+    mask = (1 << bits) - 1 if packed.dtype == torch.uint8 else ((1 << bits) - 1) * 0x0101010101010101
+    for i in range(8 // bits):
+        torch.bitwise_and(packed >> bits * i, mask, out=planes[:, :, i])
+    return planes.view(torch.uint8).view(len(part), field.count)
+
+
+def _lanes(x: Tensor) -> Tensor:
+    """Return bytes eight at a time, as int64, where rows allow it: torch has no vectors for rows of a few bytes."""
+    return x.view(torch.int64) if x.shape[-1] % 8 == 0 else x
 
 
 def _k_bytes(numbers: Tensor) -> Tensor:
@@ -192,38 +198,45 @@ def _half_scales(d_format: str) -> Tensor:
 # Blocks under a scale that their largest number gives.
 
 
-def _inverse(d: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1 / d, 0 of 0, and whether it is finite: ggml converts other products to the integer 0."""
-    inverse = torch.where(d == 0, 0.0, over(1.0, d))
-    return inverse, inverse.isfinite() & d.isfinite()
+def _inverse(d: Tensor) -> Tensor:
+    """Return 1 / d, 0 of 0."""
+    return torch.where(d == 0, 0.0, over(1.0, d))
+
+
+def _coded(codes: Tensor, d: Tensor, inverse: Tensor, otherwise: int = 0) -> Tensor:
+    """Return int8 codes as uint8; x86 converts products that are not finite to the integer 0, which ``otherwise`` is."""
+    usable = inverse.isfinite() & d.isfinite()
+    return (codes if bool(usable.all()) else torch.where(usable, codes, otherwise)).view(torch.uint8)
 
 
 def _encode_largest(x: Tensor, fmt: GgmlFormat) -> Numbers:
     """Q4_0, Q5_0: the number of largest magnitude becomes the lowest code."""
     d = over(search.signed_largest(x), -float(fmt.zero))
-    inverse, usable = _inverse(d)
+    inverse = _inverse(d)
     codes = (x * inverse).add_(fmt.zero + 0.5).to(torch.int8).clamp_(max=2 * fmt.zero - 1)
-    return {"d": d.half(), "codes": codes.mul_(usable).view(torch.uint8)}
+    return {"d": d.half(), "codes": _coded(codes, d, inverse)}
 
 
 def _encode_range(x: Tensor, fmt: GgmlFormat) -> Numbers:
     """Q4_1, Q5_1: codes count steps from the least number."""
     low, high, top = x.amin(1, keepdim=True), x.amax(1, keepdim=True), 15 if fmt.field("high_codes") is None else 31
-    d = over(high - low, float(top))
-    inverse, usable = _inverse(d)
+    if bool((zero := (low == 0).squeeze(1)).any()):  # which the first has the sign of
+        low[zero] = search.first(x[zero], x[zero] == 0)
+    d = over(high - low, float(top)) + 0.0  # of zeros, too
+    inverse = _inverse(d)
     codes = (x - low).mul_(inverse).add_(0.5).to(torch.int8).clamp_(max=top)
-    return {"d": d.half(), "min": low.half(), "codes": codes.mul_(usable).view(torch.uint8)}
+    return {"d": d.half(), "min": low.half(), "codes": _coded(codes, d, inverse)}
 
 
 def _encode_rounded(x: Tensor, fmt: GgmlFormat) -> Numbers:
     """Q8_0, Q2_0, TQ1_0, TQ2_0: the largest magnitude becomes ``top``; ties away from zero."""
     top, unusable = fmt.search
     d = over(torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True)).abs(), top)
-    inverse, usable = _inverse(d)
+    inverse = _inverse(d)
     y = x * inverse
-    below_half = (y.view(torch.int32) & -1 << 31 | 0x3EFFFFFF).view(torch.float32)  # of y's sign: a half would carry
-    codes = y.add_(below_half).to(torch.int8).add_(fmt.zero)
-    return {"d": d.half(), "codes": torch.where(usable, codes, int(unusable)).view(torch.uint8)}
+    below_half = (y.view(torch.int32) & -1 << 31).bitwise_or_(0x3EFFFFFF)  # of y's sign: a half would carry
+    codes = y.add_(below_half.view(torch.float32)).to(torch.int8).add_(fmt.zero)
+    return {"d": d.half(), "codes": _coded(codes, d, inverse, int(unusable))}
 
 
 def _encode_signs(x: Tensor, fmt: GgmlFormat) -> Numbers:
@@ -324,12 +337,12 @@ def _encode_codebook(x: Tensor, fmt: GgmlFormat) -> Numbers:
     if fmt.part == fmt.elements:
         return {"d": scales.half(), "codes": codes.T.to(torch.uint8)}
     d = over(-_largest_scale(scales), 32.0)
-    steps = search.nearest(_inverse(d)[0] * scales, -32, 31)
-    codes = search.nearest_value(parts * _inverse(d * steps)[0].view(-1), fmt.values).T.reshape(x.shape)
+    steps = search.nearest(_inverse(d) * scales, -32, 31)
+    codes = search.nearest_value(parts * _inverse(d * steps).view(-1), fmt.values).T.reshape(x.shape)
     return {"d": d.half(), "scales": (steps + 32).to(torch.uint8), "codes": codes.to(torch.uint8)}
 
 
-_ENCODERS = {
+_ENCODERS: dict[str, Callable[[Tensor, GgmlFormat], Numbers]] = {
     "largest": _encode_largest, "range": _encode_range, "rounded": _encode_rounded, "signs": _encode_signs,
     "fp4": _encode_fp4, "searched_range": _encode_searched_range, "codebook": _encode_codebook,
     "searched_3bit": partial(_encode_searched, three_bits=True),

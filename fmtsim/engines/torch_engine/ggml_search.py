@@ -33,10 +33,14 @@ def signed_largest(x: Tensor) -> Tensor:
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     largest, tied = torch.where(high > -low, high, low), (high == -low).squeeze(1)
     if bool(tied.any()):
-        rows = x[tied]
-        first = rows.gather(1, (rows.abs() == high[tied].abs()).to(torch.uint8).argmax(1, keepdim=True))
-        largest[tied] = torch.where(first == 0, 0.0, first)
+        one = first(x[tied], x[tied].abs() == high[tied].abs())
+        largest[tied] = torch.where(one == 0, 0.0, one)
     return largest
+
+
+def first(x: Tensor, chosen: Tensor) -> Tensor:
+    """Return the first chosen number along dimension 1, kept."""
+    return x.gather(1, chosen.to(torch.uint8).argmax(1, keepdim=True))
 
 
 def nearest(x: Tensor, low: float, high: float) -> Tensor:

@@ -188,6 +188,8 @@ BAD = [
     (lambda: quantised("int4_g32"), "gguf", r"GGUF's scales are float16, which does not hold these"),
     (lambda: quantised("int4_channel"), "gguf", r"GGUF's blocks are 1 x 32, and these \(1, 64\) of 96 x 64"),
     (lambda: quantised("int8_token"), "gguf", r"GGUF stores weights alone, and inputs are int8"),
+    (lambda: quantised("q2_0"), "gguf", r"layer '0': the package gguf has no type Q2_0; choose q8_0, q4_k or"),
+    (lambda: quantised("q4_k", model=nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8))), "gguf", r"q4_k has blocks of 256, which do not divide 64 inputs; leave"),
     (lambda: quantised("mxfp4_weights", model=nn.Linear(64, 64)), "gguf", r"wrap it in nn.Sequential"),
     (lambda: fmtsim.convert(net(), recipe="halo1"), "torchao", r"its weight is Hadamard .*, not one set of codes"),
     (lambda: fmtsim.convert(net(), format="uint8_channel_zp"), "torchao", r"scales are not kept apart"),
@@ -288,6 +290,48 @@ def test_every_scale_and_code_of_ggmls_mxfp4_is_what_gguf_py_reads(tmp_path):
     w = fmtsim.read_export(tmp_path / "m.gguf")["w"].reshape(256, 32)
     assert_same_bits(w + 0.0, torch.from_numpy(expected.copy()) + 0.0)  # gguf-py has no -0
     assert w[255].isinf().any() and w[255].abs().min() == 0 and (w[255].abs() == 2.0**127).any()
+
+
+def blocks_model():
+    return nn.Sequential(nn.Linear(256, 8), nn.ReLU(), nn.Linear(8, 256)).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in fmtsim.list_formats("ggml") if fmtsim.get_format(n).encoder and n != "q2_0"]
+)
+def test_ggmls_blocks_go_into_files_as_they_were_rounded(name, tmp_path):
+    gguf, fmt, path = gguf_layout.library(), fmtsim.get_format(name), tmp_path / "m.gguf"
+    model = blocks_model()
+    w = model[0].weight.clone()
+    fmtsim.ptq(model, name, filter_fn=lambda module, layer: layer == "0")
+    assert torch.equal(model[0].weight, fmtsim.quantize(w, name))
+    assert fmtsim.export(model, path, "gguf").coded == {"0": name}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}["0.weight"]
+    assert stored.tensor_type.name == fmt.type and stored.shape.tolist() == [256, 8]
+    assert torch.equal(torch.from_numpy(stored.data.copy()), fmtsim.encode(w, name).codes)
+    if name != "q1_0":  # which gguf-py does not decode
+        values = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        assert_same_bits(torch.from_numpy(values.copy()), model[0].weight)
+    checkpoint = fmtsim.open_checkpoint(path)
+    assert checkpoint["0.weight"].format == fmt and checkpoint.layout("0.weight") == f"GGUF {fmt.type}"
+    assert_same_bits(fmtsim.read_export(path)["0.weight"], model[0].weight)
+    # the state keeps the bytes, which values rounded again need not give
+    fmtsim.export(fmtsim.load_state(blocks_model(), fmtsim.state(model)), tmp_path / "n.gguf", "gguf")
+    assert (tmp_path / "n.gguf").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"])
+def test_types_with_codebooks_are_read(kind, tmp_path):
+    gguf = gguf_layout.library()
+    kind = gguf.GGMLQuantizationType[kind]
+    blocks = torch.randint(0, 256, (3, gguf.GGML_QUANT_SIZES[kind][1]), dtype=torch.uint8).numpy()
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "none")
+    writer.add_tensor("w", blocks, raw_dtype=kind)
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind).copy())
+    expected = torch.where(expected.isnan(), torch.nan, expected)
+    assert_same_bits(fmtsim.read_export(tmp_path / "k.gguf")["w"], expected)
 
 
 def test_a_type_of_ggml_that_is_not_known_is_named(tmp_path):
