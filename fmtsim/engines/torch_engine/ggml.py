@@ -96,11 +96,14 @@ def _unpack(blocks: Tensor, fmt: GgmlFormat) -> Numbers:
 
 def _numbers(part: Tensor, field: Field) -> Tensor:
     bits, width = field.bits, field.width
-    if bits >= 8:
-        return part.contiguous().view(torch.float16) if bits == 16 else part
+    if bits == 8:
+        return part
+    part = part.clone(memory_format=torch.contiguous_format)  # at an address that wider numbers may have
+    if bits == 16:
+        return part.view(torch.float16)
     if not width:
         return _k_numbers(part) if field.name == "scales" else _trits(part)
-    packed = _lanes(part.contiguous().view(len(part), -1, width))
+    packed = _lanes(part.view(len(part), -1, width))
     planes = packed.new_empty((*packed.shape[:2], 8 // bits, packed.shape[2]))
     mask = (1 << bits) - 1 if packed.dtype == torch.uint8 else ((1 << bits) - 1) * 0x0101010101010101
     for i in range(8 // bits):
@@ -204,7 +207,7 @@ def _inverse(d: Tensor) -> Tensor:
 
 
 def _coded(codes: Tensor, d: Tensor, inverse: Tensor, otherwise: int = 0) -> Tensor:
-    """Return int8 codes as uint8; x86 converts products that are not finite to the integer 0, which ``otherwise`` is."""
+    """Return int8 codes as uint8; products that are not finite are the integer 0 in C, ``otherwise`` here."""
     usable = inverse.isfinite() & d.isfinite()
     return (codes if bool(usable.all()) else torch.where(usable, codes, otherwise)).view(torch.uint8)
 
