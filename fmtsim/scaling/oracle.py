@@ -110,7 +110,8 @@ class _Result(NamedTuple):
 
 def quantize_matrix(
     rows: Matrix, fmt: BlockFormat | LogTileFormat, rounding: str | Rounding = "nearest_even",
-    overflow: Overflow | None = None, input_dtype: InputDtype = "float32", out_format: FloatFormat = FP32, words: Sequence[Sequence[int]] | None = None,
+    overflow: Overflow | None = None, input_dtype: InputDtype = "float32", out_format: FloatFormat = FP32,
+    words: Sequence[Sequence[int]] | None = None,
 ) -> Quantized:  # fmt: skip
     """Quantise a matrix whose rows run along the inner axis.
 
