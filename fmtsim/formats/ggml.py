@@ -154,9 +154,8 @@ def _field(name: str, bits: int, count: int, group: int = 1, size: int = 0) -> F
 
 
 def _format(name: str, elements: int, size: int, *fields: Field, **more: Any) -> GgmlFormat:
-    return GgmlFormat(
-        **{"name": name, "type": name.upper(), "elements": elements, "bytes": size, "fields": fields} | more
-    )
+    kind = more.pop("type", name.upper())
+    return GgmlFormat(name=name, type=kind, elements=elements, bytes=size, fields=fields, **more)
 
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice E2M1, whose -0 ggml writes 0

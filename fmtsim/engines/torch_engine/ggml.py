@@ -163,7 +163,7 @@ def _write_values(blocks: Tensor, fmt: GgmlFormat, out: Tensor) -> None:
     # 1. elements as whole numbers
     codes = numbers["codes"]
     if fmt.values:
-        values = torch.tensor(fmt.values, dtype=torch.float32, device=codes.device)[codes.int()]
+        values = search.values_of(codes, fmt.values)
     else:
         signed = fmt.zero or fmt.bits_of("codes") == 8
         values = (codes.view(torch.int8) - fmt.zero if signed else codes).float()
@@ -262,7 +262,7 @@ def _encode_fp4(x: Tensor, fmt: GgmlFormat) -> Numbers:
     d, error, codes = _scale(code, fmt)[..., None], magnitudes, torch.zeros_like(magnitudes, dtype=torch.uint8)
     for i, value in enumerate(fmt.values[1:8], 1):
         other = (d * value - magnitudes).abs_()
-        codes.masked_fill_(other < error, i)
+        codes = torch.maximum(codes, (other < error).view(torch.uint8) * i)
         error = torch.minimum(error, other)
     codes = codes.view(x.shape)
     return {"d": code, "codes": codes | ((x < 0) & (codes > 0)).to(torch.uint8) << 3}

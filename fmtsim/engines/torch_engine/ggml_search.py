@@ -172,12 +172,12 @@ def search_3bit(x: Tensor) -> tuple[Tensor, Tensor]:
 def search_codebook(x: Tensor, values: tuple[int, ...], tries: int) -> tuple[Tensor, Tensor]:
     """Fit ``scale * values[code]``: the best of ``2 * tries + 2`` scales, of one where tries is 0."""
     largest, zero = _largest(x)
-    table = torch.tensor(values, dtype=torch.float32, device=x.device)
 
     def sums(inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         codes = nearest_value(x * inverse, values)
-        weighted = x * x * table[codes]  # ggml's order of factors
-        return codes, total(weighted * x), total(weighted.mul_(table[codes]))
+        tried = values_of(codes, values)
+        weighted = x * x * tried  # ggml's order of factors
+        return codes, total(weighted * x), total(weighted.mul_(tried))
 
     inverses = [over(1.0, over(-largest if tries else largest, float(values[0])))]
     if tries:
@@ -187,6 +187,12 @@ def search_codebook(x: Tensor, values: tuple[int, ...], tries: int) -> tuple[Ten
 
 
 def nearest_value(x: Tensor, values: tuple[int, ...]) -> Tensor:
-    """Return the index of the value of a rising codebook that is nearest, of two the upper one; int64."""
+    """Return the index of the value of a rising codebook that is nearest, of two the upper one; int32."""
     middles = [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
-    return torch.bucketize(x, torch.tensor(middles, device=x.device), right=True)
+    return torch.bucketize(x, torch.tensor(middles, device=x.device), right=True, out_int32=True)
+
+
+def values_of(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+    """Return the values of a codebook's codes, float32."""
+    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
