@@ -48,7 +48,8 @@ class GgmlFormat(Displayed):
 
     Args:
         name: The name under which the format is listed.
-        type: The name in a GGUF file.
+        type: ggml's name.
+        number: The type's number in a GGUF file.
         elements: Elements of a block.
         bytes: Bytes of a block.
         fields: Fields in the order of the bytes. ``d`` and ``min`` are for the block (several ``d``: for its parts),
@@ -67,6 +68,7 @@ class GgmlFormat(Displayed):
 
     name: str
     type: str
+    number: int
     elements: int
     bytes: int
     fields: tuple[tuple[str, int, int, int, int], ...] = ()
@@ -153,9 +155,9 @@ def _field(name: str, bits: int, count: int, group: int = 1, size: int = 0) -> F
     return Field(name, bits, count, group, size or bits * count // 8)
 
 
-def _format(name: str, elements: int, size: int, *fields: Field, **more: Any) -> GgmlFormat:
+def _format(name: str, number: int, elements: int, size: int, *fields: Field, **more: Any) -> GgmlFormat:
     kind = more.pop("type", name.upper())
-    return GgmlFormat(name=name, type=kind, elements=elements, bytes=size, fields=fields, **more)
+    return GgmlFormat(name=name, type=kind, number=number, elements=elements, bytes=size, fields=fields, **more)
 
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice E2M1, whose -0 ggml writes 0
@@ -166,34 +168,36 @@ _QUARTERS, _NIBBLES, _FIFTHS = _field("codes", 2, 256, 128), _field("codes", 4, 
 _PAIRS, _HIGH = _field("codes", 4, 256, 64), _field("high_codes", 1, 256, 256)
 
 GGML_FORMATS: tuple[GgmlFormat, ...] = (
-    _format("q1_0", 128, 18, _D, _field("codes", 1, 128, 8), values=(-1, 1), encoder="signs"),
-    _format("q2_0", 64, 18, _D, _field("codes", 2, 64, 4), zero=1, encoder="rounded", search=(1, 0)),
-    _format("q4_0", 32, 18, _D, _NIBBLES, zero=8, encoder="largest"),
-    _format("q4_1", 32, 20, _D, _MIN, _NIBBLES, encoder="range"),
-    _format("q5_0", 32, 22, _D, _FIFTHS, _NIBBLES, zero=16, encoder="largest"),
-    _format("q5_1", 32, 24, _D, _MIN, _FIFTHS, _NIBBLES, encoder="range"),
-    _format("q8_0", 32, 34, _D, _field("codes", 8, 32), encoder="rounded", search=(127, 0)),
-    _format("q2_k", 256, 84, _field("scales", 4, 32, 32), _QUARTERS, _D, _MIN, part=16, encoder="searched_range",
+    _format("q1_0", 41, 128, 18, _D, _field("codes", 1, 128, 8), values=(-1, 1), encoder="signs"),
+    _format("q2_0", 42, 64, 18, _D, _field("codes", 2, 64, 4), zero=1, encoder="rounded", search=(1, 0)),
+    _format("q4_0", 2, 32, 18, _D, _NIBBLES, zero=8, encoder="largest"),
+    _format("q4_1", 3, 32, 20, _D, _MIN, _NIBBLES, encoder="range"),
+    _format("q5_0", 6, 32, 22, _D, _FIFTHS, _NIBBLES, zero=16, encoder="largest"),
+    _format("q5_1", 7, 32, 24, _D, _MIN, _FIFTHS, _NIBBLES, encoder="range"),
+    _format("q8_0", 8, 32, 34, _D, _field("codes", 8, 32), encoder="rounded", search=(127, 0)),
+    _format("q2_k", 10, 256, 84, _field("scales", 4, 32, 32), _QUARTERS, _D, _MIN, part=16, encoder="searched_range",
             search=(3, 15, -0.5)),
-    _format("q3_k", 256, 110, _HIGH, _QUARTERS, _field("scales", 4, 16, 16),
+    _format("q3_k", 11, 256, 110, _HIGH, _QUARTERS, _field("scales", 4, 16, 16),
             _field("high_scales", 2, 16, 16), _D, part=16, zero=4, scale_zero=32, encoder="searched_3bit"),
-    _format("q4_k", 256, 144, *_K, _PAIRS, encoder="searched_range", search=(15, 20, -1.0)),
-    _format("q5_k", 256, 176, *_K, _HIGH, _PAIRS, encoder="searched_range", search=(31, 15, -0.5)),
-    _format("q6_k", 256, 210, _field("codes", 4, 256, 128), _field("high_codes", 2, 256, 128), _field("scales", 8, 16),
-            _D, part=16, zero=32, encoder="searched_signed"),
-    _format("iq4_nl", 32, 18, _D, _NIBBLES, values=_IQ4, encoder="codebook", search=(0,)),
-    _format("iq4_xs", 256, 136, _D, _field("high_scales", 2, 8, 4), _field("scales", 4, 8, 2),
+    _format("q4_k", 12, 256, 144, *_K, _PAIRS, encoder="searched_range", search=(15, 20, -1.0)),
+    _format("q5_k", 13, 256, 176, *_K, _HIGH, _PAIRS, encoder="searched_range", search=(31, 15, -0.5)),
+    _format("q6_k", 14, 256, 210, _field("codes", 4, 256, 128), _field("high_codes", 2, 256, 128),
+            _field("scales", 8, 16), _D, part=16, zero=32, encoder="searched_signed"),
+    _format("iq4_nl", 20, 32, 18, _D, _NIBBLES, values=_IQ4, encoder="codebook", search=(0,)),
+    _format("iq4_xs", 23, 256, 136, _D, _field("high_scales", 2, 8, 4), _field("scales", 4, 8, 2),
             _field("codes", 4, 256, 32), scale_zero=32, values=_IQ4, encoder="codebook", search=(7,)),
-    _format("tq1_0", 256, 54, _field("codes", 2, 256, 0, 52), _D, zero=1, encoder="rounded", search=(1, 1)),
-    _format("tq2_0", 256, 66, _QUARTERS, _D, zero=1, encoder="rounded", search=(1, 1)),
-    _format("mxfp4_ggml", 32, 17, _field("d", 8, 1), _NIBBLES, type="MXFP4", values=_FP4, d_format="e8m0",
+    _format("tq1_0", 34, 256, 54, _field("codes", 2, 256, 0, 52), _D, zero=1, encoder="rounded", search=(1, 1)),
+    _format("tq2_0", 35, 256, 66, _QUARTERS, _D, zero=1, encoder="rounded", search=(1, 1)),
+    _format("mxfp4_ggml", 39, 32, 17, _field("d", 8, 1), _NIBBLES, type="MXFP4", values=_FP4, d_format="e8m0",
             encoder="fp4"),
-    _format("nvfp4_ggml", 64, 36, _field("d", 8, 4), _field("codes", 4, 64, 16), type="NVFP4", part=16, values=_FP4,
+    _format("nvfp4_ggml", 40, 64, 36, _field("d", 8, 4), _field("codes", 4, 64, 16), type="NVFP4", part=16, values=_FP4,
             d_format="e4m3", encoder="fp4"),
     *(
-        _format(name, 256, size, source="ggml d99724f2; gguf 0.19 decodes it")
-        for name, size in (("iq1_s", 50), ("iq1_m", 56), ("iq2_xxs", 66), ("iq2_xs", 74), ("iq2_s", 82),
-                           ("iq3_xxs", 98), ("iq3_s", 110))
+        _format(name, number, 256, size, source="ggml d99724f2; gguf 0.19 decodes it")
+        for name, number, size in (
+            ("iq1_s", 19, 50), ("iq1_m", 29, 56), ("iq2_xxs", 16, 66), ("iq2_xs", 17, 74), ("iq2_s", 22, 82),
+            ("iq3_xxs", 18, 98), ("iq3_s", 21, 110),
+        )
     ),
 )  # fmt: skip
 """The block formats of GGUF files; those without fields have codebooks of thousands of numbers, which gguf holds."""

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: weights in ggml's blocks and other tensors, written and read by the package ``gguf``."""
+"""GGUF files: weights in ggml's blocks and other tensors, written by the package ``gguf``."""
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any
+from struct import calcsize, unpack_from
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +18,17 @@ from torch import Tensor
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.ggml import GGML_FORMATS, GgmlFormat, gguf_package
 from fmtsim.ptq.export.weights import CodedWeight
-from fmtsim.support.errors import DataError, FmtsimError, first_line
+from fmtsim.spec.cast import block_bytes
+from fmtsim.support.errors import DataError, first_line
 
 _GROUP = 32
 _CHOICES = "choose q8_0, q4_k or mxfp4_weights, or another layout="
-_PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
-_FORMATS = {fmt.type: fmt for fmt in GGML_FORMATS}
+_TYPES: dict[int, GgmlFormat | torch.dtype] = {
+    0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64,
+    28: torch.float64, 30: torch.bfloat16, **{fmt.number: fmt for fmt in GGML_FORMATS},
+}  # fmt: skip
+_TEXT, _ARRAY = 8, 9  # kinds of values in a header; others have these sizes
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def library() -> Any:
@@ -89,47 +97,117 @@ def content(coded: Mapping[str, CodedWeight], rest: Mapping[str, Tensor], archit
         return path.read_bytes()
 
 
+class _Stored(NamedTuple):
+    """A tensor in a file: its format or dtype, its shape, its first byte and how many."""
+
+    format: GgmlFormat | torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
 def readers(path: Path) -> dict[str, tuple[str, Callable[[], Encoded | Tensor]]]:
     """Return what reads each tensor of a file, by name, with the type of its blocks, "" of ordinary numbers.
 
-    Those in ggml's blocks are Encoded, in formats such as ``q4_k``; others are tensors of their dtype.
+    Those in ggml's blocks are Encoded, in formats such as ``q4_k``; others are tensors of their dtype. Only what stands
+    before the tensors is read (the package gguf takes seconds for a vocabulary).
+
+    Raises:
+        DataError: The file is missing, damaged, or of another version; a tensor has an unknown type, rows that are not
+            whole blocks, or an end beyond the file.
     """
     with _located(path):
-        tensors = library().GGUFReader(path).tensors
-        kinds = {tensor.name: tensor.tensor_type.name for tensor in tensors}
-        return {
-            tensor.name: (
-                "" if kinds[tensor.name] in _PLAIN else f"GGUF {kinds[tensor.name]}",
-                partial(_read, path, tensor),
-            )
-            for tensor in tensors
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            tensors = _header(data)
+        kinds = {
+            name: f"GGUF {t.format.type}" if isinstance(t.format, GgmlFormat) else "" for name, t in tensors.items()
         }
+        return {name: (kinds[name], partial(_read, path, stored)) for name, stored in tensors.items()}
 
 
-def _read(path: Path, tensor: Any) -> Encoded | Tensor:
+def _header(data: mmap) -> dict[str, _Stored]:
+    """Return the tensors that the header of a file lists (versions 2 and 3, little-endian)."""
+    place, alignment = 8, 32
+
+    def number(code: str) -> int:
+        nonlocal place
+        place += calcsize(code)
+        return int(unpack_from(code, data, place - calcsize(code))[0])
+
+    def text() -> bytes:
+        nonlocal place
+        size = number("<Q")
+        place += size
+        return data[place - size : place]
+
+    def skip(kind: int) -> None:
+        nonlocal place
+        if kind != _ARRAY:
+            size = number("<Q") if kind == _TEXT else _SIZES[kind]
+            place += size
+            return
+        item, count = number("<I"), number("<Q")
+        if item in _SIZES:
+            place += count * _SIZES[item]
+            return
+        for _ in range(count):
+            skip(item)
+
+    # 1. what it is, and pairs of a key and a value
+    if data[:4] != b"GGUF" or int.from_bytes(data[4:8], "little") not in (2, 3):
+        raise ValueError(f"it begins with {data[:8]!r}, not with GGUF and version 2 or 3")
+    count, pairs = number("<Q"), number("<Q")
+    for _ in range(pairs):
+        key, kind = text(), number("<I")
+        begun = place
+        skip(kind)
+        if key == b"general.alignment":
+            alignment = unpack_from("<I", data, begun)[0]
+    # 2. names, shapes (the last dimension first), types and places of tensors, which are counted from behind the list
+    listed = []
+    for _ in range(count):
+        name, rank = text().decode(), number("<I")
+        listed.append((name, tuple(number("<Q") for _ in range(rank))[::-1], number("<I"), number("<Q")))
+    first = -(-place // alignment) * alignment
+    return {name: _checked(name, shape, kind, first + start, len(data)) for name, shape, kind, start in listed}
+
+
+def _checked(name: str, shape: tuple[int, ...], kind: int, start: int, end: int) -> _Stored:
+    """Return a tensor that lies in its file, of whole blocks."""
+    fmt = _TYPES.get(kind)
+    if fmt is None:
+        known = ", ".join(f"{number} ({t.type if isinstance(t, GgmlFormat) else t})" for number, t in _TYPES.items())
+        raise DataError(f"{name!r} is of type {kind}; known are {known}")
+    if isinstance(fmt, GgmlFormat):
+        row = shape[-1] if shape else 1
+        if row % fmt.elements:
+            raise DataError(
+                f"{name!r} has rows of {row} elements, which blocks of {fmt.elements} ({fmt.type}) do not fill"
+            )
+        size = math.prod(shape) // fmt.elements * fmt.bytes
+    else:
+        size = math.prod(shape) * fmt.itemsize
+    if start + size > end:
+        raise DataError(f"{name!r} ends at byte {start + size}, the file at {end}; it is truncated")
+    return _Stored(fmt, shape, start, size)
+
+
+def _read(path: Path, stored: _Stored) -> Encoded | Tensor:
     with _located(path):
-        return _values(tensor)
+        raw = torch.from_numpy(np.fromfile(path, np.uint8, stored.size, offset=stored.start))
+        if isinstance(stored.format, torch.dtype):
+            return raw.view(stored.format).reshape(stored.shape)
+        shape = torch.Size(stored.shape)
+        codes = raw.reshape(block_bytes(stored.format, shape, -1))
+        return Encoded(format=stored.format, shape=shape, dim=-1, codes=codes, validated=True)
 
 
 @contextmanager
 def _located(path: Path) -> Iterator[None]:
-    """Name the file in errors: of damaged bytes the package raises anything."""
+    """Name the file in errors: damaged bytes give any."""
     try:
         yield
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    except FmtsimError:
-        raise
     except Exception as error:
         raise DataError(f"{path} is not a GGUF file that can be read: {first_line(error)}") from None
-
-
-def _values(tensor: Any) -> Encoded | Tensor:
-    kind, shape = tensor.tensor_type.name, torch.Size(int(n) for n in reversed(tensor.shape))
-    raw = torch.from_numpy(np.array(tensor.data))
-    if (fmt := _FORMATS.get(kind)) is not None:
-        return Encoded(format=fmt, shape=shape, dim=-1, codes=raw.reshape(*shape[:-1], -1), validated=True)
-    if raw.dtype == torch.uint8 and kind != "BF16":
-        known = ", ".join(sorted(_FORMATS))
-        raise DataError(f"{tensor.name!r} is of type {kind}; known are ordinary numbers and {known}")
-    return (raw.view(torch.bfloat16) if kind == "BF16" else raw).reshape(shape)

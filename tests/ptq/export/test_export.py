@@ -3,6 +3,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -335,12 +336,46 @@ def test_types_with_codebooks_are_read(kind, tmp_path):
     assert_same_bits(fmtsim.read_export(tmp_path / "k.gguf")["w"], expected)
 
 
+def header(*pairs, count=1, rank=2, sizes=(32, 3), kind=8, start=0):
+    """Return a GGUF file of one tensor, w, with 64 zeros behind its header."""
+    text = lambda b: struct.pack("<Q", len(b)) + b  # noqa: E731
+    head = struct.pack("<4sIQQ", b"GGUF", 3, count, len(pairs)) + b"".join(text(key) + value for key, value in pairs)
+    return head + text(b"w") + struct.pack(f"<I{len(sizes)}QIQ", rank, *sizes, kind, start) + bytes(64)
+
+
+def test_headers_of_gguf_files_are_read_and_held_to_the_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    read = lambda: fmtsim.read_export(path)["w"]  # noqa: E731
+    words = struct.pack("<IIQ", 9, 8, 2) + 2 * (struct.pack("<Q", 3) + b"abc")
+    nested = struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 4, 5) + bytes(20)
+    numbers = struct.pack("<IIQ", 9, 12, 3) + bytes(24)
+    pairs = ((b"tokens", words), (b"n", nested), (b"x", numbers), (b"general.alignment", struct.pack("<II", 4, 8)))
+    content = header(*pairs, sizes=(32, 1))
+    at = -(-(len(content) - 64) // 8) * 8
+    block = fmtsim.encode(normal(1, 32, seed=3), "q8_0")
+    path.write_bytes(content[:at].ljust(at, b"\0") + block.codes.numpy().tobytes() + bytes(6))
+    assert torch.equal(read(), block.decode())
+    for content, message in (
+        (header(), r"m.gguf: 'w' ends at byte 198, the file at 129; it is truncated"),
+        (header(sizes=(48, 1)), r"'w' has rows of 48 elements, which blocks of 32 \(Q8_0\) do not fill"),
+        (
+            b"GGUF" + struct.pack(">I", 3) + bytes(40),
+            r"it begins with b'GGUF\\x00\\x00\\x00\\x03', not with GGUF and version",
+        ),
+        (header(count=1 << 40), r"m.gguf is not a GGUF file that can be read: unpack_from requires"),
+        (header((b"a", struct.pack("<I", 99))), r"m.gguf is not a GGUF file that can be read: 99"),
+        (b"", r"m.gguf is not a GGUF file that can be read"),
+    ):
+        path.write_bytes(content)
+        refused(message, read, error=DataError)
+
+
 def test_a_type_of_ggml_that_is_not_known_is_named(tmp_path):
     gguf = gguf_layout.library()
     writer = gguf.GGUFWriter(tmp_path / "k.gguf", "none")
     writer.add_tensor("w", torch.zeros(1, 40, dtype=torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.Q8_1)
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
-    with pytest.raises(DataError, match=r"'w' is of type Q8_1; known are ordinary numbers and IQ1_M, .*, TQ2_0$"):
+    with pytest.raises(DataError, match=r"k.gguf: 'w' is of type 9; known are 0 \(torch.float32\), .*, 12 \(Q4_K\)"):
         fmtsim.read_export(tmp_path / "k.gguf")
 
 
