@@ -25,7 +25,7 @@ class Field(NamedTuple):
 
     name: str
     bits: int
-    count: int
+    count: int  # type: ignore[assignment]  # mypy takes tuple's method for it
     group: int = 1
     size: int = 0  # bytes
 

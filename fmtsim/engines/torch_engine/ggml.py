@@ -36,12 +36,13 @@ def encode(x: Tensor, spec: CastSpec) -> EncodedParts:
             why = f"ggml encodes {', '.join(NEED_MATRIX)} under an importance matrix, which fmtsim does not take"
         raise FormatError(f"{fmt.name} can be decoded, not encoded: {why}; choose q2_k, q3_k or iq4_xs")
     rows = (x.movedim(spec.dim, -1) if x.dim() else x.reshape(1)).float()
-    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % fmt.elements))
+    if short := -rows.shape[-1] % fmt.elements:
+        rows = torch.nn.functional.pad(rows, (0, short))
     blocks = rows.reshape(-1, fmt.elements)
-    if blocks.numel() and not all(bool(bound.isfinite()) for bound in blocks.aminmax()):
-        raise ArgumentError(f"x holds NaN or Inf (as float32), which {fmt.name} does not encode; remove them first")
     out = x.new_empty((len(blocks), fmt.bytes), dtype=torch.uint8)
     for rows_of_x, rows_of_out in zip(_pieces(blocks, fmt), _pieces(out, fmt), strict=True):
+        if rows_of_x.numel() and not all(bool(bound.isfinite()) for bound in rows_of_x.aminmax()):
+            raise ArgumentError(f"x holds NaN or Inf (as float32), which {fmt.name} does not encode; remove them first")
         _pack(_ENCODERS[fmt.encoder](rows_of_x, fmt), fmt, rows_of_out)
     return EncodedParts(out.view(*rows.shape[:-1], rows.shape[-1] // fmt.elements * fmt.bytes))
 
