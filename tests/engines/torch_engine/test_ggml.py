@@ -174,7 +174,7 @@ BAD = [
      r"fmtsim does not take; choose q2_k, q3_k or iq4_xs"),
     (lambda: fmtsim.encode(torch.ones(256), "iq3_s"), FormatError,
      r"iq3_s can be decoded, not encoded: its codebook search is not part of fmtsim; choose"),
-    (lambda: GgmlFormat(name="x", type="X", elements=32, bytes=3, fields=(("d", 16, 1, 1, 2),)), FormatError,
+    (lambda: GgmlFormat(name="x", type="X", number=99, elements=32, bytes=3, fields=(("d", 16, 1, 1, 2),)), FormatError,
      r"format 'x': fields have 2 bytes, not bytes=3; choose 2"),
     (lambda: fmtsim.explain(1.0, "q4_0"), FormatError,
      r"explain does not follow ggml's q4_0; fmtsim.quantize\(x, 'q4_0'\) rounds to it"),
