@@ -23,21 +23,22 @@ from fmtsim.support.errors import ArgumentError, shown
 
 Parts = tuple[Encoded, ...]
 Scale = float | Sequence[float] | Tensor
+Static = Tensor | None  # float32, 0-d or [heads, 1, 1]; None is 1
 
 
 class Rule(NamedTuple):
     """How a token of a head is kept: what encodes it under a static scale, and what decodes the parts under it."""
 
     name: str
-    encode: Callable[[Tensor, float | Tensor], Parts]
-    decode: Callable[[Parts, float | Tensor], Tensor]
+    encode: Callable[[Tensor, Static], Parts]
+    decode: Callable[[Parts, Static], Tensor]
     takes_scale: bool = False
 
 
-def _cast(fmt: Format, x: Tensor, scale: float | Tensor) -> Parts:
+def _cast(fmt: Format, x: Tensor, scale: Static) -> Parts:
     """Cast under a static scale; block scales of two levels are made in TensorRT-LLM's order, in float32."""
     if not (isinstance(fmt, BlockFormat) and _of_tensor(fmt)):
-        return (encode(x if _is_one(scale) else x.float() / scale, fmt, pad=True),)
+        return (encode(x if scale is None else x.float() / scale, fmt, pad=True),)
     size = fmt.block[1] or x.shape[-1]
     if x.shape[-1] % size:
         raise ArgumentError(
@@ -45,7 +46,7 @@ def _cast(fmt: Format, x: Tensor, scale: float | Tensor) -> Parts:
             "format with a scale a head, such as 'int4_channel'"
         )
     # 1. g brings the tensor into range; the scale of a block as it is stored
-    blocks, g = x.float().unflatten(-1, (-1, size)), 1 / torch.as_tensor(scale, device=x.device)
+    blocks, g = x.float().unflatten(-1, (-1, size)), x.new_ones((), dtype=torch.float32) if scale is None else 1 / scale
     g = g[..., None] if g.dim() else g
     amax = blocks.abs().amax(-1, keepdim=True)
     stored = quantize(g * (amax * float32(1 / fmt.element.max)), fmt.scale, overflow="saturate")
@@ -54,12 +55,12 @@ def _cast(fmt: Format, x: Tensor, scale: float | Tensor) -> Parts:
     return (_blocks((blocks * factor).flatten(-2), stored.flatten(-2).flatten(0, -2), _one_level(fmt)),)
 
 
-def _values(parts: Parts, scale: float | Tensor) -> Tensor:
+def _values(parts: Parts, scale: Static) -> Tensor:
     values = parts[0].decode(out_dtype=torch.float32)
-    return values if _is_one(scale) else values * scale
+    return values if scale is None else values * scale
 
 
-def _per_token_head(fmt: BlockFormat, x: Tensor, _: float | Tensor) -> Parts:
+def _per_token_head(fmt: BlockFormat, x: Tensor, _: Static) -> Parts:
     """Scale by ``s = max(amax / max, 1e-6)``; integers are rounded half away by adding 0.5 in float32."""
     s = (x.float().abs().amax(-1, keepdim=True) / fmt.element.max).clamp(min=1e-6)
     y = x.float() * (1 / s)
@@ -71,7 +72,7 @@ def _blocks(y: Tensor, scales: Tensor, fmt: BlockFormat) -> Encoded:
     return Encoded.from_parts(EncodedParts(encode(y, fmt.element).unpacked(), scales), fmt, y.shape)
 
 
-def _steps(bits: int, x: Tensor, _: float | Tensor) -> Parts:
+def _steps(bits: int, x: Tensor, _: Static) -> Parts:
     """Count steps from the least value (TurboQuant's values); step and least value are kept in float16."""
     x = x.float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -79,12 +80,12 @@ def _steps(bits: int, x: Tensor, _: float | Tensor) -> Parts:
     return encode(((x - low) / s + 0.5).floor(), f"uint{bits}"), encode(s, "fp16"), encode(low, "fp16")
 
 
-def _from_steps(parts: Parts, _: float | Tensor) -> Tensor:
+def _from_steps(parts: Parts, _: Static) -> Tensor:
     codes, s, low = (part.decode(out_dtype=torch.float32) for part in parts)
     return codes * s + low
 
 
-def _rotated(bits: int, x: Tensor, _: float | Tensor) -> Parts:
+def _rotated(bits: int, x: Tensor, _: Static) -> Parts:
     """Round a rotated unit vector to Lloyd-Max centroids, beside its norm in float16 (TurboQuant's keys)."""
     x, size = x.float(), x.shape[-1]
     if size < 8 or size & (size - 1):
@@ -96,19 +97,19 @@ def _rotated(bits: int, x: Tensor, _: float | Tensor) -> Parts:
     return encode(hadamard(x / (norm + 1e-8), size), lloyd_max(size, bits)), encode(norm, "fp16")
 
 
-def _rotated_back(parts: Parts, _: float | Tensor) -> Tensor:
+def _rotated_back(parts: Parts, _: Static) -> Tensor:
     c, norm = (part.decode(out_dtype=torch.float32) for part in parts)
     c = c * (1 / ((c * c).sum(-1, keepdim=True) + 1e-16).sqrt())  # centroids are normalised before they are rotated
     return hadamard(norm * c, c.shape[-1])
 
 
+def _of_tensor(fmt: Format) -> bool:
+    """Return True if the second level of scales is the whole tensor's, not a row's or a window's."""
+    return isinstance(fmt, BlockFormat) and fmt.tensor_scale and fmt.scaling.level_block == (None, None)
+
+
 def _direct(fmt: Format) -> Rule:
     return Rule(fmt.name, partial(_cast, fmt), _values, not isinstance(fmt, BlockFormat) or _of_tensor(fmt))
-
-
-def _of_tensor(fmt: BlockFormat) -> bool:
-    """Return True if the second level of scales is the whole tensor's, not a row's or a window's."""
-    return fmt.tensor_scale and fmt.scaling.level_block == (None, None)
 
 
 _FP8, _INT8 = (
@@ -237,18 +238,19 @@ class QuantisedCache:
         return torch.cat([self._decode(index, chunk) for chunk in self._chunks[index]], -2)
 
     def _encode(self, index: int, t: Tensor) -> Parts:
-        scale = self._scales[index]
-        if isinstance(scale, Tensor):
-            heads = t.shape[-3] if t.dim() > 2 else 1
-            if len(scale) != heads:
-                kind = ("keys", "values")[index]
-                raise ArgumentError(f"{len(scale)} scales for {heads} heads of {kind}; pass one, or one a head of them")
-            scale = scale.to(t.device)
+        scale = self._static(index, t.device)
+        heads = t.shape[-3] if t.dim() > 2 else 1
+        if scale is not None and scale.dim() and len(scale) != heads:
+            kind = ("keys", "values")[index]
+            raise ArgumentError(f"{len(scale)} scales for {heads} heads of {kind}; pass one, or one a head of them")
         return self._rules[index].encode(t, scale)
 
     def _decode(self, index: int, parts: Parts) -> Tensor:
+        return self._rules[index].decode(parts, self._static(index, parts[0].device))
+
+    def _static(self, index: int, device: torch.device) -> Static:
         scale = self._scales[index]
-        return self._rules[index].decode(parts, scale.to(parts[0].device) if isinstance(scale, Tensor) else scale)
+        return None if scale is None else scale.to(device)
 
 
 def _rule(fmt: str | Format, side: int) -> Rule:
@@ -267,20 +269,17 @@ def _rule(fmt: str | Format, side: int) -> Rule:
     return _direct(record)
 
 
-def _checked(scale: Scale, rule: Rule) -> float | Tensor:
-    """Return a static scale, one a head as ``[heads, 1, 1]``."""
-    numbers = torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
+def _checked(scale: Scale, rule: Rule) -> Static:
+    numbers = torch.as_tensor(scale, dtype=torch.float32)
     possible = bool(((numbers > 0) & numbers.isfinite()).all()) and numbers.numel() > 0
     if not possible or not (rule.takes_scale or bool((numbers == 1).all())):
         raise ArgumentError(
             f"a scale of {shown(scale)} for {rule.name}; pass a number above 0, or one a head, and none beside scales "
             "that are made of each block alone"
         )
-    return float(scale) if isinstance(scale, int | float) else numbers[:, None, None]
-
-
-def _is_one(scale: float | Tensor) -> bool:
-    return not isinstance(scale, Tensor) and scale == 1
+    if numbers.dim():
+        return numbers.reshape(-1, 1, 1)
+    return None if numbers == 1 else numbers
 
 
 @lru_cache(maxsize=32)
