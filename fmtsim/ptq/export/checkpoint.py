@@ -15,7 +15,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.tensor_file import TensorPlace, open_tensors
 from fmtsim.ptq.export import gguf, torchao
-from fmtsim.ptq.export.layouts import LAYOUTS, Layout, Reordered, read_config
+from fmtsim.ptq.export.layouts import CODES, LAYOUTS, Layout, Reordered, read_config
 from fmtsim.ptq.export.stored import DTYPES, StoredWeight, read_tensor, spread_over
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import located, parse_json, read_json
@@ -181,7 +181,8 @@ def _refuse_unknown(path: Path, places: Mapping[str, TensorPlace]) -> None:
     for name, place in places.items():
         end = next((end for end in ends if name.endswith(end)), None)
         layer = name.removesuffix(end or ".weight")
-        if end is None and not (name.endswith(".weight") and place.tag in ("U8", "I32", "F4")):
+        packed = place.tag in (CODES if end else ("U8", "I32", "F4"))  # other tensors may have such names
+        if not packed or not (end or name.endswith(".weight")):
             continue
         codes = places.get(f"{layer}.weight") or places.get(layer)
         if codes is not None and codes.tag in ("F64", "F32", "F16", "BF16"):

@@ -279,16 +279,17 @@ class Layout(NamedTuple):
         return (self.codes, self.scale, *self.needs, *self.others)
 
 
-_BYTES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "I32")
+CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "I32")
+"""Tags of tensors that may be codes."""
 LAYOUTS = (
     Layout("gpt-oss", "_blocks", "_scales", _mxfp4, weight=""),
     Layout("gpt-oss", ".blocks", ".scales", _mxfp4, weight=""),
     Layout("AWQ or GPTQ", ".qweight", ".scales", _grouped, (".qzeros",), (".g_idx",)),
     Layout("compressed-tensors", ".weight_packed", ".weight_scale", _compressed,
            others=(".weight_shape", ".weight_zero_point", ".weight_global_scale")),
-    Layout("DeepSeek V3", "", "_scale_inv", partial(_by_dtype, block=(128, 128)), tags=_BYTES, weight=""),
-    Layout("DeepSeek V4", ".weight", ".scale", _by_dtype, tags=_BYTES),
+    Layout("DeepSeek V3", "", "_scale_inv", partial(_by_dtype, block=(128, 128)), tags=CODES, weight=""),
+    Layout("DeepSeek V4", ".weight", ".scale", _by_dtype, tags=CODES),
     Layout("ModelOpt, Quark or compressed-tensors", ".weight", ".weight_scale", _by_dtype,
-           others=(".weight_scale_2", ".weight_zero_point"), tags=_BYTES),
+           others=(".weight_scale_2", ".weight_zero_point"), tags=CODES),
 )  # fmt: skip
 """Every layout that ``open_checkpoint`` knows by the names of tensors."""

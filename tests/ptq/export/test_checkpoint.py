@@ -322,6 +322,11 @@ def test_an_unknown_layout_is_told_what_it_resembles(tensors, message, tmp_path)
     refused(rf"model.safetensors: .*{message}", fmtsim.open_checkpoint, saved(tmp_path, tensors), error=DataError)
 
 
+def test_numbers_whose_names_end_like_those_of_scales_are_tensors(tmp_path):
+    tensors = {"attn.logit_scales": torch.ones(3), "x_scale_inv": torch.ones(1), "bert.blocks": torch.ones(2)}
+    assert dict(fmtsim.open_checkpoint(saved(tmp_path, tensors)).items()).keys() == tensors.keys()
+
+
 def test_truncated_and_missing_files_are_named(tmp_path):
     folder = saved(tmp_path / "m", {"l.weight": torch.zeros(64, 64), "b": torch.zeros(3)})
     file = folder / "model.safetensors"
