@@ -354,7 +354,7 @@ def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-de
         return codes, *nothing
     scales = codes.new_empty(block_counts(fmt, x.shape, cast.dim), dtype=torch.float32)
     two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
-    second = level_shape(fmt, x.shape, cast.dim) if two_level else ()
+    second = level_shape(fmt, x.shape, cast.dim) if isinstance(fmt, BlockFormat) else ()
     tensor_scale = codes.new_empty(second, dtype=torch.float32) if two_level else nothing[1]
     if isinstance(fmt, LogTileFormat):
         return codes, scales, tensor_scale, torch.empty_like(scales)

@@ -234,6 +234,7 @@ _MSFP = (
     "its rounding is not known here"
 )
 _NVFP4 = "NVIDIA, arXiv:2509.25149, section 2; Transformer Engine d0067d0, NVFP4BlockScaling"
+_E5M3 = "intel/auto-round b9f3d00, data_type/nvfp.py, nvfp4_v2, whose rounding of scales clamps a carry"
 _TE_ROW = "Transformer Engine d0067d0, NVFP4BlockScaling with row_scaled_activation"
 _TE_TOKEN = "Transformer Engine e767493, custom_recipes/quantization_nvfp4_per_token.py"
 _TE_WINDOW = "Transformer Engine 92350db, custom_recipes/quantization_nvfp4_1x64.py"
@@ -298,6 +299,10 @@ def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
     for name, block, aliases in (("nvfp4", (1, 16), ("nvfp4_1x16",)), ("nvfp4_16x16", (16, 16), ())):
         scaling = block_scaling(block, scale=scale, arithmetic="encode", tensor=TensorScale())
         yield BlockFormat(name=name, element=element("e2m1"), scaling=scaling, aliases=aliases, source=_NVFP4)
+    wide = block_scaling(
+        (1, 16), scale=cast(FloatFormat, element("ue5m3")), arithmetic="divide"
+    )  # needs no second level
+    yield BlockFormat(name="nvfp4_e5m3", element=element("e2m1"), scaling=wide, source=_E5M3)
     four_six = TensorScale(order="fouroversix")
     up_to_256 = TensorScale(top=256.0, order="fouroversix")
     variants: list[tuple[str, str, TensorScale, str, dict[str, Any]]] = [

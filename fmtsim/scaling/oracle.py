@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
@@ -139,8 +139,10 @@ def quantize_matrix(
     cast = _Cast(how, overflow or fmt.default_overflow, working, out_format, word)
     # 2. block by block
     blocks = _blocks(rows, fmt.block)
-    two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
-    shared = _shared_amaxes(blocks, fmt) if two_level else [[None] * len(row) for row in blocks]
+    levels = fmt if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
+    shared: list[list[Any]] = (
+        [[None] * len(row) for row in blocks] if levels is None else _shared_amaxes(blocks, levels)
+    )
     results = [
         [_quantize_block(block, fmt, cast, amax) for block, amax in zip(*pair, strict=True)]
         for pair in zip(blocks, shared, strict=True)
@@ -151,11 +153,11 @@ def quantize_matrix(
     for block, result in zip(chain(*blocks), chain(*results), strict=True):
         codes.update(zip(block.places, result.codes, strict=True))
         values.update(zip(block.places, result.values, strict=True))
-    has_offsets = isinstance(fmt, LogTileFormat) or fmt.zero_point
+    has_offsets = not isinstance(fmt, BlockFormat) or fmt.zero_point
     return Quantized(
         codes=[[codes[i, j] for j in range(len(row))] for i, row in enumerate(rows)],
         scales=[[result.scale for result in row] for row in results],
-        tensor_scale=_shared_scales(results, fmt) if two_level else None,
+        tensor_scale=None if levels is None else _shared_scales(results, levels),
         offsets=[[result.offset for result in row] for row in results] if has_offsets else None,
         values=[[values[i, j] for j in range(len(row))] for i, row in enumerate(rows)],
         factors=[[result.factor for result in row] for row in results],
@@ -182,6 +184,7 @@ def _quantize_block(
 ) -> _Result:
     if isinstance(fmt, LogTileFormat):
         return _log_tile(block, fmt, cast)
+    assert isinstance(fmt, BlockFormat)
     if fmt.zero_point:
         return _zero_point_block(block, fmt, cast)
     if shared_amax is not None:  # the candidate of least error, the first of equal ones
@@ -190,7 +193,9 @@ def _quantize_block(
         if fmt.alternative is not None:
             results.append((_scaled_block(block, fmt, cast, *tried[0], element=fmt.alternative), fmt.alternative))
         return (
-            results[0][0] if len(results) == 1 else min(results, key=lambda r: _error(block, *r, fmt, shared_amax))[0]
+            results[0][0]
+            if len(results) == 1
+            else min(results, key=lambda r: _error(block, r[0], r[1], fmt, shared_amax))[0]
         )
     if fmt.power_of_two:
         scale = power_of_two(max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127)
@@ -211,8 +216,9 @@ def _scaled_block(
     step = Fraction(1) if element is None else Fraction(fmt.element.max / element.max)
 
     def scaled(x: float) -> Real:
-        exact = fmt.power_of_two and x != 0 and math.isfinite(x)
-        y = Fraction(x) * factor if exact else times(x, factor, cast.working)
+        if fmt.power_of_two and x != 0 and math.isfinite(x):
+            return Fraction(x) * factor
+        y = times(x, factor, cast.working)
         return y if element is None else times(y, rn32(Fraction(element.max / fmt.element.max)), cast.working)
 
     # 1. each element rounded once

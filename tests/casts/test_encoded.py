@@ -38,7 +38,8 @@ def make_parts(fmt, shape, dim=-1, seed=0):
     codes = torch.randint(0, limit, shape, generator=generator).to(ops.code_dtype(fmt.bits))
     if not isinstance(fmt, BlockFormat | LogTileFormat):
         return ops.EncodedParts(codes)
-    grid = ops.block_counts(fmt, torch.Size(shape), dim - len(shape) if dim >= 0 else dim)
+    dim = dim - len(shape) if dim >= 0 else dim
+    grid = ops.block_counts(fmt, torch.Size(shape), dim)
     if isinstance(fmt, LogTileFormat):
         return ops.EncodedParts(
             codes, torch.rand(grid, generator=generator), None, -torch.rand(grid, generator=generator)
@@ -48,7 +49,7 @@ def make_parts(fmt, shape, dim=-1, seed=0):
         rows = torch.randint(0, fmt.scale.max_code + 1, grid, generator=generator)
         scales = scales_of_codes(rows.to(torch.uint8), fmt.scale)
     offsets = torch.randint(0, 16, grid, generator=generator, dtype=torch.int32) if fmt.zero_point else None
-    second = torch.full(level_shape(fmt, torch.Size(shape), -1), 0.75) if fmt.tensor_scale else None
+    second = torch.full(level_shape(fmt, torch.Size(shape), dim), 0.75) if fmt.tensor_scale else None
     return ops.EncodedParts(codes, scales, second, offsets)
 
 

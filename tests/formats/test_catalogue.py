@@ -232,6 +232,7 @@ BLOCKS = {
     "mxfp8_e5m2_rceil": ("e5m2", (1, 32), "e8m0", "rceil", None, False, False, 8.25),
     "nvfp4": ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, 4.5),
     "nvfp4_16x16": ("e2m1", (16, 16), "e4m3", "amax", "encode", True, False, 4 + 8 / 256),
+    "nvfp4_e5m3": ("e2m1", (1, 16), "ue5m3", "amax", "divide", False, False, 4.5),
     **{f"{name}_{metric}": (element, (1, 16), "e4m3", "amax", "encode", True, False, bits + 0.5)
        for name, element, bits in (("if4", "e2m1", 4), ("if6_e2m3", "e2m3", 6), ("if6_e3m2", "e3m2", 6))
        for metric in ("mse", "mae")},

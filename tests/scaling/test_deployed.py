@@ -104,6 +104,16 @@ def test_blocks_of_integers_have_negative_scales(tmp_path):
             replace(fmtsim.get_format("if4"), **fields)
 
 
+def test_explanations_name_windows_candidates_and_integers():
+    x = torch.cat(
+        [torch.tensor([6.0, 4.0, 3.0, 1.5] * 4), torch.tensor([7.0, 5.0, -6.0, 1.0] * 4) * 6 / 7, torch.ones(48)]
+    )
+    for name, said in (("if4", "its sign: elements of int4"), ("nvfp4_four_six_mae", "or 1.5 times that by least error"),
+                       ("nvfp4_1x64", "largest magnitude 1 / (448 * 6)")):  # fmt: skip
+        explained = fmtsim.explain(x, name)
+        assert said in str(explained) and explained.engine_agrees
+
+
 def test_a_layer_multiplies_the_values_of_rows_and_windows():
     x, layer = numbers()[:32], torch.nn.Sequential(torch.nn.Linear(256, 16))
     for name in ("nvfp4_row", "nvfp4_1x64"):

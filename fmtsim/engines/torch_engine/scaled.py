@@ -41,7 +41,7 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
     others += [] if fmt.alternative is None else [(1.0, fmt.alternative)]
     block_scales = _scales(blocks, folded, fmt, first[0])
     codes = _element_codes(folded, block_scales, spec, folded_words, fmt.element)
-    least = _errors(blocks, folded, codes, block_scales, fmt, fmt.element) if others else None
+    least = _errors(blocks, folded, codes, block_scales, fmt, fmt.element) if others else folded.new_empty(0)
     for times, element in others:
         tried = _scales(blocks, folded, fmt, times)
         tried_codes = _element_codes(folded, tried, spec, folded_words, element)

@@ -43,40 +43,49 @@ def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogT
     """
     width = fmt.block[1] or len(numbers)
     offsets = result.offsets[0] if result.offsets else [None] * len(result.scales[0])
-    tensor_amax = _amax(numbers)
-    tiles = []
+    tiles, shared = [], len(result.scales[0])
+    if isinstance(result.tensor_scale, list) and isinstance(fmt, BlockFormat):
+        shared = fmt.scaling.blocks_per_level[1] or shared
     for index, (scale, offset) in enumerate(zip(result.scales[0], offsets, strict=True)):
         block = numbers[index * width : (index + 1) * width]
         if isinstance(fmt, LogTileFormat):
             tiles.append(_log_tile(block, scale, float(offset or 0.0), fmt))
             continue
-        steps = _steps(block, tensor_amax, scale, result.tensor_scale, fmt, offset)
+        first, level = index // shared * shared, result.tensor_scale
+        level_amax = _amax(numbers[first * width : (first + shared) * width])
+        level = level[0][index // shared] if isinstance(level, list) else level
+        steps = _steps(block, level_amax, scale, level, fmt, offset)
         code = code_text(encode_value(scale, fmt.scale), fmt.scale) if fmt.scale.bits <= 8 else None
         record = Scale(
             amax=float(_amax(block)),
             value=scale,
             code=code,
-            tensor_scale=result.tensor_scale,
+            tensor_scale=level,
             offset=offset,
             steps=steps,
         )
         # a NaN in the block: its codes are those of the block without regard to NaN
         factor = None if math.isnan(scale) else result.factors[0][index]
-        tiles.append(Tile(scale=record, decide=_decider(fmt, factor, FP64 if wide else FP32, offset)))
+        tiles.append(Tile(scale=record, decide=_decider(fmt, factor, FP64 if wide else FP32, offset, scale)))
     return tiles
 
 
-def _decider(fmt: BlockFormat, factor: Fraction | None, working: FloatFormat, zero: float | None) -> Decider:
-    """Return the function that scales a number, rounds it to the element format, and says why."""
+def _decider(
+    fmt: BlockFormat, factor: Fraction | None, working: FloatFormat, zero: float | None, scale: float
+) -> Decider:
+    """Return the function that scales a number, rounds it to the block's elements, and says why."""
+    other = fmt.alternative if math.copysign(1.0, scale) < 0 else None
 
     def scaled(x: float) -> float | Fraction:
         if not math.isfinite(x) or x == 0 or factor is None:
             return x
         product = Fraction(x) * factor
-        return product if fmt.power_of_two else round_value(product, working, "nearest_even", "ieee")
+        y = product if fmt.power_of_two else round_value(product, working, "nearest_even", "ieee")
+        ratio = 1.0 if other is None else round_value(other.max / fmt.element.max, FP32, "nearest_even", "ieee")
+        return y if other is None else round_value(Fraction(y) * Fraction(ratio), working, "nearest_even", "ieee")
 
     def plain(x: float, _: int, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
-        return decide(scaled(x), fmt.element, how, overflow, word)
+        return decide(scaled(x), other or fmt.element, how, overflow, word)
 
     def shifted(x: float, _: int, how: Rounding, overflow: Overflow, word: int | None) -> Decision:
         decision = decide(scaled(x), _INTEGERS, how, overflow, word)
@@ -111,11 +120,16 @@ def _steps(
     if fmt.power_of_two:
         return _power_of_two_steps(amax, scale, fmt)
     if tensor_scale is not None:
-        top = fmt.scale.max * fmt.element.max
+        assert fmt.scaling.tensor is not None
+        c = fmt.scaling.tensor.top or fmt.scale.max
+        times = " or ".join(f"{factor:g} times that" for factor in fmt.scaling.candidates if factor != 1)
+        top = c * fmt.element.max
         return (
-            f"tensor scale = largest magnitude {float(tensor_amax):g} / ({fmt.scale.max:g} * {fmt.element.max:g}) = "
+            f"tensor scale = largest magnitude {float(tensor_amax):g} / ({c:g} * {fmt.element.max:g}) = "
             f"{float(tensor_amax):g} / {top:g} = {tensor_scale:g}, kept in fp32",
-            f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale = {scale:g}, in {fmt.scale.name}",
+            f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale = {scale:g}, in {fmt.scale.name}"
+            + (f", or {times} by least error" if times else "")
+            + (f"; its sign: elements of {fmt.alternative.name}" if scale < 0 and fmt.alternative else ""),
         )
     name = "fp32" if fmt.scale.bits == 32 else fmt.scale.name
     return (f"{fmt.scale_rule}: {float(amax):g} / {fmt.element.max:g} = {scale:g}, kept in {name} ({fmt.arithmetic})",)
