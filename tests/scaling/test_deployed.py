@@ -108,7 +108,7 @@ def test_explanations_name_windows_candidates_and_integers():
     x = torch.cat(
         [torch.tensor([6.0, 4.0, 3.0, 1.5] * 4), torch.tensor([7.0, 5.0, -6.0, 1.0] * 4) * 6 / 7, torch.ones(48)]
     )
-    for name, said in (("if4", "its sign: elements of int4"), ("nvfp4_four_six_mae", "or 1.5 times that by least error"),
+    for name, said in (("if4", "its sign: elements of int4"), ("nvfp4_four_six_mae", "1.5 times that by least error"),
                        ("nvfp4_1x64", "largest magnitude 1 / (448 * 6)")):  # fmt: skip
         explained = fmtsim.explain(x, name)
         assert said in str(explained) and explained.engine_agrees
