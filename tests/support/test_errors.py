@@ -26,6 +26,8 @@ BAD = [
         ["cast", "1", "--to", "mxfp4"],
         "mxfp4 scales whole blocks, so a number alone has no cast; try fmtsim explain NUMBER",
     ),
+    (["table", "q4_k"], "q4_k has no table of codes, which are bytes of blocks; fmtsim formats q4_k shows it"),
+    (["cast", "1", "--to", "q4_k"], "so a number alone has no cast; try fmtsim.quantize(x, 'q4_k')"),
     (["cast", "1", "--to", "fp9"], "unknown format 'fp9'"),
     (["cast", "1", "--to", "e4m3", "--rounding", "nearst"], "--rounding 'nearst' is unknown; did you mean"),
     (["cast", "1", "--to", "e4m3", "--overflow", "wrap"], "--overflow 'wrap' is unknown; choose one of saturate, ieee"),
