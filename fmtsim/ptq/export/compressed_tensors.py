@@ -236,6 +236,10 @@ def encoded_of(layer: StoredWeight, scheme: dict[str, Any]) -> Encoded:
     if not weights["symmetric"]:
         raise DataError(f"tensor {layer.prefix + layout.name!r} has zero points, which are read beside packed codes")
     element, bits = layout.element or "int8_full", layout.bits[0]
+    if codes.shape[1] * 8 % bits:
+        raise DataError(
+            f"tensor {layer.prefix + layout.name!r} has rows of {codes.shape[1]} bytes, no {bits}-bit codes"
+        )
     shape = (codes.shape[0], codes.shape[1] * 8 // bits if layout.dtype == _U8 else codes.shape[1])
     second = 1 / layer.number(".weight_global_scale") if layout.scales == (_F8,) else None
     return layer.encoded(element, codes.view(_U8), shape, scale, block, second)

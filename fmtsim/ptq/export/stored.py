@@ -109,8 +109,9 @@ class StoredWeight(NamedTuple):
         fits = len(block or ()) == 2 and min(sizes) > 0
         grid = tuple(-(-n // size) for n, size in zip((rows, columns), sizes, strict=True)) if fits else ()
         ragged = len(shape) > 2 and fits and 1 < sizes[0] < rows and shape[-2] % sizes[0]
-        if grid != tuple(scale.shape) or ragged:
-            expected = f"; there are {' x '.join(map(str, grid))} blocks" if fits and not ragged else ""
+        uneven = fits and sizes[0] == 1 and columns % sizes[1]  # tiles alone may end with the matrix, groups not
+        if grid != tuple(scale.shape) or ragged or uneven:
+            expected = f"; there are {' x '.join(map(str, grid))} blocks" if fits and not (ragged or uneven) else ""
             stored = self.places[self.scale].shape if self.scale in self.places else tuple(scale.shape)
             raise DataError(
                 f"tensor {self.prefix + self.scale!r} of shape {stored} is not a scale for each block of "

@@ -275,6 +275,13 @@ BAD = [
     (two(weight_block_size=[0, 64]), r"config.json has 'weight_block_size': \[0, 64\]; it should be two whole numbers"),
     (({"l.weight": Z(256, 300, dtype=torch.int8), "l.weight_scale": Z(7, 3)}, None),
      r"'l.weight_scale' of shape \(7, 3\) is not a scale for each block of 0 x 100 of a weight of 256 x 300"),
+    (({"l.weight": Z(2, 21, dtype=torch.uint8), "l.weight_scale": Z(2, 2, dtype=torch.uint8)}, None),
+     r"'l.weight_scale' of shape \(2, 2\) is not a scale for each block of 1 x 32 of a weight of 2 x 42"),
+    (({"l.weight_packed": Z(2, 16, dtype=torch.uint8), "l.weight_scale": Z(2, 1, dtype=torch.uint8)},
+      {"quant_method": "compressed-tensors", "config_groups": {"a": {
+          "targets": ["l"], "format": "mxfp6-pack-quantized",
+          "weights": {"strategy": "channel", "num_bits": 6, "type": "float", "symmetric": True, "dynamic": False}}}}),
+     r"tensor 'l.weight_packed' has rows of 16 bytes, no 6-bit codes"),
     (({"e.w": Z(3, 130, 128, dtype=torch.float8_e4m3fn), "e.w_scale_inv": Z(3, 2, 1)}, None),
      r"'e.w_scale_inv' of shape \(3, 2, 1\) is not a scale for each block of 128 x 128 of a weight of 3 x 130 x 128"),
     (({"w_blocks": Z(2, 4, 8, dtype=torch.uint8), "w_scales": Z(2, 4, dtype=torch.uint8)}, None),
