@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from types import FrameType
 from typing import Any, Self
@@ -222,7 +222,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             self._note("scaled_dot_product_attention", UnknownOrder(f"attention with {reason}"))
         if attn_mask is not None and attn_mask.dtype == torch.bool and query.element_size() == 2 and query.ndim == 4:
             attn_mask = torch.where(attn_mask, 0.0, -65504.0).to(query.dtype)
-        with torch._C.DisableTorchFunction():
+        # a nested tensor's attention is a torch function of its own
+        with nullcontext() if query.is_nested else torch._C.DisableTorchFunction():
             return _HOST_ATTENTION(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

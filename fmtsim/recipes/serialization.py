@@ -62,7 +62,8 @@ def recipe_from_dict(record: dict[str, Any]) -> Recipe | Any:
 
 def _recipe_of(record: Any, path: str) -> Any:
     """Return a PtqRecipe where the record says so or has its operands x or w, else a Recipe."""
-    if isinstance(record, dict) and (record.get("kind") == _PTQ or "x" in record or "w" in record):
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if isinstance(record, dict) and ((isinstance(kind, str) and kind == _PTQ) or "x" in record or "w" in record):
         return record_of(PtqRecipe, {name: value for name, value in record.items() if name != "kind"}, path)
     return record_of(Recipe, record, path)
 

@@ -275,3 +275,8 @@ def test_the_mode_ends_with_its_block():
     with fmtsim.simulate(target="h200"):
         inside = x.tanh()
     assert not torch.equal(inside, x.tanh())
+
+
+def test_the_smallest_normal_number_has_a_root_and_smaller_ones_are_zeros():
+    x = np.array([2.0**-126, 2.0**-126 - 2.0**-149, 2.0**-149, -(2.0**-149)], np.float32)
+    assert apply(UNIT["sqrt"], x).view(np.int32).tolist() == [(127 - 63) << 23, 0, 0, -(1 << 31)]

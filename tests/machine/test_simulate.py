@@ -400,3 +400,12 @@ def test_nested_tensors_are_the_host_s():
     with fmtsim.simulate():
         y = x.abs()
     assert [part.tolist() for part in y.unbind()] == [part.tolist() for part in x.unbind()]
+
+
+def test_a_mask_s_rows_begin_at_multiples_of_eight_elements():
+    aligned = torch.zeros(2, 1, 4, 16)
+    assert module._aligned(aligned) is aligned
+    for keys in (4, 12):
+        mask = torch.arange(2 * 4 * keys, dtype=torch.float32).reshape(2, 1, 4, keys)
+        rows = module._aligned(mask)
+        assert torch.equal(rows, mask) and all(stride % 8 == 0 for stride in rows.stride()[:-1])

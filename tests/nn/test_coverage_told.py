@@ -2,6 +2,7 @@
 """What a model says of its coverage: the summary in words, the recipe in prints, and a schedule that nobody steps."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.nn import convert, report, revert, set_step
 from fmtsim.nn.coverage import Coverage, RawWeight, percent
+from fmtsim.nn.report import ProductRow
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe
 from fmtsim.support.errors import CoverageWarning
 from tests.support import architectures
@@ -101,3 +103,16 @@ def test_a_checkpointed_step_is_one_forward():
 def test_the_table_of_architectures_is_what_is_counted():
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     assert architectures.table() == architectures.PAGE.read_text(encoding="utf-8").split(architectures.MARK)[1]
+
+
+def test_products_of_layers_that_are_alike_are_one_line_with_their_unit():
+    row = ProductRow(
+        layer="a", product="fprop", tokens=4, call="mm", unit="hopper.mma", order="one chain", basis="rule"
+    )
+    told = report(nn.Sequential(nn.Linear(4, 4)))
+    products = (row, dataclasses.replace(row, layer="b"), dataclasses.replace(row, layer="c", unit="", tokens=8))
+    _, table, said = dataclasses.replace(told, products=products)._product_table()
+    assert said.startswith("3 products: 3 ") and table.cells[1:] == [
+        ("2", "a", "fprop", "4", "mm", "hopper.mma", "one chain", "rule"),
+        ("1", "c", "fprop", "8", "mm", "-", "one chain", "rule"),
+    ]

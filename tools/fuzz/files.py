@@ -99,7 +99,7 @@ def read_ptq(path: Path) -> None:
 
 
 def use_plan(target: Plan) -> None:
-    assert repr(target) and Plan.from_dict(json.loads(json.dumps(target.to_dict()))).to_dict()
+    assert repr(target) and Plan.from_dict(json.loads(json.dumps(target.to_dict())), folder=ROOM).to_dict()
     for call in CALLS:
         with contextlib.suppress(FmtsimError):  # of a call, not of the file
             target.resolve(call)

@@ -110,7 +110,10 @@ def _gemm(  # type: ignore[no-untyped-def]
     key=None, validated=False, tf32=False,
 ):  # fmt: skip
     definition = gemm_spec_from_json(spec) if isinstance(spec, str) else spec
-    a, b = a.detach(), b.detach()
+    a, b = a.detach().resolve_neg(), b.detach().resolve_neg()
+    c, scale_a, scale_b, row, column, bias, result_scale = (
+        None if x is None else x.resolve_neg() for x in (c, scale_a, scale_b, row, column, bias, result_scale)
+    )
     if tf32 and (a.dim() == 3 or not a.is_cpu or key is not None):
         a, b, tf32 = to_tf32(a), to_tf32(b), False
     elif not validated and not tf32:

@@ -131,7 +131,7 @@ def read_scaled(
     m, k, n = a.shape[0], inner_length(a), b.shape[1]
     if k != inner_length(columns):
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
-    check_together(a=a, **_by_name(scale_a=scale_a, scale_b=scale_b))
+    check_together(a=a, b=b, **_by_name(scale_a=scale_a, scale_b=scale_b))
     recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in pair_of("scale_recipes", scale_recipes))
     swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in pair_of("swizzles", swizzles))
     scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))

@@ -85,7 +85,7 @@ class PlanFile:
         fields = fields_of(record, path, "a Target")
 
         def file(what: str, name: Any) -> Path:
-            if not isinstance(name, str) or Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name or len(name) > 200:  # of 255 that file systems take
                 raise at(path, ArgumentError, f"{what}={shown(name)} is not the name of a file beside the plan file")
             return file_beside(folder, name)
 

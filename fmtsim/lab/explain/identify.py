@@ -227,8 +227,8 @@ def identify(
     (True, 'hopper.mma')
     """
     product = _observed(a, b, y, bias, scale_a, scale_b)
-    if target is not None and target not in (*list_units(), *list_targets()):
-        names = (*list_targets(), *list_units())
+    names = (*list_targets(), *list_units())
+    if target is not None and not (isinstance(target, str) and target in names):
         raise ArgumentError(f"unknown target {shown(target)}{did_you_mean(str(target), names)}; choose one of {names}")
     options = candidates(product, target, thorough=thorough)
     if not options:

@@ -124,10 +124,12 @@ def _steps(
         c = fmt.scaling.tensor.top or fmt.scale.max
         times = " or ".join(f"{factor:g} times that" for factor in fmt.scaling.candidates if factor != 1)
         top = c * fmt.element.max
+        outer, inner = fmt.scaling.tensor.block
+        of = "tensor" if outer is None else "row" if inner is None else "window"
         return (
-            f"tensor scale = largest magnitude {float(tensor_amax):g} / ({c:g} * {fmt.element.max:g}) = "
+            f"{of} scale = largest magnitude {float(tensor_amax):g} / ({c:g} * {fmt.element.max:g}) = "
             f"{float(tensor_amax):g} / {top:g} = {tensor_scale:g}, kept in fp32",
-            f"block scale = amax {float(amax):g} / {fmt.element.max:g} / tensor scale = {scale:g}, in {fmt.scale.name}"
+            f"block scale = amax {float(amax):g} / {fmt.element.max:g} / {of} scale = {scale:g}, in {fmt.scale.name}"
             + (f", or {times} by least error" if times else "")
             + (f"; its sign: elements of {fmt.alternative.name}" if scale < 0 and fmt.alternative else ""),
         )

@@ -75,7 +75,7 @@ class Checkpoint:
             other = next(_differences(state["settings"], self.settings), None)
             if other is None:
                 return self._take(state)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise self._malformed(error) from error
         raise ArgumentError(
             f"{self.path} is of another training: {other}; pass the same settings, delete it, or choose another --out"

@@ -40,6 +40,7 @@ def test_catalogued_units_are_recognised(unit):
         assert (found.unit, found.arithmetic, found.mismatches) == (unit, hidden, 0), found
         assert found.known and found.outputs >= 2048
         assert str(found).startswith(f"{mode}: {unit}; ")
+        assert dict(found.facts).get("running sum", "aligned with the products") == "aligned with the products"
         seen += 1
     assert seen >= 2
 

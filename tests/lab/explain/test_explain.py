@@ -306,3 +306,21 @@ def test_explain_mm_refuses_a_part_of_the_scales():
     for options in ({"scale_a": ONES(())}, {"bias": torch.zeros(16)}, {"swizzles": "NO_SWIZZLE"}):
         refused(said, fmtsim.explain_mm, a, a.t(), target="h200", **options)
     refused("explain_mm of a layer takes no scale_a=", fmtsim.explain_mm, torch.nn.Linear(2, 2), 2, scale_a=ONES(()))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nvfp4_row", "row scale = largest magnitude 6 / (448 * 6) = 6 / 2688 = 0.00223214, kept in fp32"),
+        ("nvfp4_1x64", "window scale = largest magnitude 3 / (448 * 6) = 3 / 2688 = 0.00111607, kept in fp32"),
+        (
+            "nvfp4_four_six_mae_256",
+            "tensor scale = largest magnitude 6 / (256 * 6) = 6 / 1536 = 0.00390625, kept in fp32",
+        ),
+    ],
+)
+def test_scales_above_those_of_blocks_are_explained(name, said):
+    explanation = fmtsim.explain([3.0] * 64 + [6.0] * 64, name)
+    scale = explanation.scales[0]
+    assert said in scale.steps and f"{scale.tensor_scale:g}" in said
+    assert explanation.scales[-1].tensor_scale == pytest.approx(6 / float(said.partition("(")[2].partition(" ")[0]) / 6)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single experiments of claims: served models, searches, sweeps, GPTs, systems, widths."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -13,12 +14,12 @@ import torch
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.reproduce import gpts, searched, sweeps
+from fmtsim.lab.reproduce import gpts, qat, searched, sweeps
 from fmtsim.lab.reproduce.gpts import ablations, mantissa, nvfp4
 from fmtsim.lab.reproduce.multipliers import gates, logarithm_gates, luts, multiplier
 from fmtsim.lab.reproduce.run import CLAIMS
 from fmtsim.lab.reproduce.searched import _Run
-from fmtsim.lab.reproduce.served import _front, formats, images
+from fmtsim.lab.reproduce.served import _front, _numbers_of, formats, images
 from fmtsim.lab.reproduce.widths import _VOCABULARY, _MuGPT, text
 from fmtsim.lab.training.sweep import SweepRun
 from fmtsim.recipes.registry import get_recipe
@@ -283,3 +284,50 @@ def test_without_its_parts_the_claim_fails():
     coarse = dataclasses.replace(get_recipe("bitnet"), rules=())
     how = {key: value for key, value in SETTINGS["nvfp4_ablation"].items() if key != "seed"}
     assert gpts.trained(coarse, 0, **how) > 1.01 * gpts.trained(get_recipe("amp_bf16"), 0, **how)
+
+
+def test_points_of_served_formats_become_numbers():
+    points = {"int4": (1.0, 8.0), "e2m1": (1.5, 6.0), "int8": (4.0, 1.0), "e4m3": (4.5, 3.0)}
+    numbers = _numbers_of(points, (4, 8))
+    assert numbers["int4: changed, %"] == 8 and numbers["on the front"] == 3
+    assert numbers["integers on the front, %"] == pytest.approx(200 / 3) and numbers["integers of all, %"] == 50
+    assert numbers["4 bits: least changed by minifloats - by integers, points"] == -2
+    assert numbers["8 bits: least changed by minifloats - by integers, points"] == 2
+
+
+def test_a_model_that_is_tuned_with_its_quantisers_is_trained_first(monkeypatch):
+    trained = []
+
+    def train(model, *settings):
+        trained.append((model, *settings))
+
+    monkeypatch.setattr(qat, "_train", train)
+    monkeypatch.setattr(qat, "_perplexity", lambda model, seed: float(len(trained)))
+    monkeypatch.setattr(qat, "Measured", lambda numbers: numbers)
+    with contextlib.suppress(ZeroDivisionError):
+        qat.recovered(
+            lambda share: None,
+            recipe="int8_mixed",
+            steps=7,
+            tuned=3,
+            lr=0.5,
+            width=16,
+            batch=2,
+            seed=4,
+        )
+    (model, *first), (again, *second), (aware, *third) = trained
+    assert first == [7, 0.5, 2, 4] and second == third == [3, 0.05, 2, 5]
+    assert again is model and aware is not model
+
+
+def test_seeds_and_steps_of_a_tuned_model_have_texts_of_their_own(monkeypatch):
+    starts = []
+
+    def text(batch, length, start):
+        starts.append(start)
+        return torch.zeros(batch, length, dtype=torch.long)
+
+    monkeypatch.setattr(qat, "text", text)
+    model = qat.GPT(qat.GPTConfig(context=qat._LENGTH, width=16, layers=1, heads=1), 0)
+    qat._train(model, 2, 1e-3, 1, 3)
+    assert starts == [3_000_000, 3_000_001]

@@ -140,6 +140,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_still_drawn(tmp_path, cor
     assert shown.getvalue() == f"{line}\n{run.label}: stopped, {run.stopped}\n" and run.report.summary == line
     assert math.isnan(run.final_loss) and math.isnan(run.validation) and list(run.stats.history) == [1]
     base = Run(label="fp32", losses=[3.0, 2.0, 1.0], validation=1.0)
+    assert base.skipped == base.nonfinite == 0 and base.loss_scale == 1
     record = make_record(config(), corpus, base, run)
     assert "e4m3/e5m2, scaled by tensor: stopped, the loss became nan at step 2" in summary(record, base, run)
     assert record["simulated"]["losses"][1] is None and record["gap"]["final_loss"] is None

@@ -86,6 +86,8 @@ def test_seeds_give_an_interval():
     gaps = [0.1, 0.12, 0.11]
     (_, size), (question, answer), *_ = verdict_of_seeds([seed(gap, 2 + gap) for gap in gaps])
     half = 4.30 * 0.01 / math.sqrt(3)
+    many = [seed(0.1 + 0.02 * (i % 2), 2.0) for i in range(10)]  # from nine on: the last of Student's numbers, 2.31
+    assert f"± {2.31 * 0.02 * math.sqrt(10 / 36) / math.sqrt(10):.4f} nats" in verdict_of_seeds(many)[0][1]
     assert size.startswith(f"+0.1100 ± {half:.4f} nats per byte, the mean of 3 seeds") and question == SEEDS
     assert answer.startswith("yes: the interval has no zero in it; losses of the baseline itself scatter by 0.0100")
     assert verdict_of_seeds([seed(gap, 2.0) for gap in (-0.1, 0.12)])[1][1].startswith(

@@ -199,6 +199,15 @@ def test_a_planted_error_in_a_call_is_caught(tmp_path, index, columns):
     assert f"[{70 // columns}, {70 % columns}]: actual 0x" in wrong[0].first
 
 
+@pytest.mark.parametrize(("basis", "in_guesses"), [("guess", 1), ("rule", 0), ("recorded", 0)])
+def test_differences_of_guessed_orders_are_counted_apart(tmp_path, monkeypatch, basis, in_guesses):
+    write_calls(tmp_path)
+    flip(tmp_path / "h200_small.npz", "000.out", 70)
+    monkeypatch.setattr(gemm, "plan_basis", lambda call, target: basis)
+    (wrong,) = (r for r in replay(tmp_path).values() if r.mismatches)
+    assert (wrong.mismatches, wrong.in_guesses) == (1, in_guesses)
+
+
 def test_a_set_that_raises_has_failed(tmp_path):
     write_calls(tmp_path, "abacus_small")
     assert {r.mismatches for r in replay(tmp_path).values()} == {1}
