@@ -162,7 +162,7 @@ class BlockFormat(Displayed):
     def facts(self) -> list[tuple[str, str]]:
         """Return what there is to say about the format as pairs of a heading and a text."""
         level = level_text(self.scaling.tensor) if self.scaling.tensor else ""
-        times = f", times the {level}" if level else ""
+        times = f", times the {level.replace('tensor scale', 'scale of the tensor')}" if level else ""
         return [
             ("element", repr(self.element)),
             *([("or element", repr(self.alternative))] if self.alternative else []),
