@@ -12,13 +12,14 @@ from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
 from fmtsim.formats.spec import CodebookFormat, IntFormat
-from fmtsim.spec.cast import (
+from fmtsim.spec.cast import (  # fmt: skip
     CastSpec,
     EncodedParts,
     Random,
     RandomKey,
     block_bytes,
     block_counts,
+    decoded_shape,
     level_shape,
     spec_from_json,
 )
@@ -292,7 +293,8 @@ def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
 def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     codes = codes if validated else _patterns(codes, cast.format)
-    like = _of_bytes(codes, cast) if isinstance(cast.format, GgmlFormat) else codes
+    shape = decoded_shape(cast, codes.shape)
+    like = codes if codes.shape == shape else codes.new_empty(shape)
     out = _empty_like(like, dtype, memory_format=torch.contiguous_format)
     parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
     engine_for("decode", cast, out).decode(parts, cast, out)
@@ -324,23 +326,8 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))
 
 
-def _of_bytes(codes: torch.Tensor, cast: CastSpec) -> torch.Tensor:
-    """Return a tensor of the shape of the values of ggml's blocks, whose bytes run along the last dimension."""
-    fmt = cast.format
-    assert isinstance(fmt, GgmlFormat)
-    size = codes.shape[-1] if codes.dim() else 1
-    if size % fmt.bytes:
-        raise CodeError(
-            f"{fmt.name}: {size} bytes (dim=-1) are not whole blocks of {fmt.bytes} bytes ({fmt.elements} elements); "
-            "pass the bytes of whole rows"
-        )
-    return codes.new_empty((*codes.shape[:-1], size // fmt.bytes * fmt.elements)).movedim(-1, cast.dim)
-
-
 def _decode_shapes(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    like = _of_bytes(codes, cast) if isinstance(cast.format, GgmlFormat) else codes
-    return codes.new_empty(like.shape, dtype=dtype)
+    return codes.new_empty(decoded_shape(spec_from_json(spec), codes.shape), dtype=dtype)
 
 
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]

@@ -122,20 +122,9 @@ class FormatNames(list[str]):
 
 
 FAMILIES: tuple[Kind, ...] = (
-    "wide",
-    "fp8",
-    "fp6",
-    "fp4",
-    "scale",
-    "p3109",
-    "int",
-    "codebook",
-    "log",
-    "mx",
-    "nvfp4",
-    "scaled",
-    "ggml",
-)
+    "wide", "fp8", "fp6", "fp4", "scale", "p3109", "int", "codebook", "log", "mx",
+    "nvfp4", "scaled", "ggml",
+)  # fmt: skip
 
 
 def family_of(fmt: Format) -> str:

@@ -14,6 +14,7 @@ from fmtsim.formats.block import Block, BlockFormat, Format, GgmlFormat, LogTile
 from fmtsim.formats.registry import format_from_dict, format_to_dict
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding
+from fmtsim.support.errors import CodeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,21 @@ def block_bytes(fmt: GgmlFormat, shape: Sequence[int], dim: int) -> tuple[int, .
     sizes = list(shape) or [1]
     inner = sizes.pop(dim)
     return *sizes, -(-inner // fmt.elements) * fmt.bytes
+
+
+def decoded_shape(spec: CastSpec, shape: torch.Size) -> tuple[int, ...]:
+    """Return the shape of the values of codes, or of bytes of ggml's blocks, whole ones along the last dimension."""
+    fmt, size = spec.format, shape[-1] if shape else 1
+    if not isinstance(fmt, GgmlFormat):
+        return shape
+    if size % fmt.bytes:
+        raise CodeError(
+            f"{fmt.name}: {size} bytes (dim=-1) are not whole blocks of {fmt.bytes} bytes ({fmt.elements} elements); "
+            "pass the bytes of whole rows"
+        )
+    sizes = list(shape[:-1])
+    sizes.insert(len(sizes) + 1 + spec.dim, size // fmt.bytes * fmt.elements)
+    return tuple(sizes)
 
 
 def in_one_order(x: torch.Tensor, out: torch.Tensor, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
