@@ -134,7 +134,7 @@ ERRORS = {
     "lns16_g128": "format 'lns16_g128': a largest value of 2**255.992 is not allowed; "
     "choose values within float32: raise gamma or lower bits",
     "logfmt2": "format 'logfmt2': bits=2 is not allowed; choose 3 to 16",
-    "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_ggml' or 'nvfp4_1x16'? (fmtsim.list_formats() has "
+    "nvfp": "unknown format 'nvfp'; did you mean 'nvfp4' or 'nvfp4_row' or 'nvfp4_ggml'? (fmtsim.list_formats() has "
     f"all names; others are {SPELLED}",
     "zzzzz": f"unknown format 'zzzzz' (fmtsim.list_formats() has all names; others are {SPELLED}",
     torch.complex64: "dtype torch.complex64 has no format; pass a name from fmtsim.list_formats()",
