@@ -74,6 +74,17 @@ def test_the_scale_rule_is_tried_on_blocks_of_each_largest_element(target):
     assert f"by its scale rule {held} of 1785 pairs of scale and largest element lose nothing" in str(found)
 
 
+def test_the_scale_rule_is_tried_on_all_elements_where_they_fill_several_blocks():
+    found, held = fmtsim.check_recode("mxfp6_e2m3", "mxfp8_e4m3"), 0
+    values = torch.tensor(fmtsim.get_format("e2m3").values).double()
+    scales = 2.0 ** torch.arange(-127, 128).double()[:, None, None]
+    for top in values[values > 0]:
+        below = values[values.abs() <= top]
+        x = scales * torch.stack([top.expand(len(below)), below, *[torch.zeros(len(below)).double()] * 30], 1)
+        held += int((fmtsim.encode(x.float(), "mxfp8_e4m3").decode(torch.float64) == x).flatten(1).all(1).sum())
+    assert (found.by_rule, found.pairs) == (held, 31 * 255) and 0 < held < found.pairs
+
+
 def test_a_weight_has_the_blocks_that_change_their_places_and_the_worst_error():
     scales = torch.zeros(4, 2) + torch.tensor(1.0)
     scales[2, 1] = 2.0**-20  # below what nvfp4 has beside 1

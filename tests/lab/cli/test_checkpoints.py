@@ -73,6 +73,8 @@ def test_a_converted_checkpoint_holds_what_the_format_has(layout, fmt, scales, f
         if scales == "rule" and fmt != "mxfp4":
             expected = fmtsim.quantize(expected, fmt)
         assert torch.equal(after[name].decode(), expected)
+        if fmt == "mxfp4":  # the format that it has: codes and scales stay
+            assert torch.equal(after[name].codes, value.codes) and torch.equal(after[name].scales, value.scales)
 
 
 def test_weights_that_are_not_quantised_are_named_by_a_pattern(folder, capsys):
