@@ -3,23 +3,30 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import PowerOfTwo, ScaleRule, Scaling, TensorScale
-from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.recipes.build import BF16, BLACKWELL, E4M3, E8M0, FORWARD, HOPPER, STOCHASTIC, cast, layer
+from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, E4M3, E8M0, FORWARD, HIGH, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.quantizer import Clamp, ClipMask, Differentiable, Hadamard, Quantizer
 
 _TE = "Transformer Engine d0067d0, NVFP4BlockScaling"
+_ZOO = "Transformer Engine d0067d0, custom_recipes/quantizer_factory_zoo.py"
+_AO_FOUR_SIX = "pytorch/ao pull request 4851, four_over_six_mm, MAE, block scales to 256"
+_INT4 = (
+    "448 * 7 * 16 / 17, by which gradients are scaled, is another float32 in the source, a unit in the last place off"
+)
+_AGAIN = "the source rounds the forward pass's values to the tensor's dtype before they are cast again"
 _NVIDIA = "NVIDIA, arXiv:2509.25149"
 _QUARTET = "Castro et al., Quartet, arXiv:2505.14669; IST-DASLab/Quartet 00ccd38"
 _QUARTET2 = "arXiv:2601.22813; IST-DASLab/Quartet-II 8776a90"
 _FP4 = "Wang et al., arXiv:2501.17116"
+_EXPERTS = r"(^|\.)experts(\.|$)"
 _TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _MASK = sum(1 << i for i, sign in enumerate(_TE_SIGNS) if sign < 0)
 _QUEST_FACTOR = 2.92247856 / 6  # the clip of least error of a normal distribution, in standard deviations
@@ -40,6 +47,60 @@ def _nvfp4() -> LinearConfig:
 def _four_six(x: str, w: str) -> LinearConfig:
     gradient = cast("nvfp4", rounding=_NVFP4_STOCHASTIC)
     return layer(cast(x), cast(w), gradient, w_back=FORWARD)
+
+
+def _zoo() -> tuple[Recipe, ...]:
+    """Return what Transformer Engine's zoo of quantiser factories describes, under the names of the factories."""
+    mxfp8, row, plain, base = cast("mxfp8_e4m3_rceil"), cast("nvfp4_row"), cast("nvfp4"), _nvfp4()
+    again, plain_again = (replace(quantizer, source="requantised") for quantizer in (mxfp8, plain))
+    nvfp4_dx = replace(base.dgrad, b=plain_again)
+    composer = layer(row, plain, mxfp8, w_back=again, x_back=again)
+    x, do = cast("e4m3", Scaling()), cast("e5m2", Scaling())
+    fp8 = AttentionConfig(q=x, k=x, v=x, p=cast("e4m3"), dv=Gemm(a=FORWARD, b=do), dp=Gemm(a=do, b=FORWARD))
+    recipes: tuple[tuple[str, str, LinearConfig, str, dict[str, Any]], ...] = (
+        ("high_precision_fwd_mxfp8_bwd", "", layer(HIGH, HIGH, mxfp8, w_back=mxfp8, x_back=mxfp8),
+         "MXFP8 of the originals in products of the backward pass", {}),
+        ("mxfp8_fwd_nvfp4_bwd", "", replace(base, fprop=Gemm(a=mxfp8, b=mxfp8), dgrad=nvfp4_dx),
+         "MXFP8 forward, gradients as in te_nvfp4 with weights cast again, from MXFP8",
+         {"notes": "another version of the source, 0043a63, casts the original weights for dx, in blocks of 16x16"}),
+        ("nvfp4_1d_weight", "nvfp4_1d_double_quantized_weight",
+         replace(base, fprop=Gemm(a=plain, b=plain), dgrad=nvfp4_dx),
+         "te_nvfp4 with weights in blocks of 1x16, cast again for dx", {"notes": _AGAIN}),
+        ("mxfp8_fwd_high_precision_bwd", "mxfp8_fwd_dequantized_bwd",
+         layer(mxfp8, mxfp8, HIGH, w_back=FORWARD, x_back=FORWARD),
+         "MXFP8 forward, gradients in high precision by the forward pass's values", {}),
+        ("nvfp4_row_scaled_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_dequantized_bwd",
+         layer(row, plain, HIGH, w_back=FORWARD, x_back=FORWARD),
+         "NVFP4 with a scale a row of x forward, gradients in high precision by the forward pass's values", {}),
+        ("nvfp4_row_scaled_fwd_mxfp8_bwd", "", composer,
+         "NVFP4 with a scale a row of x forward, MXFP8 of these values backward, in every layer", {"notes": _AGAIN}),
+        ("composer2", "", layer(mxfp8, mxfp8, mxfp8),
+         "nvfp4_row_scaled_fwd_mxfp8_bwd in experts, MXFP8 elsewhere, after Composer 2, arXiv:2603.24477",
+         {"rules": (Rule(name=_EXPERTS, use=composer, optional=True),), "notes": _AGAIN}),
+        ("nvfp4_linear_fp8_dpa", "", base, "te_nvfp4 in every layer, attention in FP8 with scales of tensors",
+         {"attention": fp8, "notes": "weights of attention have the scale 1 and ds is in high precision; the source "
+          "scales both by the largest of the call before, in cuDNN's kernels (unverified)"}),
+    )  # fmt: skip
+    return tuple(
+        Recipe(
+            name=name, machine=BLACKWELL, linear=linear, aliases=(alias,) * bool(alias), source=f"{_ZOO}: {text}",
+            **fields,
+        )
+        for name, alias, linear, text, fields in recipes
+    )  # fmt: skip
+
+
+def _ao_four_six() -> tuple[Recipe, ...]:
+    """Return four over six of torchao with its three backward passes."""
+    x, w = cast("nvfp4_four_six_mae_256"), cast("nvfp4_16x16_four_six_mae_256")
+    return tuple(
+        Recipe(name=f"ao_four_six{name}", machine=BLACKWELL, linear=linear, source=f"{_AO_FOUR_SIX}: {text}")
+        for name, linear, text in (
+            ("", layer(x, w, cast("nvfp4")), "plain NVFP4 gradients, x and w of the originals, no rotations"),
+            ("_high_precision", layer(x, w, HIGH, w_back=HIGH, x_back=HIGH), "gradients of the originals"),
+            ("_dequantized", layer(x, w, HIGH, w_back=FORWARD, x_back=FORWARD), "gradients of the forward values"),
+        )
+    )
 
 
 def _mxfp4(rule: ScaleRule, *, rotate: bool) -> LinearConfig:
@@ -71,14 +132,59 @@ def _quartet2(candidates: tuple[float, ...] = (1.0,)) -> LinearConfig:
     top = 448.0 if len(candidates) == 1 else 256.0
     tensor = TensorScale(top=top, order="quartet2")
     x = cast("e2m1", Scaling(block=(1, 16), scale=E4M3, tensor=tensor, candidates=candidates, metric="mse"))
+    g, again = _eden(128, "random")
+    return layer(x, x, g, w_back=again, x_back=again)
+
+
+def _eden(size: int, signs: Literal["random"] | None) -> tuple[Quantizer, Quantizer]:
+    """Return the quantisers of a gradient, and of what was quantised in the forward pass, under MS-EDEN."""
     eden = Scaling(
-        block=(1, 16), top=6 / _EDEN_RANGE, scale=E4M3, scale_rounding="stochastic", eden=128,
+        block=(1, 16), top=6 / _EDEN_RANGE, scale=E4M3, scale_rounding="stochastic", eden=size,
         tensor=TensorScale(top=255.99, order="quartet2"),
     )  # fmt: skip
-    rotation = (Hadamard(size=128, signs="random"),)
-    g = cast("e2m1", eden, "nearest_away", transforms=rotation)
-    again = cast("e2m1", eden, "nearest_away", transforms=rotation, source="requantised")
-    return layer(x, x, g, w_back=again, x_back=again)
+    g = cast("e2m1", eden, "nearest_away", transforms=(Hadamard(size=size, signs=signs),))
+    return g, replace(g, source="requantised")
+
+
+def _fouroversix() -> tuple[Recipe, ...]:
+    """Return the configurations with which fouroversix trains, but those of IF4."""
+
+    def operand(element: str, mse: bool, top: float = 1.0, **fields: Any) -> Quantizer:
+        tensor = TensorScale(top=256.0 if mse else None, order="fouroversix")
+        scaling = Scaling(
+            block=(1, 16), top=get_format(element).max * top, scale=E4M3, tensor=tensor,  # type: ignore[union-attr]
+            candidates=(1.0, 1.5) if mse else (1.0,), metric="mse",
+        )  # fmt: skip
+        return cast(element, scaling, **fields)
+
+    def products(element: str, mse: bool, wgrad: str) -> LinearConfig:
+        x, rotated = operand(element, mse), {"transforms": (Hadamard(size=16, signs=_MASK, rounded=BF16),)}
+        g: dict[str, Any] = {
+            "top": 16 / 17,
+            "rounding": STOCHASTIC,
+        }  # E4M3 rounds a scale by 17/16 at most: no clipping
+        return layer(
+            x, x, operand(element, mse, **g),
+            g_back=operand(wgrad, mse, **g, **rotated), x_back=operand(wgrad, mse, **rotated),
+        )  # fmt: skip
+
+    x, (g, again) = operand("e2m1", True), _eden(16, None)
+    return tuple(
+        Recipe(
+            name=f"fouroversix_{name}", machine=machine, linear=linear, notes=notes,
+            rules=(Rule(head=True), Rule(last_blocks=1 / 6)),
+            source=f"mit-han-lab/fouroversix dadfad6, scripts/train/configs/transformer_340M_{file}.json",
+        )
+        for name, file, machine, linear, notes in (
+            ("nvfp4", "nvfp4", BLACKWELL, products("e2m1", False, "e2m1"), ""),
+            ("4over6", "nvfp4_fouroversix", BLACKWELL, products("e2m1", True, "e2m1"),
+             "both candidates of a gradient's block are rounded with the same random bits"),
+            ("nvint4", "nvint4", CHAIN, products("int4", False, "int4"), _INT4),
+            ("wgrad_nvint4", "nvfp4_wgradnvint4", CHAIN, products("e2m1", False, "int4"), _INT4),
+            ("4over6_mseden", "nvfp4_fouroversix_mseden", BLACKWELL,
+             layer(x, x, g, w_back=again, x_back=again), f"{_AGAIN}; kernel in Triton, unverified"),
+        )
+    )  # fmt: skip
 
 
 def _fp4_ms(*, paper: bool) -> LinearConfig:
@@ -127,6 +233,9 @@ RECIPES = (
             ("four_six_acts", "activations", "MAE", "nvfp4_four_six_mae_256", "nvfp4_16x16"),
         )
     ),
+    *_zoo(),
+    *_ao_four_six(),
+    *_fouroversix(),
     Recipe(
         name="nvfp4_switch",
         machine=BLACKWELL,

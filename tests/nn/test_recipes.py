@@ -26,7 +26,7 @@ def converted(model):
     return [row.name for row in report(model).converted]
 
 
-@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 15% of the blocks")
+@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 1.% of the blocks")
 def test_every_recipe_changes_no_weight_and_goes_away_again():
     """Those that scale the whole model aside, which divide its weights."""
     scaling = [
@@ -180,7 +180,7 @@ def learned(model, x, call=None):
 
 @pytest.mark.parametrize(("name", "rows"), [("te_nvfp4_all", 32), ("mxfp4", 32), ("quartet", 32), ("quartet2", 128)])
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 15% of the blocks")
+@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 1.% of the blocks")
 def test_tokens_that_do_not_fill_a_rotation_are_padded_with_zeros(name, rows, compiled):
     torch._dynamo.reset()
     padded, model = (convert(net(blocks=1).blocks[0], get_recipe(name).linear, generator=3) for _ in range(2))

@@ -99,6 +99,115 @@ def test_te_nvfp4_rotates_only_along_tokens_and_keeps_the_codes_of_weights():
                       values(oracle.te_nvfp4(xt, (1, 16)))))  # fmt: skip
 
 
+def mx(t):
+    return values(oracle.te_mxfp8(t.contiguous()))
+
+
+def fp4(t, block=(1, 16)):
+    return values(oracle.te_nvfp4(t.contiguous(), block))
+
+
+def four_six(t, block=(1, 16)):
+    return values(oracle.te_four_six(t.contiguous(), block))
+
+
+def test_te_high_precision_forward_and_mxfp8_backward():
+    x, w, g = tensors()
+    y, dx, dw = run("high_precision_fwd_mxfp8_bwd", x, w, g)
+    close(y, product(x, w))
+    close(dx, product(mx(g), mx(w.mT)))
+    close(dw, product(mx(g.mT), mx(x.mT)))
+
+
+@pytest.mark.parametrize("name", ["mxfp8_fwd_nvfp4_bwd", "nvfp4_1d_weight"])
+def test_te_nvfp4_backward_casts_the_forward_weights_again(name):
+    x, w, g = tensors()
+    y, dx, dw = run(name, x, w, g)
+    cast, eight = (mx if name == "mxfp8_fwd_nvfp4_bwd" else fp4), get_recipe("te_nvfp4").linear.dgrad.a.rounding
+    close(y, product(cast(x), cast(w)))
+    again = fp4(cast(w).mT)
+    close(dx, product(values(oracle.te_nvfp4(g, (1, 16), eight, element_key("g_d"))), again))
+    assert not torch.equal(again, fp4(w.mT))
+    assert torch.equal(dw, run("te_nvfp4_all", x, w, g)[2])
+
+
+@pytest.mark.parametrize("name", ["mxfp8_fwd_dequantized_bwd", "nvfp4_row_scaled_fwd_dequantized_bwd"])
+def test_te_backward_in_high_precision_takes_the_forward_values(name):
+    x, w, g = tensors()
+    y, dx, dw = run(name, x, w, g)
+    xq, wq = (mx(x), mx(w)) if name[0] == "m" else (oracle.te_nvfp4_rows(x), fp4(w))
+    close(y, product(xq, wq))
+    close(dx, product(g, wq.mT))
+    close(dw, product(g.mT, xq.mT))
+
+
+@pytest.mark.parametrize(("name", "rule"), [("nvfp4_row_scaled_fwd_mxfp8_bwd", None), ("composer2", 0)])
+def test_te_rows_of_nvfp4_become_mxfp8_backward(name, rule):
+    x, w, g = tensors()
+    y, dx, dw = run(name, x, w, g, rule)
+    xq, wq = oracle.te_nvfp4_rows(x), fp4(w)
+    assert not torch.equal(xq, fp4(x))
+    close(y, product(xq, wq))
+    close(dx, product(mx(g), mx(wq.mT)))
+    close(dw, product(mx(g.mT), mx(xq.mT)))
+    for one, other in zip(run("composer2", x, w, g), run("te_mxfp8", x, w, g), strict=True):
+        assert torch.equal(one, other)  # layers that are no experts
+
+
+def test_torchao_four_over_six_has_three_backward_passes():
+    x, w, g = tensors()
+    xq, wq = four_six(x), four_six(w, (16, 16))
+    assert not torch.equal(xq, fp4(x))
+    backward = {
+        "": (product(fp4(g), four_six(w.mT, (16, 16))), product(fp4(g.mT), four_six(x.mT))),
+        "_high_precision": (product(g, w.mT), product(g.mT, x.mT)),
+        "_dequantized": (product(g, wq.mT), product(g.mT, xq.mT)),
+    }
+    for name, (expected_dx, expected_dw) in backward.items():
+        y, dx, dw = run(f"ao_four_six{name}", x, w, g)
+        close(y, product(xq, wq))
+        close(dx, expected_dx)
+        close(dw, expected_dw)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "wgrad"),
+    [("nvfp4", "e2m1", "e2m1"), ("nvint4", "int4", "int4"), ("wgrad_nvint4", "e2m1", "int4")],
+)
+def test_fouroversix_rounds_gradients_without_clipping(name, forward, wgrad):
+    x, w, g = tensors()
+    y, dx, dw = run(f"fouroversix_{name}", x, w, g)
+
+    def cast(t, element=forward):
+        return values(oracle.fouroversix(t.contiguous(), element, 6.0 if element == "e2m1" else 7.0))
+
+    def gradient(t, element, operand):
+        elements, _, numbers = oracle.fouroversix(
+            t.contiguous(), element, 6.0 if element == "e2m1" else 7.0, "stochastic", element_key(operand), True
+        )
+        assert float(elements.abs().max()) == (6.0 if element == "e2m1" else 7.0)
+        return numbers
+
+    close(y, product(cast(x), cast(w)))
+    close(dx, product(gradient(g, forward, "g_d"), cast(w.mT)))
+    gt, xt = (oracle.te_rht(t.mT.contiguous()) for t in (g, x))
+    close(dw, product(gradient(gt, wgrad, "g_w"), cast(xt, wgrad)))
+
+
+def test_fouroversix_corrects_every_block_under_eden():
+    x, w, g = tensors()
+    y, dx, dw = run("fouroversix_4over6_mseden", x, w, g)
+    xq, wq = (values(oracle.te_four_six(t, (1, 16), "mse")) for t in (x, w))
+    close(y, product(xq, wq))
+
+    def again(t, name):
+        use = key(12 + OPERANDS.index(name))
+        return values(oracle.eden(oracle.rotate(t.contiguous(), 16), use, 16))
+
+    close(dx, product(again(g, "g_d"), again(wq.mT, "w_d")))
+    close(dw, product(again(g.mT, "g_w"), again(xq.mT, "x_w")))
+
+
 def test_deepseek_casts_the_forward_codes_again():
     x, w, g = tensors()
     y, dx, dw = run("deepseek_v3", x, w, g)

@@ -96,6 +96,49 @@ def te_nvfp4(x, block, mode="nearest_even", key=None):
     return q, s8, (q.double() * wide.double() * decode.double()).float()
 
 
+def te_nvfp4_rows(x):
+    """A tensor's scale for each row."""
+    return torch.cat([te_nvfp4(row[None], (1, 16))[2] for row in x])
+
+
+def te_four_six(x, block, metric="mae"):
+    """Four over six by mean absolute or squared error, block scales to 256; of equal errors that of 6."""
+    whole = x.abs().max()
+    encode = torch.div(f32(256.0 * 6.0), whole)
+    decode = torch.div(f32(1.0), encode)
+
+    def cast(part):
+        base, chosen = torch.div(part.abs().max(), f32(6.0)) * encode, []
+        for times in (1.0, 1.5):
+            s8 = rounded((base * f32(times)).clamp(max=448.0), "e4m3")
+            q = rounded(part * torch.div(f32(1.0), s8 * decode).clamp(max=FLT_MAX), "e2m1")
+            off, rows = torch.div(q * s8 * whole, f32(256.0 * 6.0)) - part, torch.zeros(part.shape[0])
+            for column in off.unbind(1):
+                rows = rows + (column.abs() if metric == "mae" else column * column)
+            while len(rows) > 1:
+                rows = rows[: len(rows) // 2] + rows[len(rows) // 2 :]
+            chosen.append((rows[0], q, s8))
+        return chosen[int(chosen[1][0] < chosen[0][0])][1:]
+
+    q, s8, _ = each_block(x, block, cast)
+    return q, s8, (q.double() * spread(s8, block, x).double() * decode.double()).float()
+
+
+def fouroversix(x, name, top, mode="nearest_even", key=None, unbiased=False):
+    """NVFP4's two levels in fouroversix's order, the tops of an unbiased gradient 16/17 as large."""
+    top = top * 16 / 17 if unbiased else top
+    encode = torch.div(f32(448 * f32(top).double()), x.abs().max())
+    decode = torch.div(f32(1.0), encode)
+
+    def cast(part):
+        s8 = rounded(torch.div(part.abs().max(), f32(top)) * encode, "e4m3")
+        return part * torch.div(f32(1.0), s8 * decode).clamp(max=FLT_MAX), s8
+
+    scaled, s8, _ = each_block(x, (1, 16), cast)
+    q = rounded(scaled, name, mode, key)
+    return q, s8, (q.double() * spread(s8, (1, 16), x).double() * decode.double()).float()
+
+
 def spread(s, block, x):
     rows, columns = (extent if size is None else size for size, extent in zip(block, x.shape, strict=True))
     return s.repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(columns, 1)[:, : x.shape[1]]

@@ -55,7 +55,7 @@ def test_names_are_listed(capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == list_recipes(kind="training")
 
 
-@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 15% of the blocks")
+@pytest.mark.filterwarnings("ignore:recipe .* leaves the last 1.% of the blocks")
 def test_a_schedule_switches_in_the_last_steps(text):
     """Of 10 steps the last two run in high precision: equal losses before."""
     corpus = load_corpus(text, 16)
