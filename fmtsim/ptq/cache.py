@@ -99,7 +99,8 @@ def _rotated(bits: int, x: Tensor, _: Static) -> Parts:
 
 def _rotated_back(parts: Parts, _: Static) -> Tensor:
     c, norm = (part.decode(out_dtype=torch.float32) for part in parts)
-    c = c * (1 / ((c * c).sum(-1, keepdim=True) + 1e-16).sqrt())  # centroids are normalised before they are rotated
+    # Centroids are normalised before they are rotated; torch's float32 root on a CPU is not rounded to nearest.
+    c = c * (1 / ((c * c).sum(-1, keepdim=True) + 1e-16).double().sqrt().float())
     return hadamard(norm * c, c.shape[-1])
 
 

@@ -262,7 +262,7 @@ def check_conditions(when: dict[str, Any]) -> None:
             raise ArgumentError(f"{name}={shown(wanted)} is not a condition; a dict has min, max and multiple_of")
         kind = bool if name == "aligned" else types[name] if types[name] in (int, bool) else str
         for value in wanted.values() if isinstance(wanted, dict) else wanted if isinstance(wanted, list) else [wanted]:
-            if type(value) is not kind or (kind is int and value.bit_length() > 63):
+            if type(value) is not kind or (isinstance(value, int) and value.bit_length() > 63):
                 raise ArgumentError(f"{name}={shown(wanted)} is not a condition; it compares {_COMPARED[kind]}")
         if isinstance(wanted, dict) and wanted.get("multiple_of", 1) < 1:
             raise ArgumentError(f"{name}={shown(wanted)} is not a condition; multiple_of is 1 or more")
