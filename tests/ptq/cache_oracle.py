@@ -50,5 +50,6 @@ def _row(name, side, row):
     middles = (c[:-1] + c[1:]) / np.float32(2)
     codes = [sum(number >= middle for middle in middles) for number in y]
     picked = torch.from_numpy(c[codes])
-    unit = picked * (1 / ((picked * picked)[None].sum(-1) + 1e-16).sqrt())
+    root = torch.from_numpy(np.sqrt(((picked * picked)[None].sum(-1) + 1e-16).numpy()))  # rounded to nearest
+    unit = picked * (1 / root)
     return torch.from_numpy(rotated((norm.half().float() * unit).numpy()))
