@@ -102,6 +102,7 @@ EVERYWHERE = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
     for name in list_recipes(kind="training")
     if get_recipe(name).linear is not None
+    and get_recipe(name).attention is None
     and not any(rule.last_blocks for rule in get_recipe(name).rules)  # the model below has no blocks
 ]
 
