@@ -17,7 +17,7 @@ from fmtsim.spec.quantizer import Clamp, ClipMask, Differentiable, Hadamard, Qua
 
 _TE = "Transformer Engine d0067d0, NVFP4BlockScaling"
 _ZOO = "Transformer Engine d0067d0, custom_recipes/quantizer_factory_zoo.py"
-_AO_FOUR_SIX = "pytorch/ao pull request 4851, four_over_six_mm, MAE, block scales to 256"
+_AO = "pytorch/ao pull request 4851, four_over_six_mm, MAE, block scales to 256"
 _INT4 = (
     "448 * 7 * 16 / 17, by which gradients are scaled, is another float32 in the source, a unit in the last place off"
 )
@@ -26,7 +26,6 @@ _NVIDIA = "NVIDIA, arXiv:2509.25149"
 _QUARTET = "Castro et al., Quartet, arXiv:2505.14669; IST-DASLab/Quartet 00ccd38"
 _QUARTET2 = "arXiv:2601.22813; IST-DASLab/Quartet-II 8776a90"
 _FP4 = "Wang et al., arXiv:2501.17116"
-_EXPERTS = r"(^|\.)experts(\.|$)"
 _TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _MASK = sum(1 << i for i, sign in enumerate(_TE_SIGNS) if sign < 0)
 _QUEST_FACTOR = 2.92247856 / 6  # the clip of least error of a normal distribution, in standard deviations
@@ -49,57 +48,48 @@ def _four_six(x: str, w: str) -> LinearConfig:
     return layer(cast(x), cast(w), gradient, w_back=FORWARD)
 
 
-def _zoo() -> tuple[Recipe, ...]:
-    """Return what Transformer Engine's zoo of quantiser factories describes, under the names of the factories."""
+def _two_ways() -> tuple[Recipe, ...]:
+    """Return recipes whose forward and backward passes differ in format: factories of Transformer Engine, torchao's."""
     mxfp8, row, plain, base = cast("mxfp8_e4m3_rceil"), cast("nvfp4_row"), cast("nvfp4"), _nvfp4()
     again, plain_again = (replace(quantizer, source="requantised") for quantizer in (mxfp8, plain))
     nvfp4_dx = replace(base.dgrad, b=plain_again)
     composer = layer(row, plain, mxfp8, w_back=again, x_back=again)
-    x, do = cast("e4m3", Scaling()), cast("e5m2", Scaling())
-    fp8 = AttentionConfig(q=x, k=x, v=x, p=cast("e4m3"), dv=Gemm(a=FORWARD, b=do), dp=Gemm(a=do, b=FORWARD))
+    e4m3, do = cast("e4m3", Scaling()), cast("e5m2", Scaling())
+    dv, dp = Gemm(a=FORWARD, b=do), Gemm(a=do, b=FORWARD)
+    fp8 = AttentionConfig(q=e4m3, k=e4m3, v=e4m3, p=cast("e4m3"), dv=dv, dp=dp)
+    x, w = cast("nvfp4_four_six_mae_256"), cast("nvfp4_16x16_four_six_mae_256")
+    values = {"w_back": FORWARD, "x_back": FORWARD}
     recipes: tuple[tuple[str, str, LinearConfig, str, dict[str, Any]], ...] = (
-        ("high_precision_fwd_mxfp8_bwd", "", layer(HIGH, HIGH, mxfp8, w_back=mxfp8, x_back=mxfp8),
+        ("high_precision_fwd_mxfp8_bwd", _ZOO, layer(HIGH, HIGH, mxfp8, w_back=mxfp8, x_back=mxfp8),
          "MXFP8 of the originals in products of the backward pass", {}),
-        ("mxfp8_fwd_nvfp4_bwd", "", replace(base, fprop=Gemm(a=mxfp8, b=mxfp8), dgrad=nvfp4_dx),
+        ("mxfp8_fwd_nvfp4_bwd", _ZOO, replace(base, fprop=Gemm(a=mxfp8, b=mxfp8), dgrad=nvfp4_dx),
          "MXFP8 forward, gradients as in te_nvfp4 with weights cast again, from MXFP8",
          {"notes": "another version of the source, 0043a63, casts the original weights for dx, in blocks of 16x16"}),
-        ("nvfp4_1d_weight", "nvfp4_1d_double_quantized_weight",
-         replace(base, fprop=Gemm(a=plain, b=plain), dgrad=nvfp4_dx),
-         "te_nvfp4 with weights in blocks of 1x16, cast again for dx", {"notes": _AGAIN}),
-        ("mxfp8_fwd_high_precision_bwd", "mxfp8_fwd_dequantized_bwd",
-         layer(mxfp8, mxfp8, HIGH, w_back=FORWARD, x_back=FORWARD),
-         "MXFP8 forward, gradients in high precision by the forward pass's values", {}),
-        ("nvfp4_row_scaled_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_dequantized_bwd",
-         layer(row, plain, HIGH, w_back=FORWARD, x_back=FORWARD),
-         "NVFP4 with a scale a row of x forward, gradients in high precision by the forward pass's values", {}),
-        ("nvfp4_row_scaled_fwd_mxfp8_bwd", "", composer,
+        ("nvfp4_1d_weight", _ZOO, replace(base, fprop=Gemm(a=plain, b=plain), dgrad=nvfp4_dx),
+         "te_nvfp4 with weights in blocks of 1x16, cast again for dx",
+         {"notes": _AGAIN, "aliases": ("nvfp4_1d_double_quantized_weight",)}),
+        ("mxfp8_fwd_high_precision_bwd", _ZOO, layer(mxfp8, mxfp8, HIGH, **values),
+         "MXFP8 forward, gradients in high precision by the forward pass's values",
+         {"aliases": ("mxfp8_fwd_dequantized_bwd",)}),
+        ("nvfp4_row_scaled_fwd_high_precision_bwd", _ZOO, layer(row, plain, HIGH, **values),
+         "NVFP4 with a scale a row of x forward, gradients in high precision by the forward pass's values",
+         {"aliases": ("nvfp4_row_scaled_fwd_dequantized_bwd",)}),
+        ("nvfp4_row_scaled_fwd_mxfp8_bwd", _ZOO, composer,
          "NVFP4 with a scale a row of x forward, MXFP8 of these values backward, in every layer", {"notes": _AGAIN}),
-        ("composer2", "", layer(mxfp8, mxfp8, mxfp8),
+        ("composer2", _ZOO, layer(mxfp8, mxfp8, mxfp8),
          "nvfp4_row_scaled_fwd_mxfp8_bwd in experts, MXFP8 elsewhere, after Composer 2, arXiv:2603.24477",
-         {"rules": (Rule(name=_EXPERTS, use=composer, optional=True),), "notes": _AGAIN}),
-        ("nvfp4_linear_fp8_dpa", "", base, "te_nvfp4 in every layer, attention in FP8 with scales of tensors",
+         {"rules": (Rule(name=r"(^|\.)experts(\.|$)", use=composer, optional=True),), "notes": _AGAIN}),
+        ("nvfp4_linear_fp8_dpa", _ZOO, base, "te_nvfp4 in every layer, attention in FP8 with scales of tensors",
          {"attention": fp8, "notes": "weights of attention have the scale 1 and ds is in high precision; the source "
           "scales both by the largest of the call before, in cuDNN's kernels (unverified)"}),
+        ("ao_four_six", _AO, layer(x, w, plain), "plain NVFP4 gradients, x and w of the originals, no rotations", {}),
+        ("ao_four_six_high_precision", _AO, layer(x, w, HIGH, w_back=HIGH, x_back=HIGH),
+         "gradients of the originals", {}),
+        ("ao_four_six_dequantized", _AO, layer(x, w, HIGH, **values), "gradients of the forward values", {}),
     )  # fmt: skip
     return tuple(
-        Recipe(
-            name=name, machine=BLACKWELL, linear=linear, aliases=(alias,) * bool(alias), source=f"{_ZOO}: {text}",
-            **fields,
-        )
-        for name, alias, linear, text, fields in recipes
-    )  # fmt: skip
-
-
-def _ao_four_six() -> tuple[Recipe, ...]:
-    """Return four over six of torchao with its three backward passes."""
-    x, w = cast("nvfp4_four_six_mae_256"), cast("nvfp4_16x16_four_six_mae_256")
-    return tuple(
-        Recipe(name=f"ao_four_six{name}", machine=BLACKWELL, linear=linear, source=f"{_AO_FOUR_SIX}: {text}")
-        for name, linear, text in (
-            ("", layer(x, w, cast("nvfp4")), "plain NVFP4 gradients, x and w of the originals, no rotations"),
-            ("_high_precision", layer(x, w, HIGH, w_back=HIGH, x_back=HIGH), "gradients of the originals"),
-            ("_dequantized", layer(x, w, HIGH, w_back=FORWARD, x_back=FORWARD), "gradients of the forward values"),
-        )
+        Recipe(name=name, machine=BLACKWELL, linear=linear, source=f"{source}: {text}", **fields)
+        for name, source, linear, text, fields in recipes
     )
 
 
@@ -233,8 +223,7 @@ RECIPES = (
             ("four_six_acts", "activations", "MAE", "nvfp4_four_six_mae_256", "nvfp4_16x16"),
         )
     ),
-    *_zoo(),
-    *_ao_four_six(),
+    *_two_ways(),
     *_fouroversix(),
     Recipe(
         name="nvfp4_switch",

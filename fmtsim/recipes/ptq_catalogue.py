@@ -19,6 +19,7 @@ from fmtsim.spec.quantizer import Quantizer, Sparsity
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592 (details unverified)"
 _AGGARWAL = "Aggarwal et al., minifloat post-training quantisation, arXiv:2311.12359; brevitas"
 _INC = "Intel Neural Compressor 9b47d09"
+_ROLLOUT = "NeMo-RL pull request 971, vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise; SkyRL pull request 1898"
 _GPTQ = "Frantar et al., arXiv:2210.17323"
 _OWN = "this package: a usual combination, no single source"
 
@@ -161,6 +162,18 @@ _FP8 = (
     PtqRecipe(
         name="e4m3_smooth", x=operand("e4m3", _TENSOR), w=operand("e4m3", _CHANNEL), calibration=_ABSMAX,
         smooth=Smooth(), source=f"{_SHEN}: with SmoothQuant, alpha 0.5",
+    ),
+    *(
+        PtqRecipe(
+            name=f"rollout_fp8{suffix}", x=operand("e4m3", x), w=operand("e4m3", w), source=f"{_ROLLOUT}: {title}",
+            notes=f"beside training in amp_bf16 or te_block; {note}vLLM's kernels make those of x (unverified)",
+        )
+        for suffix, title, note, x, w in (
+            ("", "float32 scales", "the source takes (1 / amax) * 448, so that scales of w differ in last bits; ",
+             Scaling(block=(1, 128), eps=1e-10, arithmetic="divide"), Scaling(block=(128, 128))),
+            ("_pow2", "scales that are powers of two", "", Scaling(block=(1, 128), eps=1e-10, power_of_two="ceil"),
+             Scaling(block=(128, 128), arithmetic="divide", power_of_two="log2")),
+        )
     ),
     PtqRecipe(name="e4m3_token", x=operand("e4m3", _TOKEN), w=operand("e4m3", _CHANNEL), source=_OWN),
     PtqRecipe(

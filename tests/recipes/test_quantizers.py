@@ -212,6 +212,27 @@ def top_of(name):
     return float(get_format(name).max)
 
 
+@pytest.mark.parametrize("name", ["rollout_fp8", "rollout_fp8_pow2"])
+def test_weights_and_activations_of_a_rollout(name):
+    """NeMo-RL's 128x128 of weights and vLLM's 1x128 of activations, over ragged edges."""
+    recipe, x, power = get_recipe(name), matrix(136, 200), name.endswith("pow2")
+
+    def weights(part):
+        amax = part.abs().max()
+        scale = torch.exp2(-torch.ceil(torch.log2(amax / 448))) if power else torch.div(torch.tensor(448.0), amax)
+        return oracle.rounded((part * scale).clamp(-448, 448), "e4m3"), 1 / scale
+
+    def tokens(part):
+        amax = part.abs().max().clamp(min=1e-10)
+        if power:
+            scale = torch.exp2(torch.floor(torch.log2(448.0 / amax)))
+            return oracle.rounded((part * scale).clamp(-448, 448), "e4m3"), 1 / scale
+        return oracle.rounded(part / (amax / 448.0), "e4m3"), amax / 448.0
+
+    check(quantize_operand(x, recipe.w), oracle.each_block(x, (128, 128), weights))
+    check(quantize_operand(x, recipe.x), oracle.each_block(x, (1, 128), tokens))
+
+
 def test_tokens_with_a_zero_point():
     x = matrix()
     assert_same_bits(made("ao_int4_qat", "x_f", x).values(torch.float32), oracle.int8_tokens_with_zero(x)[2] + 0.0)
