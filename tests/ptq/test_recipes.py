@@ -64,7 +64,7 @@ def test_names():
     with pytest.raises(ArgumentError, match=r"'te_current' is for training: call fmtsim.convert\(model, recipe='te_cu"):
         fmtsim.ptq(mlp(), "te_current", DATA)
     with pytest.raises(
-        ArgumentError, match=r"or pass a recipe for ptq; did you mean 'mxfp4_gptq' or 'mxfp4_weights' or"
+        ArgumentError, match=r"or pass a recipe for ptq; did you mean 'mxfp4_gptq' or 'mxfp4_ggml' or"
     ):
         fmtsim.ptq(mlp(), "mxfp4", DATA)
     refused(r"kind='PTQ' is unknown; choose 'training' or 'ptq'", list_recipes, kind="PTQ")
