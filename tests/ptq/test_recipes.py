@@ -63,9 +63,7 @@ def test_names():
     refused(r"'int8_statc' is unknown; did you mean 'int8_static'", get_recipe, "int8_statc", kind="ptq")
     with pytest.raises(ArgumentError, match=r"'te_current' is for training: call fmtsim.convert\(model, recipe='te_cu"):
         fmtsim.ptq(mlp(), "te_current", DATA)
-    with pytest.raises(
-        ArgumentError, match=r"or pass a recipe for ptq; did you mean 'mxfp4_gptq' or 'mxfp4_ggml' or"
-    ):
+    with pytest.raises(ArgumentError, match=r"or pass a recipe for ptq; did you mean 'mxfp4_gptq' or 'mxfp4_ggml' or"):
         fmtsim.ptq(mlp(), "mxfp4", DATA)
     refused(r"kind='PTQ' is unknown; choose 'training' or 'ptq'", list_recipes, kind="PTQ")
     refused(r"a recipe named 'w8a8' exists already", register_recipe, PtqRecipe(name="w8a8"))
