@@ -9,7 +9,7 @@ from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import PowerOfTwo, ScaleRule, Scaling, TensorScale
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.attention import AttentionConfig, attention_like
 from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, E4M3, E8M0, FORWARD, HIGH, HOPPER, STOCHASTIC, cast, layer
 from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding, RoundingName
@@ -17,6 +17,7 @@ from fmtsim.spec.quantizer import Clamp, ClipMask, Differentiable, Hadamard, Qua
 
 _TE = "Transformer Engine d0067d0, NVFP4BlockScaling"
 _ZOO = "Transformer Engine d0067d0, custom_recipes/quantizer_factory_zoo.py"
+_TETRAJET = "thu-ml/TetraJet-v2-NVFP4Training ca5953f, TJv2-base.yaml and kernels/csrc/quant_fp4.cu"
 _AO = "pytorch/ao pull request 4851, four_over_six_mm, MAE, block scales to 256"
 _INT4 = (
     "448 * 7 * 16 / 17, by which gradients are scaled, is another float32 in the source, a unit in the last place off"
@@ -54,11 +55,15 @@ def _two_ways() -> tuple[Recipe, ...]:
     again, plain_again = (replace(quantizer, source="requantised") for quantizer in (mxfp8, plain))
     nvfp4_dx = replace(base.dgrad, b=plain_again)
     composer = layer(row, plain, mxfp8, w_back=again, x_back=again)
-    e4m3, do = cast("e4m3", Scaling()), cast("e5m2", Scaling())
-    dv, dp = Gemm(a=FORWARD, b=do), Gemm(a=do, b=FORWARD)
-    fp8 = AttentionConfig(q=e4m3, k=e4m3, v=e4m3, p=cast("e4m3"), dv=dv, dp=dp)
+    fp8 = attention_like(layer(cast("e4m3", Scaling()), HIGH, cast("e5m2", Scaling())))
     x, w = cast("nvfp4_four_six_mae_256"), cast("nvfp4_16x16_four_six_mae_256")
-    values = {"w_back": FORWARD, "x_back": FORWARD}
+    values: dict[str, Any] = {"w_back": FORWARD, "x_back": FORWARD}
+    scaling = Scaling(block=(1, 16), scale=E4M3, tensor=TensorScale(order="fouroversix", block=(1, 128)))
+    windows: Any = get_format("nvfp4_1x64")
+    double = replace(windows, name="nvfp4_double_scale", scaling=scaling, source=_TETRAJET)
+    tj, turned = Quantizer(format=double), (Hadamard(size=16, signs="random"),)
+    tj_g = Quantizer(format=double, rounding=STOCHASTIC, transforms=turned)
+    tj_again = replace(tj_g, source="requantised")
     recipes: tuple[tuple[str, str, LinearConfig, str, dict[str, Any]], ...] = (
         ("high_precision_fwd_mxfp8_bwd", _ZOO, layer(HIGH, HIGH, mxfp8, w_back=mxfp8, x_back=mxfp8),
          "MXFP8 of the originals in products of the backward pass", {}),
@@ -80,15 +85,19 @@ def _two_ways() -> tuple[Recipe, ...]:
          "nvfp4_row_scaled_fwd_mxfp8_bwd in experts, MXFP8 elsewhere, after Composer 2, arXiv:2603.24477",
          {"rules": (Rule(name=r"(^|\.)experts(\.|$)", use=composer, optional=True),), "notes": _AGAIN}),
         ("nvfp4_linear_fp8_dpa", _ZOO, base, "te_nvfp4 in every layer, attention in FP8 with scales of tensors",
-         {"attention": fp8, "notes": "weights of attention have the scale 1 and ds is in high precision; the source "
-          "scales both by the largest of the call before, in cuDNN's kernels (unverified)"}),
+         {"attention": fp8, "notes": "the source scales softmax weights and ds by their largest of the call before, in "
+          "cuDNN's kernels (unverified), here by their largest"}),
         ("ao_four_six", _AO, layer(x, w, plain), "plain NVFP4 gradients, x and w of the originals, no rotations", {}),
         ("ao_four_six_high_precision", _AO, layer(x, w, HIGH, w_back=HIGH, x_back=HIGH),
          "gradients of the originals", {}),
+        ("tetrajet2", _TETRAJET, layer(tj, tj, tj_g, w_back=tj_again, x_back=tj_again, dequantized=True),
+         "E4M3 scales of 16 under float32 scales of 128, the forward values rotated and cast again",
+         {"machine": CHAIN, "notes": "two divisions there make a scale: 0.1 % of scales and codes of bfloat16 numbers "
+          "differ; without OsciReset and FP8 channels"}),
         ("ao_four_six_dequantized", _AO, layer(x, w, HIGH, **values), "gradients of the forward values", {}),
     )  # fmt: skip
     return tuple(
-        Recipe(name=name, machine=BLACKWELL, linear=linear, source=f"{source}: {text}", **fields)
+        Recipe(name=name, linear=linear, source=f"{source}: {text}", **{"machine": BLACKWELL, **fields})
         for name, source, linear, text, fields in recipes
     )
 
@@ -148,13 +157,13 @@ def _fouroversix() -> tuple[Recipe, ...]:
         return cast(element, scaling, **fields)
 
     def products(element: str, mse: bool, wgrad: str) -> LinearConfig:
-        x, rotated = operand(element, mse), {"transforms": (Hadamard(size=16, signs=_MASK, rounded=BF16),)}
+        rotated: dict[str, Any] = {"transforms": (Hadamard(size=16, signs=_MASK, rounded=BF16),)}
         g: dict[str, Any] = {
             "top": 16 / 17,
             "rounding": STOCHASTIC,
         }  # E4M3 rounds a scale by 17/16 at most: no clipping
         return layer(
-            x, x, operand(element, mse, **g),
+            operand(element, mse), operand(element, mse), operand(element, mse, **g),
             g_back=operand(wgrad, mse, **g, **rotated), x_back=operand(wgrad, mse, **rotated),
         )  # fmt: skip
 

@@ -154,6 +154,17 @@ def test_te_rows_of_nvfp4_become_mxfp8_backward(name, rule):
         assert torch.equal(one, other)  # layers that are no experts
 
 
+def test_te_nvfp4_layers_beside_attention_in_fp8():
+    """Current scales of tensors: E4M3 for q, k, v and the weights, E5M2 for do and ds."""
+    recipe = get_recipe("nvfp4_linear_fp8_dpa")
+    assert recipe.linear == get_recipe("te_nvfp4_all").linear
+    casts = {name: q for name, q in recipe.attention.operands.items() if q.source == "original"}
+    assert {name: q.format.name for name, q in casts.items()} == {
+        **dict.fromkeys("qkvp", "e4m3"), **dict.fromkeys(("dv.do", "dp.do", "dq.ds", "dk.ds"), "e5m2")
+    }  # fmt: skip
+    assert {q.scaling for q in casts.values()} == {get_recipe("te_current").linear.fprop.a.scaling}
+
+
 def test_torchao_four_over_six_has_three_backward_passes():
     x, w, g = tensors()
     xq, wq = four_six(x), four_six(w, (16, 16))
@@ -204,6 +215,33 @@ def test_fouroversix_corrects_every_block_under_eden():
         use = key(12 + OPERANDS.index(name))
         return values(oracle.eden(oracle.rotate(t.contiguous(), 16), use, 16))
 
+    close(dx, product(again(g, "g_d"), again(wq.mT, "w_d")))
+    close(dw, product(again(g.mT, "g_w"), again(xq.mT, "x_w")))
+
+
+def test_tetrajet_casts_rotated_forward_values_again_under_windows_of_128():
+    x, w, g = tensors()
+    x, g = torch.cat([x, x.flip(0)]), normal(128, 128, seed=3).bfloat16().float() * 2**-9
+    w = torch.cat([w, w[:32] * 2])
+    x[:, ::7], x[3, 16:32] = x[:, ::7] * 8, 0
+    y, dx, dw = run("tetrajet2", x, w, g)
+
+    def double(t, mode="nearest_even", use=None):
+        scaled, s8, decode = torch.zeros_like(t), torch.zeros(len(t), 8), torch.zeros(len(t), 1)
+        for i, row in enumerate(t[:, None]):
+            _, s8[i], _ = oracle.fouroversix(row, "e2m1", 6.0)
+            decode[i] = 1 / torch.div(torch.tensor(2688.0), row.abs().max())
+            scaled[i] = row * torch.div(torch.tensor(1.0), s8[i] * decode[i]).clamp(
+                max=oracle.FLT_MAX
+            ).repeat_interleave(16)
+        q = oracle.rounded(scaled, "e2m1", mode, use)
+        return (q.double() * s8.double().repeat_interleave(16, 1) * decode.double()).float()
+
+    def again(t, name):
+        return double(oracle.rotate(t.contiguous(), 16, signs(16)), "stochastic", element_key(name))
+
+    xq, wq = double(x), double(w)
+    close(y, product(xq, wq))
     close(dx, product(again(g, "g_d"), again(wq.mT, "w_d")))
     close(dw, product(again(g.mT, "g_w"), again(xq.mT, "x_w")))
 
