@@ -26,6 +26,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "explain": "explain how a number, or a block of numbers, got its bits",
         "check-recode": "say whether a format, or a checkpoint, loses bits in another format, and in which blocks",
         "convert-checkpoint": "write the quantised weights of a checkpoint in another format",
+        "vectors": "write inputs on which kernels go wrong, with their codes, scales and values, for any format",
+        "check-vectors": "compare what a kernel gave for such inputs, and name the rule at the first differences",
     },
     "Matrix products": {
         "mm": "run one matrix product on a target or unit and explain its bits",
@@ -65,7 +67,8 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # and check_NAME there, if any, refuses what is wrong with them before torch is imported.
 RUNS = {
     "checkpoints": ("check-recode", "convert-checkpoint"),
-    "numbers": ("formats", "table", "cast", "explain"), "products": ("mm", "identify", "invariance"),
+    "numbers": ("formats", "table", "cast", "explain", "vectors", "check-vectors"),
+    "products": ("mm", "identify", "invariance"),
     "models": ("observe", "attribute", "mismatch", "ptq", "search"), "training": ("train", "report"),
     "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "audit", "compare", "verify"),
     "machine": ("info", "completion", "doctor", "warmup"), "calibration": ("calibrate",), "benchmarks": ("bench",),

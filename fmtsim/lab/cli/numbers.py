@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``fmtsim formats``, ``table``, ``cast`` and ``explain``: number formats, and how numbers get their bits."""
+"""Runs of ``fmtsim formats``, ``table``, ``cast``, ``explain`` and ``vectors``: formats, and how numbers get bits."""
 
 import argparse
 import fnmatch
@@ -7,16 +7,17 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import fmtsim
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat, ScaledFormat
+from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat, ScaledFormat, with_block
 from fmtsim.formats.display import bit_fields, code_text, count_of, format_facts, text_table
 from fmtsim.formats.registry import format_to_dict, get_format, list_formats
 from fmtsim.formats.scaling import block_text
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.lab.cli.arguments.numbers import ALL_BITS
 from fmtsim.lab.cli.options import parse_int, parse_numbers
-from fmtsim.lab.cli.output import answer, format_table, print_text
+from fmtsim.lab.cli.output import MISMATCH, answer, format_table, print_text
 from fmtsim.rounding.modes import MODES, Mode, get_rounding
 from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError, FormatError, did_you_mean
+from fmtsim.support.files import check_folder, write_folder
 from fmtsim.support.table import aligned, number_text
 
 if TYPE_CHECKING:
@@ -280,3 +281,51 @@ def run_explain(arguments: argparse.Namespace) -> int:
     explanation = fmtsim.explain(x, arguments.format, generator=arguments.seed, **options)
     answer(arguments, explanation.to_dict(), lambda: str(explanation))
     return 0 if explanation.engine_agrees else DEFECT
+
+
+def run_vectors(arguments: argparse.Namespace) -> int:
+    """Write a folder of golden files, and print what is in it."""
+    from fmtsim.lab.verify.vectors import make_vectors
+
+    check_folder(arguments.out)
+    fmt = with_block(get_format(arguments.format), arguments.block_size, arguments.scale_rule)
+    options = {name: getattr(arguments, name) for name in ("rounding", "overflow", "random_bits")}
+    vectors, files = make_vectors(fmt, options | {"generator": arguments.seed})
+    paths = list(map(str, write_folder(arguments.out, files)))
+    cases = {name: last - first + 1 for name, (first, last) in vectors.groups.items()}
+    text = ", ".join(f"{count} {name}" for name, count in cases.items())
+    answer(arguments, {"files": paths, "cases": cases}, lambda: f"{text}\nwrote {', '.join(paths)}")
+    return 0
+
+
+def run_check_vectors(arguments: argparse.Namespace) -> int:
+    """Print what a kernel did differently; exit with 1 where there is anything."""
+    import torch
+
+    from fmtsim.lab.cli.results import load_tensors
+    from fmtsim.lab.verify.vectors import PARTS, check_part, read_vectors
+
+    vectors, parts = read_vectors(arguments.folder), []
+    for text, names in ((arguments.encode, PARTS), (arguments.decode, ("decoded",))):
+        tensors = load_tensors(text) if text else {}
+        named = {name: read for name, read in tensors.items() if name in names}
+        if len(tensors) == 1:
+            named = named or dict(zip(names, tensors.values(), strict=False))
+        if text and not named:
+            raise ArgumentError(f"{text} holds {', '.join(tensors)}; name a tensor {names[0]}, or pass {text}:NAME")
+        parts += [check_part(vectors, name, torch.as_tensor(read())) for name, read in named.items()]
+    equal = not any(part["mismatches"] for part in parts)
+    answer(
+        arguments, {"equal": equal, "parts": parts}, lambda: "\n".join(line for p in parts for line in _part_lines(p))
+    )
+    return 0 if equal else MISMATCH
+
+
+def _part_lines(part: dict[str, Any]) -> list[str]:
+    lines = [f"{part['part']}: {part['compared'] - part['mismatches']:,} of {part['compared']:,} match"]
+    for one in part["first"]:
+        number = f"input {one['input']} = {number_text(one['number'])}, " if "input" in one else ""
+        value = f" ({number_text(one['value'])})" if "value" in one else ""
+        pair = f"{number}expected {one['expected']}{value}, actual {one['actual']}"
+        lines += [f"{one['group']} {one['index']}: {pair}", f"  {one['rule']}"]
+    return lines

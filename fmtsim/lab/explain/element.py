@@ -148,7 +148,7 @@ def _between(
     low, high = neighbours(x, wide)
     if low is None or high is None:
         return "saturated", f"the number lies beyond the outermost value, and stays at {value:g}"
-    middle = _middle(x, Fraction(low), Fraction(high), fmt)
+    middle = turning_point(x, Fraction(low), Fraction(high), fmt)
     rule, reason = between(x, value, (low, high), middle, rounding, word)
     listed = isinstance(fmt, CodebookFormat) and bool(fmt.thresholds)
     measure = " in the logarithm" if isinstance(fmt, LogFormat) else " by the format's thresholds" if listed else ""
@@ -181,7 +181,7 @@ def between(
     return "nearest", f"the neighbour {side} is nearer"
 
 
-def _middle(x: Fraction, below: Fraction, above: Fraction, fmt: ElementFormat) -> Fraction:
+def turning_point(x: Fraction, below: Fraction, above: Fraction, fmt: ElementFormat) -> Fraction:
     """Return where rounding to nearest turns over (docs/semantics.md, sections 1 and 3)."""
     if isinstance(fmt, LogFormat) and below != -above:
         rank = fmt.magnitudes.index(float(min(abs(below), abs(above))))

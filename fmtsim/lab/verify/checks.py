@@ -2,7 +2,7 @@
 """The checks: each compares one format's results bit for bit, on the numbers that tell roundings apart."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -61,7 +61,11 @@ def _points(fmt: ElementFormat) -> Iterator[float]:
         yield (low + high) / 2
     if isinstance(fmt, LogFormat):
         yield from fmt.thresholds
-    # Beyond the end the grid goes on in the mind: its next value, and the tie before it.
+    yield from beyond(fmt, values)
+
+
+def beyond(fmt: ElementFormat, values: Sequence[float]) -> Iterator[float]:
+    """Yield numbers beyond the ends of ascending values: the grid's next value in the mind, the tie before it, more."""
     step = values[-1] - values[-2] if len(values) > 1 else values[-1]
     for steps in (0.5, 1.0, 1.5, 2.0, 3.0):
         yield values[-1] + steps * step

@@ -287,6 +287,7 @@ DEFAULTS = {
     "formats": {"pattern": "*"},
     "cast": {"rounding": "nearest_even", "seed": 0},
     "explain": {"dtype": "float64", "rounding": "nearest_even", "seed": 0},
+    "vectors": {"rounding": "nearest_even", "seed": 0},
     "convert-checkpoint": {"layout": "compressed-tensors", "scales": "rule"},
     "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},
     "calibrate": {"tokens": "1..8192", "dtypes": "bf16,fp16,tf32,fp8_fast,fp8_slow",

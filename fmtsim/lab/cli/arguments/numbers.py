@@ -203,3 +203,35 @@ def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
     option(parser, "--weights", "a regular expression: weights to encode that are not quantised", metavar="PATTERN")
     flag(parser, "--quiet", "show no progress")
     add_json(parser)
+
+
+def declare_vectors(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    option(parser, "format", "any format that fmtsim.encode takes", metavar=None, names=names.formats)
+    option(parser, "--out", "the folder to write; README.md there says how to use it", metavar="DIR", type=Path,
+           required=True)  # fmt: skip
+    count(parser, "--block-size", "numbers that share a scale")
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", names=names.scale_rules)
+    add_rounding(parser)
+    add_json(parser)
+
+
+check_vectors = check_explain
+
+
+def declare_check_vectors(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help="what fmtsim vectors wrote")
+    files = ".npy, .npz, .pt or .safetensors; FILE:NAME picks a tensor"
+    option(parser, "--decode", f"values that a kernel made of codes and scales: {files}", metavar="FILE")
+    option(parser, "--encode", "codes that it made of inputs; scales too where the file names them", metavar="FILE")
+    add_json(parser)
+
+
+def check_check_vectors(arguments: argparse.Namespace) -> None:
+    """Refuse files that are not there, and nothing to check."""
+    words = [text for text in (arguments.decode, arguments.encode) if text]
+    if not words:
+        raise ArgumentError("check-vectors compares a kernel's results; pass --decode FILE, --encode FILE, or both")
+    for text in words:
+        tensor_file(text)
