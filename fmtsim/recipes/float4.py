@@ -163,7 +163,7 @@ def _fouroversix() -> tuple[Recipe, ...]:
             "rounding": STOCHASTIC,
         }  # E4M3 rounds a scale by 17/16 at most: no clipping
         return layer(
-            operand(element, mse), operand(element, mse), operand(element, mse, **g),
+            operand(element, mse), operand(element, mse), operand(element, mse, **g), dequantized=wgrad == "int4",
             g_back=operand(wgrad, mse, **g, **rotated), x_back=operand(wgrad, mse, **rotated),
         )  # fmt: skip
 
