@@ -241,7 +241,7 @@ class Quantizer:
     @property
     def is_cast(self) -> bool:
         """Whether the quantiser is a cast by ``fmtsim.quantize`` and nothing else."""
-        return self.scaling is None and not self.transforms and self.then is None and self.source == "original"
+        return not (self.scaling or self.transforms or self.then or self.source in ("forward", "stored"))
 
     @property
     def is_stochastic(self) -> bool:
