@@ -238,6 +238,7 @@ _E5M3 = "intel/auto-round b9f3d00, data_type/nvfp.py, nvfp4_v2, whose rounding o
 _TE_ROW = "Transformer Engine d0067d0, NVFP4BlockScaling with row_scaled_activation"
 _TE_TOKEN = "Transformer Engine e767493, custom_recipes/quantization_nvfp4_per_token.py"
 _TE_WINDOW = "Transformer Engine 92350db, custom_recipes/quantization_nvfp4_1x64.py"
+_TETRAJET = "thu-ml/TetraJet-v2-NVFP4Training ca5953f, kernels/csrc/quant_fp4.cu"
 _FOUR_SIX = "mit-han-lab/fouroversix dadfad6 (arXiv:2512.02010); Transformer Engine d0067d0, nvfp4_4over6"
 _NVINT = "mit-han-lab/fouroversix dadfad6, DataType.{}: integers under NVFP4's two levels"
 _INT_FLOAT = "mit-han-lab/fouroversix dadfad6, DataType.{}: floats or integers, whichever errs less in a block"
@@ -309,6 +310,7 @@ def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
         ("nvfp4_row", "e2m1", TensorScale(block=(1, None)), _TE_ROW, {}),
         ("nvfp4_per_token", "e2m1", TensorScale(order="te_quotient", block=(1, None)), _TE_TOKEN, {}),
         ("nvfp4_1x64", "e2m1", TensorScale(order="te_quotient", block=(1, 64)), _TE_WINDOW, {}),
+        ("nvfp4_double_scale", "e2m1", TensorScale(order="fouroversix", block=(1, 128)), _TETRAJET, {}),
         ("nvfp4_modelopt", "e2m1", TensorScale(order="modelopt"), _MODELOPT, {}),
         ("nvfp4_compressed_tensors", "e2m1", TensorScale(order="compressed_tensors"), _COMPRESSED, {}),
         ("nvfp4_torchao", "e2m1", TensorScale(order="torchao"), _TORCHAO, {}),

@@ -58,11 +58,8 @@ def _two_ways() -> tuple[Recipe, ...]:
     fp8 = attention_like(layer(cast("e4m3", Scaling()), HIGH, cast("e5m2", Scaling())))
     x, w = cast("nvfp4_four_six_mae_256"), cast("nvfp4_16x16_four_six_mae_256")
     values: dict[str, Any] = {"w_back": FORWARD, "x_back": FORWARD}
-    scaling = Scaling(block=(1, 16), scale=E4M3, tensor=TensorScale(order="fouroversix", block=(1, 128)))
-    windows: Any = get_format("nvfp4_1x64")
-    double = replace(windows, name="nvfp4_double_scale", scaling=scaling, source=_TETRAJET)
-    tj, turned = Quantizer(format=double), (Hadamard(size=16, signs="random"),)
-    tj_g = Quantizer(format=double, rounding=STOCHASTIC, transforms=turned)
+    tj, turned = cast("nvfp4_double_scale"), (Hadamard(size=16, signs="random"),)
+    tj_g = cast("nvfp4_double_scale", rounding=STOCHASTIC, transforms=turned)
     tj_again = replace(tj_g, source="requantised")
     recipes: tuple[tuple[str, str, LinearConfig, str, dict[str, Any]], ...] = (
         ("high_precision_fwd_mxfp8_bwd", _ZOO, layer(HIGH, HIGH, mxfp8, w_back=mxfp8, x_back=mxfp8),
