@@ -216,7 +216,8 @@ def test_what_follows_from_a_quantiser():
     drawn = Quantizer(format=E4M3, scaling=Scaling(scale_rounding="stochastic"))
     turned = Quantizer(format=E4M3, transforms=(Clamp(level=0.9), Hadamard(signs="random")))
     assert [q.is_cast for q in (Quantizer(format=MX), scaled, turned, Quantizer(then=scaled))] == [True] + [False] * 3
-    assert not Quantizer(source="requantised", format=E4M3).is_cast
+    assert Quantizer(source="requantised", format=E4M3).is_cast  # of other values, which it is given
+    assert not Quantizer(source="forward").is_cast
     assert [q.is_stochastic for q in (scaled, drawn, turned)] == [False, True, False]
     assert Quantizer(format=E4M3, rounding=STOCHASTIC).is_stochastic and Quantizer(then=drawn).is_stochastic
     assert [q.is_random for q in (scaled, drawn, turned, Quantizer(then=turned))] == [False, True, True, True]
