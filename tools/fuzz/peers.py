@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -19,8 +18,10 @@ import torch
 from torch import Tensor
 
 import fmtsim
+from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.floating import Overflow
+from fmtsim.formats.ggml import GGML_FORMATS
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.lab.cli.output import format_table
@@ -522,17 +523,14 @@ def gguf_mxfp4(r: Random) -> Comparison:
 def gguf_blocks(r: Random) -> Comparison:
     from gguf.quants import GGMLQuantizationType, dequantize
 
-    from fmtsim.ptq.export.gguf import _values
-
-    kind = GGMLQuantizationType[r.choice(("Q8_0", "Q4_0", "MXFP4"))]
-    row = {"Q8_0": 34, "Q4_0": 18, "MXFP4": 17}[kind.name]
+    fmt = r.choice([fmt for fmt in GGML_FORMATS if fmt.encoder and fmt.name not in ("q1_0", "q2_0")])  # newer than gguf
+    kind, row = GGMLQuantizationType[fmt.type], fmt.bytes
     codes = torch.randint(256, (2048, row), generator=torch.Generator().manual_seed(r.getrandbits(32)))
 
     def ours(x: Tensor) -> Tensor:
-        stored = SimpleNamespace(tensor_type=kind, shape=(32, len(x)), data=x.to(torch.uint8).numpy(), name="")
-        return _values(stored)
+        return Encoded(format=fmt, shape=torch.Size((len(x), fmt.elements)), dim=-1, codes=x.to(torch.uint8)).decode()
 
-    return Comparison(what="values of blocks", details=kind.name, x=codes, row=row, ours=ours, known=(ZERO,),
+    return Comparison(what="values of blocks", details=fmt.name, x=codes, row=row, ours=ours, known=(ZERO,),
                       theirs=lambda x: torch.from_numpy(dequantize(x.to(torch.uint8).numpy(), kind)),
                       rule="scale times code, float32; ggml's block types")  # fmt: skip
 

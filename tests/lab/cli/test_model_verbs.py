@@ -239,8 +239,11 @@ def test_ptq_without_a_loss_and_on_a_machine(run):
     status, text = run("ptq --model models.py:silent --scheme e4m3_token --target h200")
     assert status == 0 and "by e4m3_token on h200" in text and "outputs relative to their squares, on 3 batches" in text
     assert "w4a4" in run("ptq --scheme list")[1]
-    for layout, name in (("compressed-tensors", ""), ("torchao", "/model.safetensors"), ("gguf", "/model.gguf")):
-        status, text = run(f"ptq --model models.py:silent --scheme q4_0 --out {layout} --export {layout}")
+    for layout, scheme, name in (
+        ("compressed-tensors", "int4_g32", ""), ("torchao", "int4_g32", "/model.safetensors"),
+        ("gguf", "q4_0", "/model.gguf"),
+    ):  # fmt: skip
+        status, text = run(f"ptq --model models.py:silent --scheme {scheme} --out {layout} --export {layout}")
         values, state = fmtsim.read_export(f"{layout}{name}"), torch.load(f"{layout}/model.pt")["tensors"]
         assert status == 0 and f"{layout}/model.pt" in text and values
         assert all(torch.equal(values[name], state[name]) for name in values)
