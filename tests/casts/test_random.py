@@ -234,3 +234,14 @@ def test_seeds_that_generators_draw_have_64_bits():
     keys = (drawn_key(torch.Generator().manual_seed(seed), torch.device("cpu")) for seed in range(32))
     seeds = [int(key[0]) for key in keys]
     assert min(seeds) < -(1 << 62) and max(seeds) > 1 << 62
+
+
+def test_seeds_and_offsets_are_integers_of_64_bits():
+    cpu, lowest, highest = torch.device("cpu"), -(1 << 63), (1 << 64) - 1
+    assert drawn_key(lowest, cpu) == RandomKey(lowest) and drawn_key(highest, cpu) == RandomKey(-1)
+    assert drawn_key(RandomKey(lowest, lowest), cpu) == RandomKey(lowest, lowest)
+    assert drawn_key(RandomKey(0, highest), cpu) == RandomKey(0, -1)
+    bad = lowest - 1, highest + 1, True, 1.0
+    for generator in (*bad, *(RandomKey(0, number) for number in bad)):
+        with pytest.raises(ArgumentError, match="is not a seed; pass an int of 64 bits or a torch.Generator"):
+            drawn_key(generator, cpu)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fmtsim.gemm.targets import learned
 from fmtsim.gemm.targets.learned import FEATURES, MAGIC, Group, Learned, Tree, learned_bytes, write_learned
 from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
 from fmtsim.gemm.targets.target import Target, get_target
@@ -174,3 +175,10 @@ def test_trees_that_come_with_fmtsim():
             assert group.certain_right / group.certain > 0.999
     calls = [mm(m, 776, k) for m in (1, 7, 64, 1000) for k in (8, 100, 4096)]
     assert all(rule.find(question_of(call)) is not None for call in calls)
+
+
+def test_parts_are_bounded_by_k_and_by_the_workspace():
+    # 20 tiles of 128 products a part, and float32 sums of all parts but one in one MiB: 8,192 rows of 32 columns
+    assert learned._parts(16, 32, 25600) == 9 and learned._parts(16, 32, 25601) == 10
+    assert learned._parts(1024, 32, 51200) == 7 and learned._parts(1024, 33, 51200) == 3
+    assert learned._parts(8192, 32, 51200) == 1 and learned._parts(16, 32, 128) == 1

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.gemm.layers import passes
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
+from fmtsim.lab.analysis.bisect import Bisection, _with_values
 from fmtsim.lab.analysis.trace import CALL, Trace
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
@@ -357,3 +358,10 @@ def test_the_level_of_operators_finds_products_too():
     found = fmtsim.bisect(*runs)
     assert str(found.a) == "0.up forward: fmtsim::gemm" and isinstance(runs[0], Trace)
     assert "blocks of 16, " in dict(found.b.facts)["datapath"]
+
+
+def test_values_of_other_dtypes_are_told_and_not_compared():
+    found = Bisection(**dict.fromkeys((field.name for field in dataclasses.fields(Bisection) if field.init), None))
+    told = _with_values(found, [torch.ones(2), torch.ones(2, dtype=torch.bfloat16)])
+    assert told.note == "a has torch.float32, b torch.bfloat16" and told.comparison is None
+    assert _with_values(found, [torch.ones(2), torch.zeros(3)]).comparison.mismatches == 2

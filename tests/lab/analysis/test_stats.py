@@ -12,7 +12,7 @@ from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import IntFormat, LogFormat
 from fmtsim.lab.analysis.measure import FIGURES, LOWEST_EXPONENT, block_scales, measure, measure_by_torch
-from fmtsim.lab.analysis.stats import OperandStats
+from fmtsim.lab.analysis.stats import OperandStats, operand_in_words
 from tests.support.operands import normal
 
 
@@ -223,3 +223,10 @@ def test_empty_and_all_zero_tensors():
     assert stats_of(torch.empty(0, 4), "mxfp4").elements == 0
     s = stats_of(torch.zeros(2, 40), "nvfp4")
     assert (s.elements, s.nonzero, s.underflowed, s.saturated) == (80, 0, 0, 0)
+
+
+def test_operands_of_attention_s_gradients_in_words():
+    assert [operand_in_words(f"{name}.a") for name in ("dq", "dk", "dv", "dp")] == [
+        f"attention's {name}" for name in ("dq", "dk", "dv", "dp")
+    ]
+    assert operand_in_words("p") == "softmax weights, attention" and operand_in_words("other") == "other"
