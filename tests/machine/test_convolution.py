@@ -127,3 +127,16 @@ def test_results_in_slices_that_are_subnormal_are_unknown(monkeypatch):
     tiny = torch.full((2, 3, 32, 32), 2.0**-133, dtype=BF16)
     with pytest.raises(UnknownOrder, match="wgrad in slices whose sums are subnormal in float32"):
         convolution._weight_gradient(torch.ones(2, 64, 4, 4, dtype=BF16), tiny, patches(2, 64, 8, 32))
+
+
+def test_each_place_of_an_input_has_the_taps_that_reach_it():
+    x, w = (numbers(i, shape, "normal", BF16) for i, shape in ((1, (2, 64, 100)), (2, (64, 64, 3))))
+    g = numbers(3, (2, 64, 50), "normal", BF16)
+    with fmtsim.simulate(strict=True):
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            g, x, w, None, [2], [1], [1], False, [0], 1, [True, True, False]
+        )
+    x, w = (t.double().requires_grad_() for t in (x, w))
+    functional.conv1d(x, w, stride=2, padding=1).backward(g.double())
+    for ours, exact in ((dx, x.grad), (dw, w.grad)):
+        torch.testing.assert_close(ours.double(), exact, rtol=2**-7, atol=0.05)  # one rounding to bfloat16, and sums
