@@ -165,11 +165,6 @@ def is_readable(x: torch.Tensor) -> bool:
     )
 
 
-def negated(x: torch.Tensor) -> torch.Tensor:
-    """Return x, negated in memory where torch has yet to do it; other tensors reach no operator, which some lack."""
-    return x.resolve_neg() if isinstance(x, torch.Tensor) and x.is_neg() else x
-
-
 def is_dense(x: torch.Tensor) -> bool:
     """Return True if x is a plain strided tensor of the CPU or a GPU with storage; False where torch cannot tell."""
     return type(x) in PLAIN_TYPES and len(_tensors) > 0 and _keys_of(x).raw_repr() in _tensors

@@ -22,7 +22,6 @@ from fmtsim.formats.block import FP32
 from fmtsim.formats.spec import FloatFormat, Overflow
 from fmtsim.rounding.modes import RULES, Mode, Rounding
 from fmtsim.support import float64
-from fmtsim.support.dispatch import negated
 from fmtsim.support.float64 import floor_log2
 
 NEAREST = Rounding()
@@ -155,8 +154,8 @@ class Parts(NamedTuple):
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a float tensor's bits as signed integers of its own width: a view, unless torch has yet to negate it."""
-    return negated(x).view(BIT_DTYPES[x.dtype])
+    """View a float tensor as signed integers of its own width."""
+    return x.view(BIT_DTYPES[x.dtype])
 
 
 def from_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.engine import Engine
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import Epilogue
-from fmtsim.support.dispatch import constant_in_graphs, negated
+from fmtsim.support.dispatch import constant_in_graphs
 from fmtsim.support.errors import ArgumentError, DtypeError
 from fmtsim.support.float64 import check_float64
 from fmtsim.support.replay.gpu import captures
@@ -110,10 +110,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     key=None, validated=False, tf32=False,
 ):  # fmt: skip
     definition = gemm_spec_from_json(spec) if isinstance(spec, str) else spec
-    a, b = negated(a.detach()), negated(b.detach())
-    c, scale_a, scale_b, row, column, bias, result_scale = (
-        None if x is None else negated(x) for x in (c, scale_a, scale_b, row, column, bias, result_scale)
-    )
+    a, b = a.detach(), b.detach()
     if tf32 and (a.dim() == 3 or not a.is_cpu or key is not None):
         a, b, tf32 = to_tf32(a), to_tf32(b), False
     elif not validated and not tf32:

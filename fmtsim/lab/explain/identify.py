@@ -261,16 +261,18 @@ def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, sca
     for name, x in (("a", a), ("b", b)):
         operand_format(name, x)
     layouts = matrix_layout(a), matrix_layout(b, transposed=True)
+    # Candidates are computed without torch's dispatcher, which would negate what it has yet to negate.
+    bias, scale_a, scale_b = (None if x is None else x.detach().cpu().resolve_neg() for x in (bias, scale_a, scale_b))
     values, rows, results = (x.detach().cpu().resolve_neg().contiguous() for x in (a, b.mT, y))
     product = Observed(a=values, b=rows, y=results, layouts=layouts)
     if bias is not None:
         if len(bias) != n:
             raise ArgumentError(f"bias has {len(bias)} elements; y has {n} columns")
-        product = product._replace(bias=bias.detach().cpu())
+        product = product._replace(bias=bias)
     if (scale_a is None) != (scale_b is None):
         raise ArgumentError("scale_a and scale_b belong together; pass torch.tensor(1.0) for the one that is missing")
     if scale_a is not None:
-        scales = read_scales(scale_a.cpu(), scale_b.cpu(), sizes, (None, None), (None, None))
+        scales = read_scales(scale_a, scale_b, sizes, (None, None), (None, None))
         block_a, block_b = scales.each_row(m, n)
         product = product._replace(row=scales.row, column=scales.column, block_a=block_a, block_b=block_b,
                                    kind=scales.kind)  # fmt: skip
