@@ -45,8 +45,8 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 def _rms_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """Return torch.rms_norm by one operator, as on a GPU; on a CPU torch takes six, as it does with mixed dtypes."""
-    if weight is not None and weight.dtype != x.dtype:
+    """Return torch.rms_norm by one operator, as on a GPU; torch's operators remain for mixed dtypes and a nested x."""
+    if x.is_nested or (weight is not None and weight.dtype != x.dtype):
         with torch._C.DisableTorchFunction():
             return _HOST_RMS_NORM(x, shape, weight, eps)
     return torch.ops.fmtsim.rms_norm(x, list(shape), weight, eps)[0]

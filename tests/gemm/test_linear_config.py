@@ -142,3 +142,11 @@ def test_generators_are_checked_where_the_unit_draws():
     refused(r"generator='seed' is not a seed", EmulatedGEMM.apply, X, W, None, made, "seed")
     y = EmulatedGEMM.apply(X, W, None, config("bf16", target="hopper.wgmma"), 3)  # one that does not draw needs none
     assert torch.equal(y, EmulatedGEMM.apply(X, W, None, config("bf16", target="hopper.wgmma")))
+
+
+def test_linear_config_takes_dtypes_and_refuses_what_is_no_format():
+    config = linear_config(x=torch.float8_e4m3fn, w=None, g="e5m2", scaling=None)
+    assert config == linear_config(x="e4m3", w=None, g="e5m2", scaling=None)
+    for scaling in (None, "none", "mx"):
+        with pytest.raises(FormatError, match="format=8 is not a name, a format record or a dtype"):
+            linear_config(x=8, w=None, g=None, scaling=scaling)

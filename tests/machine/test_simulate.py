@@ -402,6 +402,14 @@ def test_nested_tensors_are_the_host_s():
     assert [part.tolist() for part in y.unbind()] == [part.tolist() for part in x.unbind()]
 
 
+def test_rms_norm_of_a_jagged_tensor_is_made_of_torch_s_operators():
+    x = torch.nested.nested_tensor([torch.ones(2, 3), 2 * torch.ones(4, 3)], layout=torch.jagged)
+    with fmtsim.simulate() as run:
+        y = functional.rms_norm(x, (x.shape[-1],))
+    torch.testing.assert_close(y.values(), torch.ones(6, 3))  # 1 / sqrt(1 + eps)
+    assert run.exact["rsqrt"] == 1 and not run.unknown
+
+
 def test_a_mask_s_rows_begin_at_multiples_of_eight_elements():
     aligned = torch.zeros(2, 1, 4, 16)
     assert module._aligned(aligned) is aligned

@@ -282,8 +282,10 @@ def linear_config(
 
 
 def _format(name: str | Format | None, scaling: ScalingName | None, *, weight: bool = False) -> Format | None:
-    fmt = get_format(name) if isinstance(name, str) else name
-    if fmt is None or scaling == "none":
+    if name is None:
+        return None
+    fmt = get_format(name)
+    if scaling == "none":
         return fmt
     if isinstance(fmt, ScaledFormat):
         if scaling is not None:
