@@ -146,7 +146,10 @@ def formats_in(value: object) -> Iterator[Format]:
         yield from formats_in(part)
 
 
-SOME = [*fmtsim.list_formats("block"), *[n for n in fmtsim.list_formats()[::4] if n not in fmtsim.list_formats("ggml")]]
+SOME = [
+    *fmtsim.list_formats("block"),
+    *[n for n in fmtsim.list_formats()[::4] if n not in fmtsim.list_formats("packed")],
+]
 
 
 def mistaken(formats: set[Format]) -> list[str]:

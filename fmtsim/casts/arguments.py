@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmtsim.casts.ops import Cast, Key, signed
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, ScaledFormat, with_block
+from fmtsim.formats.block import BlockFormat, Format, PackedFormat, ScaledFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, check_holds, result_dtype
 from fmtsim.formats.spec import OVERFLOWS, CodebookFormat
@@ -178,8 +178,8 @@ def _resolve_cached(
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
         message = "choose 'saturate', 'ieee' or None for the format's default"
         raise FormatError(f"unknown overflow {shown(overflow)}; {message}")
-    if isinstance(fmt, GgmlFormat) and (mode != Rounding() or overflow == "ieee"):
-        raise FormatError(f"{fmt.name} is rounded as ggml does; leave rounding= and overflow= out")
+    if isinstance(fmt, PackedFormat) and (mode != Rounding() or overflow == "ieee"):
+        raise FormatError(f"{fmt.name} is rounded as its source does; leave rounding= and overflow= out")
     spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
     result = check_out_dtype(out_dtype, fmt) or result_dtype(fmt, dtype)
     random = mode.bits if mode.mode == "stochastic" else 0
@@ -358,7 +358,7 @@ def _decoding_traced(*arguments: Any) -> tuple[Cast, torch.dtype]:
 
 def _decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[CastSpec, torch.dtype]:
     fmt = get_format(format)
-    if isinstance(fmt, ScaledFormat) and not isinstance(fmt, GgmlFormat):
+    if isinstance(fmt, ScaledFormat) and not isinstance(fmt, PackedFormat):
         raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
     if codes.is_floating_point and codes.itemsize == 1:
         stored = get_format(codes)

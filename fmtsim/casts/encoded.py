@@ -20,7 +20,7 @@ from fmtsim.casts.arguments import (
     short_codebook,
 )
 from fmtsim.casts.stored import layout_of, restore, restore_traced, store
-from fmtsim.formats.block import Format, GgmlFormat
+from fmtsim.formats.block import Format, PackedFormat
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
@@ -94,7 +94,7 @@ class Encoded:
             ArgumentError: ``dim`` is not a dimension of ``shape``.
         """
         shape, dim = torch.Size(shape), _negative_dim(dim, len(shape))
-        if not isinstance(fmt, GgmlFormat) and parts.codes.shape != shape:
+        if not isinstance(fmt, PackedFormat) and parts.codes.shape != shape:
             raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
         codes, scales = store(parts.codes, parts.scales, fmt, dim, validated=validated)
         scale_parts = EncodedParts(codes, scales, parts.tensor_scale, parts.offsets)._asdict()
@@ -102,7 +102,7 @@ class Encoded:
 
     def parts(self) -> EncodedParts:
         """Return unpacked codes and float32 scales, as engines take them."""
-        if is_readable(self.codes) or isinstance(self.format, GgmlFormat):  # whose bytes are the codes
+        if is_readable(self.codes) or isinstance(self.format, PackedFormat):  # whose bytes are the codes
             codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
         else:
             codes, scales = restore_traced(self.codes, self.scales, ops.text_of(self._cast()), self.shape)
@@ -134,7 +134,7 @@ class Encoded:
         cast = self._cast()
         dtype, validated = _decoded(cast, out_dtype if out is None else out.dtype)
         values = ops.decode(self.parts(), cast, dtype, validated=validated)
-        if isinstance(self.format, GgmlFormat):  # a block at the end may be short
+        if isinstance(self.format, PackedFormat):  # a block at the end may be short
             values = values.narrow(self.dim, 0, self.shape[self.dim]) if self.shape else values[0]
         return values if out is None else out.copy_(values)
 

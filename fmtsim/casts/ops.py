@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
 from fmtsim.formats.spec import CodebookFormat, IntFormat
@@ -246,7 +246,7 @@ def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> 
         if low < 0 or high >= 1 << bits:
             raise ArgumentError(f"random_words reach from {low} to {high}; choose 0 to 2**{bits} - 1")
     element = cast.format.element if isinstance(cast.format, BlockFormat) else cast.format
-    if isinstance(element, LogTileFormat | GgmlFormat) or element.nan_policy != "error" or element.has_nan:
+    if isinstance(element, LogTileFormat | PackedFormat) or element.nan_policy != "error" or element.has_nan:
         return
     if bool(x.isnan().any()):
         raise ArgumentError(
@@ -333,7 +333,7 @@ def _decode_shapes(codes, scales, tensor_scale, offsets, spec, dtype, validated=
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     fmt = cast.format
-    size = block_bytes(fmt, x.shape, cast.dim) if isinstance(fmt, GgmlFormat) else x.shape
+    size = block_bytes(fmt, x.shape, cast.dim) if isinstance(fmt, PackedFormat) else x.shape
     codes = torch.empty(size, dtype=code_dtype(fmt.bits), device=x.device)
     # an operator returns four tensors: empty ones of one dimension stand for what a format does not have
     nothing = [codes.new_empty(0, dtype=torch.float32) for _ in range(3)]

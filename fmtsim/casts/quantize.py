@@ -20,7 +20,7 @@ from fmtsim.casts.arguments import (
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.ops import Cast, Key
 from fmtsim.casts.stored import store_traced
-from fmtsim.formats.block import Block, Format, GgmlFormat
+from fmtsim.formats.block import Block, Format, PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
 from fmtsim.formats.scaling import ScaleRule
@@ -220,7 +220,7 @@ def encode(
     if is_readable(tensor):
         return Encoded.from_parts(parts, fmt, tensor.shape, inner, validated=True)
     text = ops.text_of(cast)
-    if not isinstance(fmt, GgmlFormat):
+    if not isinstance(fmt, PackedFormat):
         codes, scales = store_traced(parts.codes, parts.scales, text)
         parts = parts._replace(codes=codes, scales=scales)
     return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=text, validated=True, **parts._asdict())

@@ -4,7 +4,7 @@
 import torch
 
 from fmtsim.casts import ops
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.interop import safetensors_tag, torch_dtype
 from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
 from fmtsim.formats.representable import codes_of_scales, scales_of_codes
@@ -20,7 +20,7 @@ Layout = dict[str, tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]]
 
 def layout_of(fmt: Format, shape: torch.Size, dim: int) -> Layout:
     """Return tag and shape in a file, dtype and shape in memory, of every tensor that a format asks for."""
-    if isinstance(fmt, GgmlFormat):
+    if isinstance(fmt, PackedFormat):
         size = block_bytes(fmt, shape, dim)
         return {"codes": ("U8", size, torch.uint8, size)}
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt

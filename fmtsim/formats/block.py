@@ -9,7 +9,7 @@ from typing import Any
 from fmtsim.formats.display import Displayed, Fields, short_number
 from fmtsim.formats.floating import E8M0 as E8M0
 from fmtsim.formats.floating import FP32 as FP32
-from fmtsim.formats.ggml import GgmlFormat as GgmlFormat
+from fmtsim.formats.packed import PackedFormat as PackedFormat
 from fmtsim.formats.scaling import (
     Arithmetic,
     ScaleRule,
@@ -250,7 +250,7 @@ class LogTileFormat(Displayed):
         return f"LogTileFormat({self.name!r}: {self.bits} bits, {steps} a tile of {block_text(self.block)})"
 
 
-ScaledFormat = BlockFormat | LogTileFormat | GgmlFormat
+ScaledFormat = BlockFormat | LogTileFormat | PackedFormat
 Format = ElementFormat | ScaledFormat
 
 
@@ -293,8 +293,8 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
     block = _checked_block(block_size)
     if scale_rule is not None:
         rule_fields(scale_rule)
-    if isinstance(fmt, GgmlFormat):
-        raise FormatError(f"{fmt.name} has ggml's blocks and scales; leave block_size= and scale_rule= out")
+    if isinstance(fmt, PackedFormat):
+        raise FormatError(f"{fmt.name} has blocks and scales of its source; leave block_size= and scale_rule= out")
     if isinstance(fmt, LogTileFormat):
         if scale_rule is not None:
             raise FormatError(

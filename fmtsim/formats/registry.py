@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from fmtsim.formats.block import BLOCK_NAMES, Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements, integer
 from fmtsim.formats.floating import FP32
-from fmtsim.formats.ggml import GGML_FORMATS, GgmlFormat
+from fmtsim.formats.packed import GGML_FORMATS, HIF4, PackedFormat
 from fmtsim.formats.scaling import SCALE_RULES, History, ScaleRule, Scaling, TensorScale
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.tapered import tapered
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Kind = Literal[
     "float", "int", "codebook", "log", "block", "log_tile", "wide", "fp8", "fp6", "fp4", "scale", "p3109", "mx",
-    "nvfp4", "scaled", "ggml",
+    "nvfp4", "scaled", "packed", "ggml",
 ]  # fmt: skip
 KINDS: dict[str, type] = {
     "float": FloatFormat,
@@ -31,7 +31,7 @@ KINDS: dict[str, type] = {
     "log": LogFormat,
     "block": BlockFormat,
     "log_tile": LogTileFormat,
-    "ggml": GgmlFormat,
+    "packed": PackedFormat,
 }
 _NAMES = {cls: kind for kind, cls in KINDS.items()}
 _RECORDS = (Scaling, TensorScale, History)
@@ -135,6 +135,8 @@ def family_of(fmt: Format) -> str:
     if isinstance(fmt, FloatFormat):
         named = "p3109" if fmt.name.startswith("p3109") else "" if fmt.signed else "scale"
         return named or (f"fp{fmt.bits}" if fmt.bits in (4, 6, 8) else "wide")
+    if isinstance(fmt, PackedFormat):
+        return "ggml" if fmt.type else "scaled"
     return "log" if isinstance(fmt, LogTileFormat) else _NAMES[type(fmt)]
 
 
@@ -142,9 +144,10 @@ def list_formats(kind: Kind | None = None) -> list[str]:
     """Return the names of all registered formats, of one kind, or of one family; printed, they stand by family.
 
     Args:
-        kind: ``"float"``, ``"int"``, ``"codebook"``, ``"log"``, ``"block"``, ``"log_tile"``, ``"ggml"``; a family,
-            which cuts these finer: ``"wide"`` (floats above 8 bits), ``"fp8"``, ``"fp6"``, ``"fp4"``, ``"scale"``
-            (unsigned floats), ``"p3109"``, ``"mx"``, ``"nvfp4"``, ``"scaled"`` (other blocks); or None for all.
+        kind: ``"float"``, ``"int"``, ``"codebook"``, ``"log"``, ``"block"``, ``"log_tile"``, ``"packed"``; a
+            family, which cuts these finer: ``"wide"`` (floats above 8 bits), ``"fp8"``, ``"fp6"``, ``"fp4"``,
+            ``"scale"`` (unsigned floats), ``"p3109"``, ``"mx"``, ``"nvfp4"``, ``"ggml"``, ``"scaled"`` (other
+            blocks); or None for all.
 
     Raises:
         FormatError: The kind is unknown.
@@ -385,8 +388,8 @@ def _register_catalogue() -> None:
         register_format(fmt)
     for block in blocks(lambda name: cast(ElementFormat, _lookup.get(name) or _parse(name))):
         register_format(block)
-    for ggml_format in GGML_FORMATS:
-        register_format(ggml_format)
+    for packed_format in (*GGML_FORMATS, HIF4):
+        register_format(packed_format)
 
 
 _register_catalogue()

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat, ScaledFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat
 from fmtsim.support.dispatch import is_readable
@@ -32,8 +32,9 @@ def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
     """Return True if a dtype holds every value of a format (of block formats: within the range of their scales)."""
     if dtype in FLOAT8_DTYPES:
         return isinstance(fmt, ElementFormat) and missing_value(fmt, dtype) is None
-    if isinstance(fmt, LogTileFormat | GgmlFormat):
-        return dtype in (torch.float32, torch.float64)
+    if isinstance(fmt, LogTileFormat | PackedFormat):
+        six_bits = isinstance(fmt, PackedFormat) and fmt.d_format == "e6m2"  # of significands
+        return dtype in (torch.float32, torch.float64) or (six_bits and dtype == torch.bfloat16)
     if isinstance(fmt, BlockFormat):
         if not fmt.power_of_two:
             return dtype in (torch.float32, torch.float64)

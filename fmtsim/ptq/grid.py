@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.quantize import quantize
-from fmtsim.formats.block import BlockFormat, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes.ptq_methods import Clip, Gptq, Hqq, LearnedRounding
 from fmtsim.rounding.modes import RoundingName
@@ -76,7 +76,7 @@ def grid_of(w: Tensor, quantizer: Quantizer) -> Grid:
     fmt = quantizer.format
     blocks = isinstance(fmt, BlockFormat)
     hidden = blocks and quantize_operand(w[:1, :1], quantizer, Keys()).scale is None
-    if fmt is None or isinstance(fmt, LogTileFormat | GgmlFormat) or hidden:
+    if fmt is None or isinstance(fmt, LogTileFormat | PackedFormat) or hidden:
         raise ArgumentError(
             f"weights = {quantizer} have no scales apart from their elements; choose an element format with "
             "scaling=Scaling(...), an MX format or nvfp4, or weights=None"

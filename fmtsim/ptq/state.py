@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
 from fmtsim.casts.quantize import encode
-from fmtsim.formats.block import GgmlFormat
+from fmtsim.formats.block import PackedFormat
 from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
@@ -107,7 +107,7 @@ def rounded_weights(products: Products) -> dict[str, RoundedWeight]:
         for part in slot.parts:
             if not part.part and slot.quantizer.format is not None:
                 fmt, w = slot.quantizer.format, slot.w if slot.clipped is None else slot.clipped
-                blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, GgmlFormat) else None
+                blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
                 weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
     return weights
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fmtsim.formats.block import Block
 from fmtsim.formats.floating import FP32
-from fmtsim.formats.ggml import GGML_FORMATS
+from fmtsim.formats.packed import GGML_FORMATS
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
@@ -254,6 +254,12 @@ _BLOCKS = (
         source="compressed-tensors 0.20, the scheme NVFP4",
         notes="as nvfp4_dynamic, but calibration fixes the scale of the activations' tensor; vLLM serves its export",
     ),
+    PtqRecipe(
+        name="hif4",
+        x=operand("hif4"),
+        w=operand("hif4"),
+        source="global-computing-consortium/HiFloat4 6d937b6, README: inputs and weights of linear layers",
+    ),  # fmt: skip
     PtqRecipe(name="mxfp4_weights", w=operand("mxfp4"), source=_OWN),
     PtqRecipe(name="nvfp4_weights", w=operand("nvfp4"), source=_OWN),
     PtqRecipe(

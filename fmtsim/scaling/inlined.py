@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.formats.block import FP32, BlockFormat, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import FloatFormat
@@ -157,7 +157,7 @@ def _scaling_of(quantizer: Quantizer) -> Scaling | None:
     if (
         not plain
         or fmt is None
-        or isinstance(fmt, LogTileFormat | GgmlFormat)
+        or isinstance(fmt, LogTileFormat | PackedFormat)
         or quantizer.source in ("forward", "stored")
     ):
         return None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from fmtsim.formats.block import Block, BlockFormat, Format, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.registry import format_from_dict, format_to_dict
 from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding
@@ -113,17 +113,17 @@ def _counts(block: Block, sizes: tuple[int, int]) -> tuple[int, int]:
     return -(-sizes[0] // rows) if sizes[0] else 0, -(-sizes[1] // columns) if sizes[1] else 0
 
 
-def block_bytes(fmt: GgmlFormat, shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return the shape of the bytes of ggml's blocks: that of a tensor with ``dim`` moved last, in whole blocks."""
+def block_bytes(fmt: PackedFormat, shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the shape of the bytes of packed blocks: that of a tensor with ``dim`` moved last, in whole blocks."""
     sizes = list(shape) or [1]
     inner = sizes.pop(dim)
     return *sizes, -(-inner // fmt.elements) * fmt.bytes
 
 
 def decoded_shape(spec: CastSpec, shape: torch.Size) -> tuple[int, ...]:
-    """Return the shape of the values of codes, or of bytes of ggml's blocks, whole ones along the last dimension."""
+    """Return the shape of the values of codes, or of bytes of packed blocks, whole ones along the last dimension."""
     fmt, size = spec.format, shape[-1] if shape else 1
-    if not isinstance(fmt, GgmlFormat):
+    if not isinstance(fmt, PackedFormat):
         return shape
     if size % fmt.bytes:
         raise CodeError(

@@ -14,7 +14,7 @@ import torch
 from fmtsim.casts import ops
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode
-from fmtsim.formats.block import BlockFormat, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.representable import codes_of_scales, scales_of_codes
 from fmtsim.formats.scaling import block_scaling
@@ -30,7 +30,7 @@ SHAPES = [((4, 32), -1), ((3, 21), -1), ((5, 3, 8), 1), ((7,), 0), ((), -1), ((0
 def make_parts(fmt, shape, dim=-1, seed=0):
     """Return random parts of a format, as an engine would."""
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(fmt, GgmlFormat):
+    if isinstance(fmt, PackedFormat):
         size = block_bytes(fmt, shape, dim)
         return EncodedParts(torch.randint(0, 256, size, dtype=torch.uint8, generator=generator))
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt

@@ -134,7 +134,7 @@ def test_html_is_well_formed(name):
     page = Balance()
     page.feed(format_html(fmt))
     assert page.open == [] and page.cells[:2] == ["name", name]
-    assert ("codes" in page.cells) == (name != "logfmt8" and name not in list_formats("ggml") and fmt.bits <= 8)
+    assert ("codes" in page.cells) == (name != "logfmt8" and name not in list_formats("packed") and fmt.bits <= 8)
 
 
 def test_html_escapes_what_users_write():

@@ -152,7 +152,7 @@ def test_errors_of_get_format(name):
 
 
 def test_list_formats_by_kind():
-    kinds = ("float", "int", "codebook", "log", "block", "log_tile", "ggml")
+    kinds = ("float", "int", "codebook", "log", "block", "log_tile", "packed")
     assert sorted(sum((list_formats(kind) for kind in kinds), [])) == sorted(list_formats())
     assert "nvfp4" in list_formats("block") and "nvfp4" not in list_formats("float")
     assert list_formats("log_tile") == ["logfmt8", "logfmt10"]
@@ -207,6 +207,7 @@ def test_names_that_cannot_be_looked_up(scratch):
 def test_names_by_family():
     families = {family: list_formats(family) for family in registry.FAMILIES}
     assert sorted(name for names in families.values() for name in names) >= sorted(list_formats())
+    assert "q4_0" in families["ggml"] and "hif4" in families["scaled"] and "hif4" not in families["ggml"]
     assert families["fp6"] == ["e2m3", "e3m2"] and families["nvfp4"][:2] == ["nvfp4", "nvfp4_16x16"]
     assert "mxfp4" in families["mx"] and "e8m0" in families["scale"] and "bf16" in families["wide"]
     assert str(list_formats("fp4")) == "fp4: e2m1" and "\nnvfp4: nvfp4 nvfp4_16x16 " in str(list_formats())
@@ -214,7 +215,7 @@ def test_names_by_family():
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("posits", r"list the values: fmtsim.formats.spec.CodebookFormat\("), ("hif4", r"fields of varying width"),
+    ("posits", r"list the values: fmtsim.formats.spec.CodebookFormat\("), ("hif16", r"fields of varying width"),
     ("bfp16", r"'mxint8', or integers under one: 'int8_1x16_floor'"), ("msfp11", r"'msfp12', .*, 'int4_1x16_floor'"),
     ("unum", r"fields of varying width"), ("ternary", r"-1, 0 and 1 are 'int2'"),
     ("bf8", r"did you mean 'e5m2' or 'e5m2fnuz'\?"), ("fp6", r"did you mean 'e2m3' or 'e3m2' or 'mxfp6_e2m3'\?"),

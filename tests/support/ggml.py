@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ggml's reference encoders and decoders, number by number in float32, and blocks to try them on.
+"""ggml's reference encoders and decoders, and HiF4's, number by number in float32, and blocks to try them on.
 
 Slow and independent of fmtsim: layouts are written as the bits of single elements. Sources are the ``*_ref`` and
 ``dequantize_row_*`` functions of ggml d99724f2, src/ggml-quants.c.
@@ -443,6 +443,44 @@ def encode_iq4_xs(x, block):
         step = inverse(d * F(graded))
         for i in range(32):
             put(block, nibble_place(i, 8 + 16 * j), 4, nearest_iq4(step * x[32 * j + i]))
+
+
+# HiF4: global-computing-consortium/HiFloat4 6d937b6, hif4_gpu/quant_cy/base/QFuncs/hifx.py.
+
+
+def short(x):
+    """Round a positive float32 to bfloat16, to nearest even."""
+    bits = int(np.array(x, F).view(np.uint32))
+    return np.array((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16, np.uint32).view(F)[()]
+
+
+def encode_hif4(x, block):
+    magnitudes = [abs(v) for v in x]
+    share = min(max(short(max(magnitudes) * short(F(1) / F(7))), F(2.0**-48)), F(49152))
+    quarters, exponent = math.frexp(share)
+    quarters, exponent = round(quarters * 8), exponent - 1  # to even
+    exponent, quarters = (exponent + 1, 4) if quarters == 8 else (exponent, quarters)
+    block[0] = exponent + 48 << 2 | quarters - 4
+    inverse = short(F(1) / F(math.ldexp(quarters / 4, exponent)))
+    for i, v in enumerate(magnitudes):
+        eight, four = (max(magnitudes[i // n * n : i // n * n + n]) for n in (8, 4))
+        first = eight * inverse >= 4
+        second = four * inverse / F(1 + first) >= 2
+        block[1 + i // 64] |= int(first) << i // 8
+        block[2 + i // 32] |= int(second) << i // 4 % 8
+        code = int(min(F(7), np.floor(v / F(1 + first) / F(1 + second) * inverse * F(4) + F(0.5))))
+        put(block, (4 + i // 2, 4 * (i % 2)), 4, code | 8 * bool(x[i] < 0))
+
+
+def decode_hif4(block):
+    """Return the values of a block, float32 [64]."""
+    scale = math.nan if block[0] == 255 else math.ldexp(4 + (block[0] & 3), int(block[0] >> 2) - 50)
+    values = np.empty(64, F)
+    for i in range(64):
+        code = int(block[4 + i // 2]) >> 4 * (i % 2)
+        doublings = (int(block[1]) >> i // 8 & 1) + (int(block[2 + i // 32]) >> i // 4 % 8 & 1)
+        values[i] = scale * math.ldexp((code & 7) * (-1.0 if code & 8 else 1.0), doublings - 2)
+    return values
 
 
 def encode(name, x, size):

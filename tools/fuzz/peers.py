@@ -21,7 +21,7 @@ import fmtsim
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.floating import Overflow
-from fmtsim.formats.ggml import GGML_FORMATS
+from fmtsim.formats.packed import GGML_FORMATS
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.lab.cli.output import format_table

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmtsim.engines.cuda.cast import block, casts, hadamard, rotated, scaled
 from fmtsim.engines.cuda.cast.hadamard import Scales
-from fmtsim.formats.block import BlockFormat, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import Keys, Operand, folds
@@ -171,7 +171,7 @@ def _facts(quantizer: Quantizer) -> _Facts:
 def _plain_cast(quantizer: Quantizer) -> tuple[CastSpec | None, bool]:
     """Return the cast along the last dimension whose results bfloat16 holds, and whether it has two levels."""
     fmt = quantizer.format
-    if fmt is None or quantizer.scaling is not None or isinstance(fmt, LogTileFormat | GgmlFormat):
+    if fmt is None or quantizer.scaling is not None or isinstance(fmt, LogTileFormat | PackedFormat):
         return None, False
     overflow = quantizer.overflow or fmt.default_overflow
     spec = CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=-1)

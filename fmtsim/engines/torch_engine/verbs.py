@@ -3,9 +3,9 @@
 
 import torch
 
-from fmtsim.engines.torch_engine import compiled, elements, ggml, scaled
+from fmtsim.engines.torch_engine import compiled, elements, packed, scaled
 from fmtsim.engines.torch_engine.philox import random_integers
-from fmtsim.formats.block import BlockFormat, GgmlFormat, LogTileFormat, ScaledFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat, ScaledFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.scaling.blocks import chunk_size
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts
@@ -47,8 +47,8 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
 def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x, of its shape, with the scales that a block format needs; arguments as in ``quantize``."""
     x, fmt = x.detach(), spec.format
-    if isinstance(fmt, GgmlFormat):
-        return ggml.encode(x, spec)
+    if isinstance(fmt, PackedFormat):
+        return packed.encode(x, spec)
     if isinstance(fmt, BlockFormat | LogTileFormat):
         if not x.numel():
             return _empty_parts(x, spec)
@@ -73,7 +73,9 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         return
     fmt = spec.format
     if isinstance(fmt, ScaledFormat):
-        decoder = {BlockFormat: scaled.decode, LogTileFormat: scaled.decode_tiles, GgmlFormat: ggml.decode}[type(fmt)]
+        decoder = {BlockFormat: scaled.decode, LogTileFormat: scaled.decode_tiles, PackedFormat: packed.decode}[
+            type(fmt)
+        ]
         decoder(parts, spec, out.detach())
         return
     codes = parts.codes.reshape(-1)

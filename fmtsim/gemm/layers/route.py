@@ -4,7 +4,7 @@
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.scales import product_kind
@@ -105,7 +105,7 @@ def _kind(quantizer: Quantizer, transposed: bool) -> ScaleKind:
     return kind
 
 
-def element_of(fmt: Format | None) -> ElementFormat | LogTileFormat | GgmlFormat | None:
+def element_of(fmt: Format | None) -> ElementFormat | LogTileFormat | PackedFormat | None:
     """Return the format of the elements of a format."""
     return fmt.element if isinstance(fmt, BlockFormat) else fmt
 

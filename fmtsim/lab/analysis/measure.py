@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.casts.ops import encode, fused_engine, load_engine
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat, with_block
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, with_block
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.levels import block_level
@@ -130,7 +130,11 @@ def _underflowed(nonzero: Tensor, kept: Tensor) -> Tensor:
 @lru_cache(maxsize=256)
 def window_of(fmt: Format | None) -> tuple[float, float] | None:
     """Return the smallest and largest magnitude of a format's elements, None where they are laid over a range."""
-    if fmt is None or isinstance(fmt, LogTileFormat | GgmlFormat) or (isinstance(fmt, BlockFormat) and fmt.zero_point):
+    if (
+        fmt is None
+        or isinstance(fmt, LogTileFormat | PackedFormat)
+        or (isinstance(fmt, BlockFormat) and fmt.zero_point)
+    ):
         return None
     element = _element(fmt)
     return _smallest(element), element.max

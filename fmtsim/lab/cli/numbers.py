@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import fmtsim
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat, ScaledFormat, with_block
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat, with_block
 from fmtsim.formats.display import bit_fields, code_text, count_of, format_facts, text_table
 from fmtsim.formats.registry import format_to_dict, get_format, list_formats
 from fmtsim.formats.scaling import block_text
@@ -66,7 +66,7 @@ def _format_record(fmt: Format) -> dict[str, Any]:
         record["bits_per_element"] = fmt.bits_per_element
     if isinstance(fmt, BlockFormat):
         record["element_max"], record["element_min"] = fmt.element.max, fmt.element.min
-    if not isinstance(fmt, LogTileFormat | GgmlFormat):
+    if not isinstance(fmt, LogTileFormat | PackedFormat):
         record["max"], record["min"] = fmt.max, fmt.min
     if isinstance(fmt, FloatFormat):
         record |= {"min_normal": fmt.min_normal, "min_subnormal": fmt.min_subnormal, "exponent_bias": fmt.exponent_bias}
@@ -75,7 +75,7 @@ def _format_record(fmt: Format) -> dict[str, Any]:
 
 def _format_row(fmt: Format) -> tuple[str, ...]:
     shown = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    largest = "-" if isinstance(shown, LogTileFormat | GgmlFormat) else _short(shown.max)
+    largest = "-" if isinstance(shown, LogTileFormat | PackedFormat) else _short(shown.max)
     scaled = _short(fmt.max) if isinstance(fmt, BlockFormat) else ""
     normal, smallest = "-", "-"
     if isinstance(shown, FloatFormat):
@@ -103,7 +103,7 @@ def layout(fmt: Format) -> str:
         return f"{fmt.element.name} in {block_text(fmt.block)}, scale {fmt.scale.name} by {fmt.scale_rule}{extra}"
     if isinstance(fmt, LogTileFormat):
         return f"tile {block_text(fmt.block)}"
-    if isinstance(fmt, GgmlFormat):
+    if isinstance(fmt, PackedFormat):
         return dict(fmt.facts())["block"]
     if isinstance(fmt, IntFormat):
         return f"from {fmt.min:g}, step {fmt.eps:g}"
@@ -116,7 +116,7 @@ SHORT_BITS = 8  # up to here every code is printed
 def run_table(arguments: argparse.Namespace) -> int:
     """Print the facts of a format and its codes: all of them, or the landmarks of a wide format."""
     fmt = get_format(arguments.format)
-    if isinstance(fmt, GgmlFormat):
+    if isinstance(fmt, PackedFormat):
         raise FormatError(
             f"{fmt.name} has no table of codes, which are bytes of blocks; fmtsim formats {fmt.name} shows it"
         )
@@ -261,7 +261,7 @@ def _element(name: str) -> ElementFormat:
         explain, python = f"fmtsim explain NUMBER --format {fmt.name}", f"fmtsim.quantize(x, {fmt.name!r})"
         raise FormatError(
             f"{fmt.name} scales whole blocks, so a number alone has no cast; "
-            f"try {python if isinstance(fmt, GgmlFormat) else explain}"
+            f"try {python if isinstance(fmt, PackedFormat) else explain}"
             + (f", or the element: --to {fmt.element.name}" if isinstance(fmt, BlockFormat) else "")
         )
     return fmt

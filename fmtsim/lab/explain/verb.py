@@ -12,7 +12,7 @@ import torch
 from fmtsim.casts import arrays
 from fmtsim.casts.arguments import check_dense, drawn_key
 from fmtsim.casts.quantize import encode, quantize
-from fmtsim.formats.block import Block, BlockFormat, Format, GgmlFormat, LogTileFormat, with_block
+from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, PackedFormat, with_block
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
@@ -72,8 +72,10 @@ def explain(
     """
     tensor = _as_tensor(x)
     fmt = with_block(get_format(format), block_size, scale_rule)
-    if isinstance(fmt, GgmlFormat):
-        raise FormatError(f"explain does not follow ggml's {fmt.name}; fmtsim.quantize(x, {fmt.name!r}) rounds to it")
+    if isinstance(fmt, PackedFormat):
+        raise FormatError(
+            f"explain does not follow blocks of {fmt.name}; fmtsim.quantize(x, {fmt.name!r}) rounds to it"
+        )
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
         allowed = "choose 'saturate', 'ieee' or None for the format's default"
         raise FormatError(f"unknown overflow {shown(overflow)}; {allowed}")

@@ -8,7 +8,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import FloatFormat
@@ -114,7 +114,7 @@ def default_tasks(engines: dict[str, Casts], names: list[str] | None = None) -> 
     """Return the checks of all listed formats, or of the named ones, that together take less than a minute."""
     tasks = []
     for fmt in (get_format(name) for name in names or list_formats()):
-        if isinstance(fmt, GgmlFormat):  # one engine has them, and ggml's C is their reference
+        if isinstance(fmt, PackedFormat):  # one engine has them, and their sources are their reference
             continue
         scaled = isinstance(fmt, BlockFormat | LogTileFormat)
         chosen: list[tuple[str, Callable[..., Outcome]]] = []

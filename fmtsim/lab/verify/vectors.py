@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fmtsim.casts.quantize import encode
 from fmtsim.casts.stored import restore
-from fmtsim.formats.block import FP32, BlockFormat, Format, GgmlFormat, ScaledFormat
+from fmtsim.formats.block import FP32, BlockFormat, Format, PackedFormat, ScaledFormat
 from fmtsim.formats.display import count_of
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.spec import ElementFormat, FloatFormat
@@ -148,19 +148,22 @@ def _blocks(fmt: ScaledFormat) -> dict[str, Tensor]:
         for name in ("ties", "subnormals"):
             chunks = (x := _elements(element)[name])[x.abs() <= one].split(inner - 1)
             groups[name] = stacked([torch.cat([one, chunk]) for chunk in chunks if len(chunk)])
-    # 4. zeros; NaN and infinities, which ggml does not encode
+    # 4. zeros; NaN and infinities, which ggml's formats do not encode
     numbers, zeros = (torch.arange(inner) - inner / 2) / inner, torch.zeros(inner)
     signs = (-1.0) ** torch.arange(inner)
     groups["zeros"] = stacked([zeros, -zeros, zeros * signs, numbers.where(signs > 0, -zeros)])
-    single, specials = torch.arange(inner) == inner // 3, () if isinstance(fmt, GgmlFormat) else SPECIALS[:3]
-    rows = [(torch.where(single, s, numbers), torch.where(single, s, zeros), zeros + s) for s in specials]
+    single, finite = torch.arange(inner) == inner // 3, isinstance(fmt, PackedFormat) and not fmt.has_nan
+    rows = [
+        (torch.where(single, s, numbers), torch.where(single, s, zeros), zeros + s)
+        for s in SPECIALS[: 0 if finite else 3]
+    ]
     return groups | {"nonfinite": stacked([x for three in rows for x in three])}
 
 
 def unpacked(vectors: Vectors, codes: Tensor) -> Tensor:
-    """Return codes as files hold them, one an element; ggml's stay bytes of blocks."""
-    ggml, x = isinstance(vectors.format, GgmlFormat), vectors.tensors["input"]
-    return codes if ggml or codes.shape == x.shape else restore(codes, None, vectors.format, -1, x.shape)[0]
+    """Return codes as files hold them, one an element; those of packed formats stay bytes of blocks."""
+    packed, x = isinstance(vectors.format, PackedFormat), vectors.tensors["input"]
+    return codes if packed or codes.shape == x.shape else restore(codes, None, vectors.format, -1, x.shape)[0]
 
 
 def _text(vectors: Vectors) -> str:
@@ -195,7 +198,7 @@ def check_part(vectors: Vectors, part: str, actual: Tensor) -> dict[str, Any]:
     fmt, x, expected = vectors.format, vectors.tensors["input"], vectors.tensors.get(part)
     if expected is None:
         raise ArgumentError(f"vectors of {fmt.name} have no {part}; pass {', '.join(vectors.tensors)}")
-    shapes = [list(expected.shape)] + [list(x.shape)] * (part == "codes" and not isinstance(fmt, GgmlFormat))
+    shapes = [list(expected.shape)] + [list(x.shape)] * (part == "codes" and not isinstance(fmt, PackedFormat))
     small = actual.element_size() == 1 and part != "decoded"  # float8 and int8 hold the bits of uint8
     actual = actual.view(torch.uint8) if small else actual
     if list(actual.shape) not in shapes or actual.is_floating_point() != expected.is_floating_point():

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
-from fmtsim.formats.ggml import GGML_FORMATS, GgmlFormat, gguf_package
+from fmtsim.formats.packed import GGML_FORMATS, PackedFormat, gguf_package
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.spec.cast import block_bytes
 from fmtsim.support.errors import DataError, first_line
 
 _GROUP = 32
 _CHOICES = "choose q8_0, q4_k or mxfp4_weights, or another layout="
-_TYPES: dict[int, GgmlFormat | torch.dtype] = {
+_TYPES: dict[int, PackedFormat | torch.dtype] = {
     0: torch.float32, 1: torch.float16, 24: torch.int8, 25: torch.int16, 26: torch.int32, 27: torch.int64,
     28: torch.float64, 30: torch.bfloat16, **{fmt.number: fmt for fmt in GGML_FORMATS},
 }  # fmt: skip
@@ -41,10 +41,10 @@ def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
     rows, columns = weight.elements.shape
     if weight.inputs != "none":
         raise weight.refuse(f"GGUF stores weights alone, and inputs are {weight.x}", _CHOICES)
-    if isinstance(fmt := weight.element, GgmlFormat):
+    if isinstance(fmt := weight.element, PackedFormat):
         assert weight.blocks is not None
         if not hasattr(library().GGMLQuantizationType, fmt.type):
-            raise weight.refuse(f"the package gguf has no type {fmt.type}", _CHOICES)
+            raise weight.refuse(f"the package gguf has no type {fmt.type or fmt.name}", _CHOICES)
         if columns % fmt.elements:
             raise weight.refuse(
                 f"{fmt.name} has blocks of {fmt.elements}, which do not divide {columns} inputs", "leave the layer out"
@@ -100,7 +100,7 @@ def content(coded: Mapping[str, CodedWeight], rest: Mapping[str, Tensor], archit
 class _Stored(NamedTuple):
     """A tensor in a file: its format or dtype, its shape, its first byte and how many."""
 
-    format: GgmlFormat | torch.dtype
+    format: PackedFormat | torch.dtype
     shape: tuple[int, ...]
     start: int
     size: int
@@ -120,7 +120,7 @@ def readers(path: Path) -> dict[str, tuple[str, Callable[[], Encoded | Tensor]]]
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             tensors = _header(data)
         kinds = {
-            name: f"GGUF {t.format.type}" if isinstance(t.format, GgmlFormat) else "" for name, t in tensors.items()
+            name: f"GGUF {t.format.type}" if isinstance(t.format, PackedFormat) else "" for name, t in tensors.items()
         }
         return {name: (kinds[name], partial(_read, path, stored)) for name, stored in tensors.items()}
 
@@ -176,9 +176,9 @@ def _checked(name: str, shape: tuple[int, ...], kind: int, start: int, end: int)
     """Return a tensor that lies in its file, of whole blocks."""
     fmt = _TYPES.get(kind)
     if fmt is None:
-        known = ", ".join(f"{number} ({t.type if isinstance(t, GgmlFormat) else t})" for number, t in _TYPES.items())
+        known = ", ".join(f"{number} ({t.type if isinstance(t, PackedFormat) else t})" for number, t in _TYPES.items())
         raise DataError(f"{name!r} is of type {kind}; known are {known}")
-    if isinstance(fmt, GgmlFormat):
+    if isinstance(fmt, PackedFormat):
         row = shape[-1] if shape else 1
         if row % fmt.elements:
             raise DataError(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode
-from fmtsim.formats.block import BlockFormat, GgmlFormat
+from fmtsim.formats.block import BlockFormat, PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
@@ -46,7 +46,7 @@ class CodedWeight:
     """
 
     layer: str
-    element: ElementFormat | GgmlFormat
+    element: ElementFormat | PackedFormat
     elements: Tensor
     scale: Tensor
     tensor_scale: Tensor | None
@@ -177,7 +177,7 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
     else:
         operand, x = _rounded_before(name, w, rounded), rounded.x
     blocks = None if rounded is None else rounded.blocks
-    if isinstance(operand.quantizer.format, GgmlFormat):
+    if isinstance(operand.quantizer.format, PackedFormat):
         blocks = encode(w, operand.quantizer.format, pad=True).codes if blocks is None else blocks
     fmt, block, scale, tensor_scale = operand.quantizer.format, operand.block, operand.scale, operand.tensor_scale
     element: Any = fmt.element if isinstance(fmt, BlockFormat) else fmt
@@ -208,7 +208,7 @@ def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
 def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
     """Return the elements and scales of a weight that ``fmtsim.ptq`` rounded, if they still give the weight."""
     quantizer = replace(rounded.w, source="stored", transforms=())
-    if isinstance(fmt := rounded.w.format, GgmlFormat) and rounded.blocks is not None:
+    if isinstance(fmt := rounded.w.format, PackedFormat) and rounded.blocks is not None:
         values = Encoded(format=fmt, shape=w.shape, dim=-1, codes=rounded.blocks.to(w.device)).decode()
         operand = Operand(values, quantizer)
     elif rounded.scale is None:
@@ -229,7 +229,7 @@ def _with_codes(name: str, operand: Operand) -> Operand:
     fmt = operand.quantizer.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     hidden = isinstance(fmt, BlockFormat) and operand.scale is None
-    if hidden or not isinstance(element, FloatFormat | IntFormat | GgmlFormat):
+    if hidden or not isinstance(element, FloatFormat | IntFormat | PackedFormat):
         raise ArgumentError(
             f"layer {name!r}: weights are {operand.quantizer}, whose scales are not kept apart; choose floating-point "
             "or symmetric integer elements"

@@ -32,7 +32,7 @@ from fmtsim.engines.cuda.cast.scale_rules import fast_macros, rule_of
 from fmtsim.engines.cuda.cast.tables import layout_of
 from fmtsim.engines.cuda.gemm import self_test
 from fmtsim.engines.cuda.runtime.program import variants
-from fmtsim.formats.block import BlockFormat, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.recipes.catalogue import RECIPES
@@ -112,7 +112,7 @@ def definitions() -> Iterator[str]:
     """Yield what kernels are told of casts of listed formats and of recipes' operands; None: they do not take them."""
     roundings = [Rounding(), Rounding(mode="up"), Rounding(mode="to_odd"), Rounding(mode="stochastic")]
     roundings += [Rounding(mode="stochastic", random_bits=8, variant=variant) for variant in "ab"]
-    formats = [fmt for fmt in map(get_format, list_formats()) if not isinstance(fmt, LogTileFormat | GgmlFormat)]
+    formats = [fmt for fmt in map(get_format, list_formats()) if not isinstance(fmt, LogTileFormat | PackedFormat)]
     formats = [fmt for fmt in formats if not (isinstance(fmt, CodebookFormat) and fmt.has_nan)]  # left to torch
     for fmt, rounding, overflow in itertools.product(formats, roundings, ("saturate", "ieee")):
         with contextlib.suppress(FmtsimError):  # a format that has no such rounding

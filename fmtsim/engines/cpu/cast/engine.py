@@ -14,7 +14,7 @@ import torch
 
 from fmtsim.engines import torch_engine
 from fmtsim.engines.cpu.cast import codes, elements
-from fmtsim.formats.block import BlockFormat, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
 
@@ -35,7 +35,7 @@ def _implementation(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> Callable
     where float32 does not hold those of the elements.
     """
     fmt = spec.format
-    if isinstance(fmt, GgmlFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
+    if isinstance(fmt, PackedFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return None
     if isinstance(fmt, LogTileFormat):
         from fmtsim.engines.cpu.cast import logarithmic

@@ -17,7 +17,7 @@ from fmtsim.engines.cuda.cast.general import cast_general, decode, encode_rows
 from fmtsim.engines.cuda.cast.parameters import BYTES_AT_ONCE, DTYPES, Grid, aligned, draw_of, grid_of, macros
 from fmtsim.engines.cuda.cast.scale_rules import draws_words, output_of
 from fmtsim.engines.cuda.cast.tables import convert
-from fmtsim.formats.block import BlockFormat, Format, GgmlFormat, LogTileFormat
+from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.formats.spec import CodebookFormat
@@ -38,7 +38,7 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     fmt, dtypes = spec.format, [tensor.dtype for tensor in tensors]
     if _lists_nan(fmt):
         return False
-    if isinstance(fmt, LogTileFormat | GgmlFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
+    if isinstance(fmt, LogTileFormat | PackedFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return False
     if not _runs(tensors[0].device):
         return False
@@ -106,7 +106,7 @@ def _fast_launch(cast: CastSpec | str, dtype: torch.dtype, out_dtype: torch.dtyp
     spec = spec_from_json(cast) if isinstance(cast, str) else cast
     if (
         torch.float64 in (dtype, out_dtype)
-        or isinstance(spec.format, LogTileFormat | GgmlFormat)
+        or isinstance(spec.format, LogTileFormat | PackedFormat)
         or not runtime.serves(index)
     ):
         return None

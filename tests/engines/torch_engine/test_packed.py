@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ggml's blocks: bytes of its C code, recorded; of a slow oracle; values of gguf-py; verbs, layouts and errors."""
+"""ggml's blocks and HiF4: bytes of the sources' code, recorded; of a slow oracle; values of gguf-py; errors."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ import torch
 
 import fmtsim
 from fmtsim.engines.torch_engine import ggml_search
-from fmtsim.formats.ggml import GGML_FORMATS, NEED_MATRIX, GgmlFormat
+from fmtsim.formats.packed import GGML_FORMATS, HIF4, NEED_MATRIX, PackedFormat
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.support.errors import ArgumentError, CodeError, DtypeError, FmtsimError, FormatError
 from tests.support import ggml as oracle
@@ -44,7 +44,7 @@ RECORDED = {
     "iq3_xxs": ("-", "46e3f790dcbfffbc"),
     "iq3_s": ("-", "fda14c5c9f33f31b"),
 }  # fmt: skip
-ENCODED = [fmt.name for fmt in GGML_FORMATS if fmt.encoder]
+ENCODED = ["hif4", *(fmt.name for fmt in GGML_FORMATS if fmt.encoder)]
 SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 
 
@@ -60,7 +60,7 @@ def decoded(name):
     return fmtsim.decode(torch.from_numpy(oracle.some_bytes(fmtsim.get_format(name).bytes)), name)
 
 
-@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("name", ENCODED[1:])
 def test_bytes_are_those_of_ggmls_reference_functions(name):
     x = oracle.some_blocks(fmtsim.get_format(name).elements, 24)
     codes = encoded(name, x)
@@ -108,6 +108,27 @@ def test_values_are_those_of_gguf_py(name):
     assert_same_bits(decoded(name), torch.where(expected.isnan(), torch.nan, expected))
 
 
+def test_hif4_has_the_values_of_its_source():
+    """HiFloat4 6d937b6, hif4_gpu/quant_cy: the digests are of quant_hifx(x, QType("hifx4"), -1) with torch 2.13."""
+    x = torch.from_numpy(oracle.some_blocks(64, 24))
+    assert digest(fmtsim.quantize(x, "hif4").numpy()) == "6f8968d28249ba07"
+    x[::2, 5], x[::3, 40] = torch.nan, -torch.inf
+    values = fmtsim.quantize(x, "hif4")
+    assert digest(values.where(~values.isnan(), torch.nan).numpy()) == "f7dd8c2081054cdd"
+    assert values[::2].isnan().all() and values[3, 40] == -344064.0  # the largest value
+    zeros = fmtsim.quantize(torch.tensor([-0.0, -1e-30, 1.0] + [0.0] * 61), "hif4")
+    assert_same_bits(zeros[:3], torch.tensor([0.0, -0.0, 0.9375]))
+    assert fmtsim.quantize(x.bfloat16(), "HiFloat4").dtype == torch.bfloat16
+
+
+def test_hif4_decodes_every_byte_as_the_oracle_does():
+    blocks = oracle.some_bytes(36)
+    blocks[:, 0] = np.arange(256)
+    expected = torch.from_numpy(np.stack([oracle.decode_hif4(block) for block in blocks]))
+    assert_same_bits(fmtsim.decode(torch.from_numpy(blocks), "hif4"), expected)
+    assert expected[255].isnan().all() and expected[:255].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ENCODED)
 def test_verbs_agree_in_every_layout(name):
     fmt = fmtsim.get_format(name)
@@ -137,7 +158,7 @@ def test_files_and_records_keep_everything(tmp_path):
         assert q_read.format == q.format and torch.equal(q_read.codes, q.codes)
         assert_same_bits(q_read.decode(), q.decode())
         assert q.bits_per_element == fmtsim.get_format(name).bits_per_element
-    for fmt in GGML_FORMATS:
+    for fmt in (*GGML_FORMATS, HIF4):
         assert format_from_json(format_to_json(fmt)) == fmt
 
 
@@ -165,19 +186,19 @@ BAD = [
      r"x holds NaN or Inf \(as float32\), which q8_0 does not encode; remove them first"),
     (lambda: fmtsim.quantize(torch.full((32,), 1e300, dtype=torch.float64), "q8_0"), ArgumentError, r"NaN or Inf"),
     (lambda: fmtsim.quantize(torch.ones(32), "q8_0", "up"), FormatError,
-     r"q8_0 is rounded as ggml does; leave rounding= and overflow= out"),
-    (lambda: fmtsim.quantize(torch.ones(32), "q8_0", overflow="ieee"), FormatError, r"q8_0 is rounded as ggml does"),
+     r"q8_0 is rounded as its source does; leave rounding= and overflow= out"),
+    (lambda: fmtsim.quantize(torch.ones(32), "q8_0", overflow="ieee"), FormatError, r"q8_0 is rounded as its source"),
     (lambda: fmtsim.quantize(torch.ones(32), "q8_0", block_size=16), FormatError,
-     r"q8_0 has ggml's blocks and scales; leave block_size= and scale_rule= out"),
+     r"q8_0 has blocks and scales of its source; leave block_size= and scale_rule= out"),
     (lambda: fmtsim.encode(torch.ones(256), "iq2_xxs"), FormatError,
      r"iq2_xxs can be decoded, not encoded: ggml encodes iq1_s, iq2_xxs, iq2_xs under an importance matrix, which "
      r"fmtsim does not take; choose q2_k, q3_k or iq4_xs"),
     (lambda: fmtsim.encode(torch.ones(256), "iq3_s"), FormatError,
      r"iq3_s can be decoded, not encoded: its codebook search is not part of fmtsim; choose"),
-    (lambda: GgmlFormat(name="x", type="X", number=99, elements=32, bytes=3, fields=(("d", 16, 1, 1, 2),)), FormatError,
+    (lambda: PackedFormat(name="x", elements=32, bytes=3, fields=(("d", 16, 1, 1, 2),)), FormatError,
      r"format 'x': fields have 2 bytes, not bytes=3; choose 2"),
     (lambda: fmtsim.explain(1.0, "q4_0"), FormatError,
-     r"explain does not follow ggml's q4_0; fmtsim.quantize\(x, 'q4_0'\) rounds to it"),
+     r"explain does not follow blocks of q4_0; fmtsim.quantize\(x, 'q4_0'\) rounds to it"),
 ]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts to ggml's blocks: bytes and their fields, values, and the float32 operations of its reference encoders."""
+"""Casts to blocks in bytes: fields, values, and the float32 operations of reference encoders."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmtsim.engines.torch_engine import ggml_search as search
 from fmtsim.engines.torch_engine.ggml_search import over
-from fmtsim.formats.ggml import NEED_MATRIX, Field, GgmlFormat, gguf_package
+from fmtsim.formats.packed import NEED_MATRIX, Field, PackedFormat, gguf_package
 from fmtsim.scaling.blocks import chunk_size
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.errors import ArgumentError, FormatError
@@ -26,10 +26,10 @@ def encode(x: Tensor, spec: CastSpec) -> EncodedParts:
 
     Raises:
         FormatError: The format is decoded only.
-        ArgumentError: x holds NaN or an infinity, for which ggml's C has no meaning.
+        ArgumentError: x holds NaN or an infinity, for which ggml's C has no meaning; HiF4 takes both.
     """
     fmt = spec.format
-    assert isinstance(fmt, GgmlFormat)
+    assert isinstance(fmt, PackedFormat)
     if fmt.encoder is None:
         why = "its codebook search is not part of fmtsim"
         if fmt.name in NEED_MATRIX:
@@ -41,7 +41,7 @@ def encode(x: Tensor, spec: CastSpec) -> EncodedParts:
     blocks = rows.reshape(-1, fmt.elements)
     out = x.new_empty((len(blocks), fmt.bytes), dtype=torch.uint8)
     for rows_of_x, rows_of_out in zip(_pieces(blocks, fmt), _pieces(out, fmt), strict=True):
-        if rows_of_x.numel() and not all(bool(bound.isfinite()) for bound in rows_of_x.aminmax()):
+        if not fmt.has_nan and rows_of_x.numel() and not all(bool(bound.isfinite()) for bound in rows_of_x.aminmax()):
             raise ArgumentError(f"x holds NaN or Inf (as float32), which {fmt.name} does not encode; remove them first")
         _pack(_ENCODERS[fmt.encoder](rows_of_x, fmt), fmt, rows_of_out)
     return EncodedParts(out.view(*rows.shape[:-1], rows.shape[-1] // fmt.elements * fmt.bytes))
@@ -50,7 +50,7 @@ def encode(x: Tensor, spec: CastSpec) -> EncodedParts:
 def decode(parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
     """Write the values of blocks into ``out``, rounded once to its dtype; NaN is canonical."""
     fmt = spec.format
-    assert isinstance(fmt, GgmlFormat)
+    assert isinstance(fmt, PackedFormat)
     target = out.movedim(spec.dim, -1) if out.dim() else out.reshape(1)
     blocks = parts.codes.reshape(-1, fmt.bytes)
     direct = target.is_contiguous() and target.numel() == len(blocks) * fmt.elements and out.dtype == torch.float32
@@ -61,14 +61,14 @@ def decode(parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
         target.copy_(values.view(*target.shape[:-1], -1)[..., : target.shape[-1]])
 
 
-def _pieces(rows: Tensor, fmt: GgmlFormat) -> tuple[Tensor, ...]:
+def _pieces(rows: Tensor, fmt: PackedFormat) -> tuple[Tensor, ...]:
     return rows.split(max(1, (_CPU_CHUNK if rows.is_cpu else chunk_size(rows.device)) // fmt.elements))
 
 
 # Bytes.
 
 
-def _pack(numbers: Numbers, fmt: GgmlFormat, out: Tensor) -> None:
+def _pack(numbers: Numbers, fmt: PackedFormat, out: Tensor) -> None:
     """Write the fields of blocks into their bytes, uint8 [blocks, bytes]."""
     for field, part in zip(fmt.layout, out.split([field.size for field in fmt.layout], 1), strict=True):
         values, (bits, width) = numbers[field.low], (field.bits, field.width)
@@ -85,7 +85,7 @@ def _pack(numbers: Numbers, fmt: GgmlFormat, out: Tensor) -> None:
             part.copy_(packed.view(torch.uint8).flatten(1))
 
 
-def _unpack(blocks: Tensor, fmt: GgmlFormat) -> Numbers:
+def _unpack(blocks: Tensor, fmt: PackedFormat) -> Numbers:
     """Return the fields of blocks, uint8 [blocks, bytes]."""
     parts = blocks.split([field.size for field in fmt.layout], 1)
     numbers = {field.name: _numbers(part, field) for field, part in zip(fmt.layout, parts, strict=True)}
@@ -151,7 +151,7 @@ def _trits(part: Tensor) -> Tensor:
 # Values.
 
 
-def _write_values(blocks: Tensor, fmt: GgmlFormat, out: Tensor) -> None:
+def _write_values(blocks: Tensor, fmt: PackedFormat, out: Tensor) -> None:
     """Write the values of blocks, uint8 [blocks, bytes], into float32 [blocks, elements]."""
     if not fmt.fields:
         gguf = gguf_package(f"decoding {fmt.name}")
@@ -176,6 +176,9 @@ def _write_values(blocks: Tensor, fmt: GgmlFormat, out: Tensor) -> None:
             scales, minima = scales.chunk(2, 1)
             minimum = -(minimum * minima)
         scale = scale * scales
+    for field in fmt.layout:
+        if field.name.startswith("exponents"):  # each doubles the scale of its part
+            scale = scale.repeat_interleave(field.count // scale.shape[1], 1).mul_(numbers[field.name] + 1)
     # 3. product and sum, each rounded
     shape = len(values), scale.shape[1], -1
     parts = torch.mul(values.view(shape), scale[..., None], out=out.view(shape))
@@ -185,14 +188,16 @@ def _write_values(blocks: Tensor, fmt: GgmlFormat, out: Tensor) -> None:
         out.masked_fill_(out.isnan(), torch.nan)
 
 
-def _scale(d: Tensor, fmt: GgmlFormat) -> Tensor:
+def _scale(d: Tensor, fmt: PackedFormat) -> Tensor:
     """Return the scale of a block as float32."""
-    return d.float() if fmt.d_format == "fp16" else _half_scales(fmt.d_format).to(d.device)[d.int()]
+    return d.float() if fmt.d_format == "fp16" else _scale_table(fmt.d_format).to(d.device)[d.int()]
 
 
 @lru_cache(maxsize=2)
-def _half_scales(d_format: str) -> Tensor:
-    """Return half the scales by their codes (codebooks have twice the values of E2M1), in which nothing is NaN."""
+def _scale_table(d_format: str) -> Tensor:
+    """Return ``d`` by its codes: half of E8M0 or E4M3 (codebooks have twice the values of E2M1), a quarter of E6M2."""
+    if d_format == "e6m2":
+        return torch.tensor([2.0 ** ((code >> 2) - 52) * (4 + code % 4) for code in range(255)] + [torch.nan])
     if d_format == "e8m0":
         return torch.tensor([2.0 ** (code - 128) for code in range(256)])
     table = [2.0 ** (max(code >> 3 & 15, 1) - 11) * ((code & 7) + 8 * (code >> 3 & 15 > 0)) for code in range(256)]
@@ -213,7 +218,7 @@ def _coded(codes: Tensor, d: Tensor, inverse: Tensor, otherwise: int = 0) -> Ten
     return (codes if bool(usable.all()) else torch.where(usable, codes, otherwise)).view(torch.uint8)
 
 
-def _encode_largest(x: Tensor, fmt: GgmlFormat) -> Numbers:
+def _encode_largest(x: Tensor, fmt: PackedFormat) -> Numbers:
     """Q4_0, Q5_0: the number of largest magnitude becomes the lowest code."""
     d = over(search.signed_largest(x), -float(fmt.zero))
     inverse = _inverse(d)
@@ -221,7 +226,7 @@ def _encode_largest(x: Tensor, fmt: GgmlFormat) -> Numbers:
     return {"d": d.half(), "codes": _coded(codes, d, inverse)}
 
 
-def _encode_range(x: Tensor, fmt: GgmlFormat) -> Numbers:
+def _encode_range(x: Tensor, fmt: PackedFormat) -> Numbers:
     """Q4_1, Q5_1: codes count steps from the least number."""
     low, high, top = x.amin(1, keepdim=True), x.amax(1, keepdim=True), 15 if fmt.field("high_codes") is None else 31
     if bool((zero := (low == 0).squeeze(1)).any()):  # which the first has the sign of
@@ -232,7 +237,7 @@ def _encode_range(x: Tensor, fmt: GgmlFormat) -> Numbers:
     return {"d": d.half(), "min": low.half(), "codes": _coded(codes, d, inverse)}
 
 
-def _encode_rounded(x: Tensor, fmt: GgmlFormat) -> Numbers:
+def _encode_rounded(x: Tensor, fmt: PackedFormat) -> Numbers:
     """Q8_0, Q2_0, TQ1_0, TQ2_0: the largest magnitude becomes ``top``; ties away from zero."""
     top, unusable = fmt.search
     d = over(torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True)).abs(), top)
@@ -243,12 +248,12 @@ def _encode_rounded(x: Tensor, fmt: GgmlFormat) -> Numbers:
     return {"d": d.half(), "codes": _coded(codes, d, inverse, int(unusable))}
 
 
-def _encode_signs(x: Tensor, fmt: GgmlFormat) -> Numbers:
+def _encode_signs(x: Tensor, fmt: PackedFormat) -> Numbers:
     """Q1_0: the mean magnitude and a sign for each element, 1 of -0."""
     return {"d": over(search.total(x.abs().T), float(fmt.elements)).half()[:, None], "codes": (x >= 0).to(torch.uint8)}
 
 
-def _encode_fp4(x: Tensor, fmt: GgmlFormat) -> Numbers:
+def _encode_fp4(x: Tensor, fmt: PackedFormat) -> Numbers:
     """MXFP4, NVFP4: E2M1 of least error, of equal errors the lowest magnitude."""
     magnitudes = x.view(len(x), fmt.elements // fmt.part, -1).abs()
     amax = magnitudes.amax(2)
@@ -269,21 +274,49 @@ def _encode_fp4(x: Tensor, fmt: GgmlFormat) -> Numbers:
     return {"d": code, "codes": codes | ((x < 0) & (codes > 0)).to(torch.uint8) << 3}
 
 
+_SEVENTH = 0.142578125  # as bfloat16
+
+
+def _encode_micro_exponents(x: Tensor, fmt: PackedFormat) -> Numbers:
+    """HiF4: a seventh of the largest magnitude as E6M2, whose reciprocal in bfloat16 gives exponents and elements."""
+    fours = x.view(len(x), -1, fmt.part).abs()
+    of_4 = fours.amax(2)
+    of_8 = of_4.view(len(x), -1, 2).amax(2)
+    # 1. the scale, rounded to bfloat16 and then to two mantissa bits, both to nearest even; NaN where there is one
+    largest = of_8.amax(1, keepdim=True)
+    bits = (largest * _SEVENTH).bfloat16().float().clamp(2.0**-48, 49152.0).view(torch.int32)
+    code = (bits + 0xFFFFF + (bits >> 21 & 1) >> 21) - (127 - 48 << 2)
+    code = torch.where(largest.isnan(), 255, code).to(torch.uint8)
+    # 2. a doubling for eight numbers that reach 4 scales, and for four that then reach 2 of them
+    inverse = over(0.25, _scale(code, fmt)).bfloat16().float()
+    eights = of_8 * inverse >= 4
+    inverses = (inverse * torch.where(eights, 0.5, 1.0)).repeat_interleave(2, 1)
+    halves = of_4 * inverses >= 2
+    # 3. quarters of what is left, ties away from zero; -0 has the code of 0
+    quarters = fours * (inverses * torch.where(halves, 2.0, 4.0))[..., None]
+    codes = quarters.add_(0.5).floor_().nan_to_num_(nan=0.0).clamp_(max=7).to(torch.uint8).view(x.shape)
+    codes |= (x < 0).to(torch.uint8) << 3
+    return {
+        "d": code, "exponents_of_8": eights.view(torch.uint8), "exponents_of_4": halves.view(torch.uint8),
+        "codes": codes,
+    }  # fmt: skip
+
+
 # Blocks of parts, whose scales are searched and then rounded.
 
 
-def _parts(x: Tensor, fmt: GgmlFormat) -> Tensor:
+def _parts(x: Tensor, fmt: PackedFormat) -> Tensor:
     """Return blocks [blocks, elements] as parts [size, blocks * count]."""
     return x.reshape(-1, fmt.part).T.contiguous()
 
 
-def _recoded(x: Tensor, d: Tensor, codes: Tensor, low: int, high: int, fmt: GgmlFormat) -> Tensor:
+def _recoded(x: Tensor, d: Tensor, codes: Tensor, low: int, high: int, fmt: PackedFormat) -> Tensor:
     """Return the codes [blocks, elements] of parts under stored scales, those of the search where the scale is 0."""
     counted = search.nearest(over(x, d), low, high).sub_(low)
     return torch.where(d == 0, codes, counted).to(torch.uint8).T.reshape(-1, fmt.elements)
 
 
-def _encode_searched_range(x: Tensor, fmt: GgmlFormat) -> Numbers:
+def _encode_searched_range(x: Tensor, fmt: PackedFormat) -> Numbers:
     """Q2_K, Q4_K, Q5_K: scales and minima of parts, of 4 or 6 bits under those of the block."""
     top, steps, first = (int(fmt.search[0]), int(fmt.search[1]), fmt.search[2])
     narrow = top == 3
@@ -318,7 +351,7 @@ def _largest_scale(scales: Tensor) -> Tensor:
     return search.signed_largest(scales.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
 
 
-def _encode_searched(x: Tensor, fmt: GgmlFormat, *, three_bits: bool) -> Numbers:
+def _encode_searched(x: Tensor, fmt: PackedFormat, *, three_bits: bool) -> Numbers:
     """Q3_K, Q6_K: scales of parts, of 6 or 8 bits under that of the block."""
     parts = _parts(x, fmt)
     scale, codes = search.search_3bit(parts) if three_bits else search.search_signed(parts, fmt.zero)
@@ -333,7 +366,7 @@ def _encode_searched(x: Tensor, fmt: GgmlFormat, *, three_bits: bool) -> Numbers
     return {"d": d, "scales": (steps + fmt.scale_zero).to(torch.int8).view(torch.uint8), "codes": codes}
 
 
-def _encode_codebook(x: Tensor, fmt: GgmlFormat) -> Numbers:
+def _encode_codebook(x: Tensor, fmt: PackedFormat) -> Numbers:
     """IQ4_NL, IQ4_XS: scales of parts of 32, which IQ4_XS has in 6 bits under that of the block."""
     parts = _parts(x, fmt)
     scale, codes = search.search_codebook(parts, fmt.values, int(fmt.search[0]))
@@ -346,9 +379,10 @@ def _encode_codebook(x: Tensor, fmt: GgmlFormat) -> Numbers:
     return {"d": d.half(), "scales": (steps + 32).to(torch.uint8), "codes": codes.to(torch.uint8)}
 
 
-_ENCODERS: dict[str, Callable[[Tensor, GgmlFormat], Numbers]] = {
+_ENCODERS: dict[str, Callable[[Tensor, PackedFormat], Numbers]] = {
     "largest": _encode_largest, "range": _encode_range, "rounded": _encode_rounded, "signs": _encode_signs,
-    "fp4": _encode_fp4, "searched_range": _encode_searched_range, "codebook": _encode_codebook,
+    "fp4": _encode_fp4, "micro_exponents": _encode_micro_exponents,
+    "searched_range": _encode_searched_range, "codebook": _encode_codebook,
     "searched_3bit": partial(_encode_searched, three_bits=True),
     "searched_signed": partial(_encode_searched, three_bits=False),
 }  # fmt: skip

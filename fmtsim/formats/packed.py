@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ggml's block formats: how many elements share how many bytes, and which bits of them are what."""
+"""Block formats in a run of bytes, of ggml and HiF4: how many elements share how many, and which bits are what."""
 
 import importlib
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from fmtsim.support.records import check_types
 
 SOURCE = "ggml d99724f2: src/ggml-common.h, quantize_row_*_ref and dequantize_row_* of src/ggml-quants.c"
 Encoder = Literal[
-    "largest", "range", "rounded", "signs", "fp4", "searched_range", "searched_signed", "searched_3bit", "codebook"
-]
+    "largest", "range", "rounded", "signs", "fp4", "searched_range", "searched_signed", "searched_3bit", "codebook",
+    "micro_exponents",
+]  # fmt: skip
 
 
 class Field(NamedTuple):
@@ -41,42 +42,44 @@ class Field(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GgmlFormat(Displayed):
-    """Describe a block of ggml: ``x ~= d * scale * code``, plus a minimum, in a run of bytes.
+class PackedFormat(Displayed):
+    """Describe a block in a run of bytes: ``x ~= d * scale * code``, plus a minimum.
 
     Codes of a tensor are the bytes of its blocks, uint8, as a GGUF file has them; values are float32.
 
     Args:
         name: The name under which the format is listed.
-        type: ggml's name.
-        number: The type's number in a GGUF file.
+        type: ggml's name, empty of other formats.
+        number: The type's number in a GGUF file, -1 of other formats.
         elements: Elements of a block.
         bytes: Bytes of a block.
         fields: Fields in the order of the bytes. ``d`` and ``min`` are for the block (several ``d``: for its parts),
-            ``scales`` for parts (beside ``min``, minima follow), ``codes`` for elements; ``high_`` bits continue these.
-            No fields: the package gguf decodes the format.
+            ``scales`` for parts (beside ``min``, minima follow), ``exponents`` with any ending for parts, the longest
+            first, ``codes`` for elements; ``high_`` bits continue these. No fields: the package gguf decodes the
+            format.
         part: Elements of a part.
         zero: The code of 0, without ``values``.
         scale_zero: The number in ``scales`` that stands for 0.
         values: Values of the codes.
-        d_format: ``"fp16"``, or ``"e8m0"`` or ``"e4m3"``, of which ``d`` is half.
-        encoder: How ggml encodes without an importance matrix; None where fmtsim decodes only.
+        d_format: ``"fp16"``; ``"e8m0"`` or ``"e4m3"``, of which ``d`` is half; ``"e6m2"`` (bias 48, 0xFF is NaN), of
+            which it is a quarter.
+        encoder: How the source encodes, without an importance matrix; None where fmtsim decodes only.
         search: Numbers that the encoder is told.
         aliases: Other names.
         source: The document that defines the format.
     """
 
     name: str
-    type: str
-    number: int
     elements: int
     bytes: int
+    type: str = ""
+    number: int = -1
     fields: tuple[tuple[str, int, int, int, int], ...] = ()
     part: int = 32
     zero: int = 0
     scale_zero: int = 0
-    values: tuple[int, ...] = ()
-    d_format: Literal["fp16", "e8m0", "e4m3"] = "fp16"
+    values: tuple[float, ...] = ()
+    d_format: Literal["fp16", "e8m0", "e4m3", "e6m2"] = "fp16"
     encoder: Encoder | None = None
     search: tuple[float, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -103,6 +106,11 @@ class GgmlFormat(Displayed):
         """Return the bits of a field, 0 where the block has none."""
         field = self.field(name)
         return 0 if field is None else field.bits
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether blocks that hold NaN are encoded, by a scale that is NaN."""
+        return self.d_format == "e6m2"
 
     @property
     def block(self) -> tuple[int, int]:
@@ -136,11 +144,11 @@ class GgmlFormat(Displayed):
             ("block", f"{self.elements} elements in {self.bytes} bytes"),
             ("bits per element", f"{self.bits_per_element:g}"),
             ("fields", fields or "codebooks of the package gguf"),
-            ("encoded", "by ggml's reference function" if self.encoder else "no; decoded by the package gguf"),
+            ("encoded", "by its source's reference function" if self.encoder else "no; decoded by the package gguf"),
         ]
 
     def __repr__(self) -> str:
-        return f"GgmlFormat({self.name!r}: {self.elements} elements in {self.bytes} bytes)"
+        return f"PackedFormat({self.name!r}: {self.elements} elements in {self.bytes} bytes)"
 
 
 def gguf_package(what: str) -> Any:
@@ -155,9 +163,9 @@ def _field(name: str, bits: int, count: int, group: int = 1, size: int = 0) -> F
     return Field(name, bits, count, group, size or bits * count // 8)
 
 
-def _format(name: str, number: int, elements: int, size: int, *fields: Field, **more: Any) -> GgmlFormat:
+def _format(name: str, number: int, elements: int, size: int, *fields: Field, **more: Any) -> PackedFormat:
     kind = more.pop("type", name.upper())
-    return GgmlFormat(name=name, type=kind, number=number, elements=elements, bytes=size, fields=fields, **more)
+    return PackedFormat(name=name, type=kind, number=number, elements=elements, bytes=size, fields=fields, **more)
 
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice E2M1, whose -0 ggml writes 0
@@ -167,7 +175,7 @@ _K = (_D, _MIN, _field("scales", 6, 16, 0))
 _QUARTERS, _NIBBLES, _FIFTHS = _field("codes", 2, 256, 128), _field("codes", 4, 32, 32), _field("high_codes", 1, 32, 8)
 _PAIRS, _HIGH = _field("codes", 4, 256, 64), _field("high_codes", 1, 256, 256)
 
-GGML_FORMATS: tuple[GgmlFormat, ...] = (
+GGML_FORMATS: tuple[PackedFormat, ...] = (
     _format("q1_0", 41, 128, 18, _D, _field("codes", 1, 128, 8), values=(-1, 1), encoder="signs"),
     _format("q2_0", 42, 64, 18, _D, _field("codes", 2, 64, 4), zero=1, encoder="rounded", search=(1, 0)),
     _format("q4_0", 2, 32, 18, _D, _NIBBLES, zero=8, encoder="largest"),
@@ -201,6 +209,17 @@ GGML_FORMATS: tuple[GgmlFormat, ...] = (
     ),
 )  # fmt: skip
 """The block formats of GGUF files; those without fields have codebooks of thousands of numbers, which gguf holds."""
+
+HIF4 = PackedFormat(
+    name="hif4", elements=64, bytes=36, part=4, d_format="e6m2", encoder="micro_exponents",
+    aliases=("hifloat4", "hifx4"),
+    fields=(_field("d", 8, 1), _field("exponents_of_8", 1, 8, 8), _field("exponents_of_4", 1, 16, 8),
+            _field("codes", 4, 64, 2)),
+    values=(*range(8), -0.0, *range(-1, -8, -1)),  # quarters: sign, an integer bit and two of a fraction
+    source="HiFloat4, global-computing-consortium/HiFloat4 6d937b6: quant_cy/base/QFuncs/hifx.py in float32; the order "
+    "of its bytes is fmtsim's",
+)  # fmt: skip
+"""HiFloat4: an E6M2 scale for 64 elements, and a doubling for each 8 and each 4 of them."""
 
 NEED_MATRIX = ("iq1_s", "iq2_xxs", "iq2_xs")
 """Formats that ggml refuses to encode without an importance matrix."""
