@@ -265,7 +265,7 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
         ArgumentError: The argument is not a generator, or it is on another device.
     """
     if generator is None or isinstance(generator, torch.Generator):
-        draw = _drawn_seed(generator, device, name)
+        draw = _drawn_seeds(generator, device, name)
         return torch.cat([draw, draw.new_zeros(1)])
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
@@ -273,23 +273,22 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
     return RandomKey(signed(seed), signed(offset))
 
 
-def drawn_numbers(generator: Generator, device: torch.device) -> RandomKey:
-    """Return what ``drawn_key`` does, always as numbers and in less time."""
-    if generator is None or isinstance(generator, torch.Generator):
-        return RandomKey(int(_drawn_seed(generator, device, "x").item()))
-    key = drawn_key(generator, device)
-    assert isinstance(key, RandomKey)
-    return key
+def drawn_numbers(count: int, generator: Generator, device: torch.device) -> list[RandomKey]:
+    """Return what so many calls of ``drawn_key`` do, always as numbers and in less time."""
+    if generator is None or (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):
+        return [RandomKey(seed) for seed in _drawn_seeds(generator, device, "x", count).tolist()]
+    keys = [drawn_key(generator, device) for _ in range(count)]
+    return [key if isinstance(key, RandomKey) else RandomKey(*key.tolist()) for key in keys]
 
 
-def _drawn_seed(generator: torch.Generator | None, device: torch.device, name: str) -> torch.Tensor:
-    """Return int64 [1] on the CPU, drawn from a generator."""
+def _drawn_seeds(generator: torch.Generator | None, device: torch.device, name: str, count: int = 1) -> torch.Tensor:
+    """Return int64 [count] on the CPU, drawn from a generator; one on a GPU has other numbers for several at once."""
     where = torch.device("cpu") if generator is None else generator.device
     if where.type not in ("cpu", device.type):
         raise ArgumentError(
             f"generator is on {where}, {name} on {device}; pass one on the CPU or on {device}, or an int seed"
         )
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=where).cpu()
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, device=where).cpu()
 
 
 def random_keys(stochastic: bool, generator: Generator, batch: int | None, device: torch.device) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fmtsim
 from fmtsim import RandomKey, Rounding, encode, get_format, quantize, quantize_
-from fmtsim.casts.arguments import drawn_key
+from fmtsim.casts.arguments import drawn_key, drawn_numbers
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits, differing, same_bits
@@ -70,6 +70,18 @@ def test_a_generator_advances_and_is_never_reseeded():
     noisy(x[:1], generator=small)
     encode(x.repeat(4), "e4m3", rounding="stochastic", generator=large)
     assert torch.equal(small.get_state(), large.get_state())
+
+
+def test_several_keys_are_those_of_as_many_draws():
+    one, other = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+    cpu = torch.device("cpu")
+    assert drawn_numbers(5, one, cpu) == [RandomKey(*drawn_key(other, cpu).tolist()) for _ in range(5)]
+    assert torch.equal(one.get_state(), other.get_state())
+    torch.manual_seed(3)
+    several = drawn_numbers(20, None, cpu)
+    torch.manual_seed(3)
+    assert several == [drawn_numbers(1, None, cpu)[0] for _ in range(20)]
+    assert drawn_numbers(2, 9, cpu) == [RandomKey(9)] * 2
 
 
 def test_the_default_generator_is_drawn_from_and_never_reseeded():

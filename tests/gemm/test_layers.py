@@ -265,3 +265,27 @@ def test_what_the_kernel_of_groups_leaves_to_be_added(compensated, dtype, biased
     assert asked == [(bias if whole else None, dtype if whole else F32)]
     expected = 2.0 + 0.5 * compensated + (0 if whole else biased)
     assert_same_bits(y, torch.full((4, 6), expected, dtype=dtype))
+
+
+FORWARD_CODES = LinearConfig(
+    fprop=Gemm(a=Quantizer(format="e4m3"), b=Quantizer(format="e4m3")),
+    dgrad=Gemm(a=Quantizer(format="e5m2"), b=Quantizer(source="forward")),
+)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_a_backward_pass_under_autocast_takes_the_weight_that_the_forward_pass_cast(dtype):
+    for config, casts in ((linear_config(x="mxfp8", w="mxfp8", g="mxfp8", scaling=None), 1), (FORWARD_CODES, 0)):
+        x, w = (torch.randn(rows, 64, requires_grad=True) for rows in (32, 96))
+        x_cast, w_cast = (t.detach().to(dtype).requires_grad_() for t in (x, w))
+        g = torch.randn(32, 96, dtype=dtype)
+        with torch.autocast("cpu", dtype):
+            y = EmulatedGEMM.apply(x, w, None, config)
+        assert sum(t is not None and torch.equal(t, w_cast) for t in y.grad_fn.saved_tensors) == casts
+        expected = EmulatedGEMM.apply(x_cast, w_cast, None, config)
+        for results, t in ((y, x), (expected, x_cast)):
+            results.backward(g)
+            assert t.grad.dtype == t.dtype
+        assert_same_bits(y, expected, what="y")
+        assert_same_bits(x.grad.to(dtype), x_cast.grad, what="x's gradient")
+        assert_same_bits(w.grad.to(dtype), w_cast.grad, what="w's gradient")

@@ -100,10 +100,14 @@ def test_other_shapes_strides_and_keys_are_calls_of_their_own():
 
 
 def test_keys_are_drawn_anew_in_their_order():
-    numbers = iter(range(100))
+    numbers, counts = iter(range(100)), []
+
+    def draw(count, source):
+        counts.append((count, source))
+        return [RandomKey(next(numbers)) for _ in range(count)]
 
     def function(device, x):
-        one, two = (drawn(lambda: RandomKey(next(numbers))) for _ in range(2))
+        one, two = (drawn(draw, "source") for _ in range(2))
         data = packed(one, pack(one), pack)
         device.add(0, x, b"head" + data + b"tail" + data, packed(two, pack(two), pack))
 
@@ -111,7 +115,7 @@ def test_keys_are_drawn_anew_in_their_order():
         return struct.pack("<Q", key.seed + (1 << 60)) * 3
 
     device, _ = calls(function, 6)
-    assert device.decided == 2
+    assert device.decided == 2 and counts == 4 * [(1, "source")] + 4 * [(2, "source")]
     for i, (_, (_, one, two)) in enumerate(device.launches):
         data = pack(RandomKey(2 * i))
         assert one == b"head" + data + b"tail" + data and two == pack(RandomKey(2 * i + 1))
@@ -127,7 +131,7 @@ def test_what_lies_inside_longer_bytes_of_a_key_is_part_of_them():
         return inner(key) + packed(key, inner(key), inner) + bytes([key.seed])
 
     def function(device, x):
-        key = drawn(lambda: RandomKey(next(numbers)))
+        key = drawn(lambda count: [RandomKey(next(numbers)) for _ in range(count)])
         device.add(0, packed(key, outer(key), outer))
 
     device, _ = calls(function)
@@ -137,12 +141,12 @@ def test_what_lies_inside_longer_bytes_of_a_key_is_part_of_them():
 
 
 def key_unused(device, x):
-    drawn(lambda: RandomKey(1))
+    drawn(lambda count: [RandomKey(1)])
     return x + 1
 
 
 def key_moved(device, x):
-    key = drawn(lambda: RandomKey(1 << 50))
+    key = drawn(lambda count: [RandomKey(1 << 50)])
     device.add(0, packed(key, b"first", lambda _: b"first"))
     later = RandomKey(key.seed, 1)
     device.add(0, packed(later, b"other", lambda _: b"other"))

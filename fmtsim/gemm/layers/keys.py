@@ -10,7 +10,7 @@ import itertools
 import math
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -109,7 +109,7 @@ class Layer:
         """
         stream = stream_of(self.generator, use)
         if not traced:
-            return drawn(partial(drawn_numbers, stream, like.device))
+            return drawn(drawn_numbers, stream, like.device)
         if isinstance(stream, int):
             return key_tensor(drawn_key(stream, _HOST))
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
@@ -119,6 +119,8 @@ class Layer:
 
         None where a pass runs Python code of a state, or communicates with other ranks.
         """
+        if not self.state:
+            return (), ()
         changes: list[bool] = []
         tensors: list[Tensor] = []
         for state in self.state.values():

@@ -234,13 +234,15 @@ def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
     forget()
     tensors = g, *ctx.saved_tensors
     bare = is_bare(g)
-    run = partial(backward_pass, ctx, g, tensors[1], tensors[2], (tensors[3:7], tensors[7:]), traced=not bare)
-    with torch.no_grad(), without_autocast(g.device):
+    w = tensors[2] if tensors[11] is None else tensors[11]
+    run = partial(backward_pass, ctx, g, tensors[1], w, (tensors[3:7], tensors[7:11]), traced=not bare)
+    again = torch.is_grad_enabled()  # with create_graph=True alone
+    with torch.no_grad() if again else nullcontext(), without_autocast(g.device):
         if plain and bare and is_on_gpu(g) and not ctx.watchers:
             grads = ctx.layer.repeat((ctx.needs_input_grad, ctx.dtypes, ctx.x_shape), tensors, run)
         else:
             grads = run()
-    if torch.is_grad_enabled() and is_bare(g.detach()):  # create_graph=True: only then on
+    if again and is_bare(g.detach()):
         grads = [None if d is None else OnceOnly.apply(d, _ONCE, *tensors[:3]) for d in grads]
     return (*grads, None, None)
 

@@ -218,8 +218,11 @@ def forward_pass(
     x: Tensor, w: Tensor, bias: Tensor | None, x_q: Operand | None, layer: Layer, watchers: Watchers,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], *, traced: bool, shares: bool,
 ) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Return y, the quantised x if layers share it (``x_q`` if a layer did so before), and the saved tensors."""
-    dtype = dtypes[0]
+    """Return y, the quantised x if layers share it (``x_q`` if a layer did so before), and the saved tensors.
+
+    The last of these is w in the dtype of autocast, where the backward pass quantises that again.
+    """
+    dtype, source = dtypes[0], w
     w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
     _check(x, dtype, w, bias, traced)
     run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
@@ -234,7 +237,9 @@ def forward_pass(
     y = run.product("fprop", x_q, w_q, bias, dtype)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    return y, x_q if shares else None, (*saved_of(x_q, layer.config.wgrad.b), *saved_of(w_q, layer.config.dgrad.b))
+    later = layer.config.wgrad.b, layer.config.dgrad.b
+    cast = None if w is source or traced or later[1].source != "original" else w
+    return y, x_q if shares else None, (*saved_of(x_q, later[0]), *saved_of(w_q, later[1]), cast)
 
 
 def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None, traced: bool) -> None:

@@ -54,9 +54,12 @@ def launched(
         THREAD.recorder.launch(partial(start, **options) if options else start, fixed, given, words=words)
 
 
-def drawn(draw: Callable[[], Key]) -> Key:
-    """Return a key that is drawn in each call."""
-    key: Key = draw() if THREAD.recorder is None else THREAD.recorder.draw(draw)
+def drawn(draw: Callable[..., Sequence[Key]], *source: Any) -> Key:
+    """Return a key that is drawn in each call: ``draw(count, *source)`` draws ``count`` from a source, in order.
+
+    A call that is repeated draws from all its sources before anything else.
+    """
+    key: Key = draw(1, *source)[0] if THREAD.recorder is None else THREAD.recorder.draw(draw, *source)
     return key
 
 

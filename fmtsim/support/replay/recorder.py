@@ -25,7 +25,13 @@ _EMPTY: Final = (
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )  # fmt: skip
-_VIEWS: Final = (_aten.transpose.int, _aten.t.default, _aten.view.default, _aten._unsafe_view.default)
+# Functions of torch do what these operators do in less time: they do not look at the operator's schema.
+_FUNCTIONS: Final[dict[Any, Callable[..., Any]]] = {
+    _aten.mm.default: torch.mm, _aten.zeros.default: torch.zeros, _aten._to_copy.default: torch.Tensor.to,
+} | ({_aten.mm.dtype: torch.mm} if "dtype" in _aten.mm.overloads() else {})  # fmt: skip
+_VIEWS: Final = (
+    _aten.transpose.int, _aten.t.default, _aten.view.default, _aten._unsafe_view.default, _aten.slice.Tensor,
+)  # fmt: skip
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 # What code of inductor's calls, in half the time of torch's own functions.
 _empty_on_gpu: Callable[..., Tensor] | None = getattr(_guards, "_empty_strided_cuda", None)
@@ -76,6 +82,7 @@ class Recorder(TorchDispatchMode):
         self._names: list[str] = []  # by places
         self._places = WeakTensorKeyDictionary()  # of tensors that are still there
         self._keys: dict[int, tuple[Any, int]] = {}  # those that were drawn, by their identity, and their places
+        self._draws: dict[Any, list[int]] = {}  # places of keys, by what draws them
         self._memory: list[tuple[int, int]] = []  # first and last address of what is not constant
         self._constants: dict[str, Any] = {}
         self._lines: list[_Line] = []
@@ -113,6 +120,10 @@ class Recorder(TorchDispatchMode):
                 done = "".join(f"; {self._names[place]} = None" for place in sorted(touched - needed))
                 lines.append(f" {line.text}{done}")
                 needed |= touched
+        for draw, places in self._draws.items():  # a draw of several takes little longer than one
+            names, (function, *source) = ", ".join(self._names[place] for place in places), draw
+            arguments = ", ".join(map(self._constant, (len(places), *source)))
+            lines.append(f" {names}, = {self._constant(function)}({arguments})")
         text = "\n".join([f"def run({', '.join(self._names[: self._given])}):", *reversed(lines)])
         exec(_compiled(text), self._constants)
         gpu = self._device.index if self._device.type == "cuda" else None
@@ -152,7 +163,9 @@ class Recorder(TorchDispatchMode):
         reads: list[int] = []
         arguments = [self._text(x, reads) for x in args]
         arguments += [f"{name}={self._text(x, reads)}" for name, x in kwargs.items()]
-        text, places = f"{self._constant(func)}({', '.join(arguments)})", [self._new(t) for t in made]
+        copies = func is _aten._to_copy.default and (kwargs.keys() != {"dtype"} or args[0].dtype == kwargs["dtype"])
+        function = func if copies else _FUNCTIONS.get(func, func)
+        text, places = f"{self._constant(function)}({', '.join(arguments)})", [self._new(t) for t in made]
         if places:
             names = ", ".join(self._names[place] for place in places)
             text = f"{names} = {text}" if single else f"{names}, = {text}"
@@ -188,16 +201,16 @@ class Recorder(TorchDispatchMode):
         texts = [*map(self._constant, fixed), *(self._text(x, reads, words=words) for x in given)]
         self._lines.append(_Line(f"{self._constant(start)}({', '.join(texts)})", reads))
 
-    def draw(self, draw: Callable[[], Key]) -> Key:
-        """Draw a key, in each call."""
+    def draw(self, draw: Callable[..., Sequence[Key]], *source: Any) -> Key:
+        """Draw a key, in each call, before all else."""
         THREAD.recorder = None
         with _disable_current_modes():
-            key = draw()
+            key = draw(1, *source)[0]
         THREAD.recorder = self
         place = self._new(None)
         self._keys[id(key)] = key, place
         self._unused.add(place)
-        self._lines.append(_Line(f"{self._names[place]} = {self._constant(draw)}()", (), [place]))
+        self._draws.setdefault((draw, *source), []).append(place)
         return key
 
     def note(self, key: Any, data: bytes, pack: Callable[[Any], bytes]) -> None:
@@ -253,7 +266,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(x, list | tuple) and any(isinstance(item, Tensor | tuple | list) for item in x):
             parts, kind = "".join(f"{self._text(item, reads)}, " for item in x), type(x)
             return f"[{parts}]" if kind is list else f"{'' if kind is tuple else self._constant(kind)}({parts})"
-        return self._constant(x)
+        return self._constant(x.item() if words and isinstance(x, np.generic) else x)
 
     def _bytes(self, data: bytes, reads: list[int]) -> str:
         """Return the same of bytes, which hold addresses in no other way than ``Structure``."""

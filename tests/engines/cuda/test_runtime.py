@@ -3,6 +3,7 @@
 
 import ctypes
 import re
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from fmtsim.engines.cuda.runtime import launch
 from fmtsim.engines.cuda.runtime import program as runtime
 from fmtsim.support import folder
 from fmtsim.support.errors import DeviceError
+from fmtsim.support.replay.hooks import Structure
+from fmtsim.support.replay.programs import Programs
 from tests.engines.cuda.nvrtc import needs_nvrtc
 from tests.support.casts import cast_spec
 from tests.support.faults import largest_file
@@ -287,6 +290,24 @@ def test_bound_launches_take_structures(trial):
         ((3, 2, 1, 64, 1, 1, 0, 99), [first, second]),
         ((4, 1, 1, 64, 1, 1, 0, 99), [second[:8], second[::-1]]),
     ]
+
+
+@pytest.mark.parametrize("trial", [[8, 24]], indirect=True)
+def test_launches_that_are_written_down_are_packed_by_the_program(trial):
+    kernel, launches = trial
+    programs, pair = Programs(), struct.Struct("<qQd")
+
+    def function(x):
+        y = torch.empty_like(x)
+        kernel((3, 2), (32, 4), y, Structure(pair, (7, x, 0.5)), shared=16)
+        return y
+
+    for i in range(4):
+        x = torch.full((4, 6), float(i))
+        y = programs.run("key", [x], lambda x=x: function(x))
+        data = [np.uint64(y.data_ptr()).tobytes(), pair.pack(7, x.data_ptr(), 0.5)]
+        assert launches[i] == ((3, 2, 1, 32, 4, 1, 16, 99), data)
+    assert len(launches) == 4 and len(next(iter(kernel._layouts.values())).free) == 1
 
 
 def on(device=0):

@@ -245,9 +245,16 @@ class Rows:
     def __call__(self, x: Tensor, parts: EncodedParts, random: Random = None) -> None:
         """Cast x into parts."""
         run, across, outer = self._how
-        total, block_amaxes = x.numel(), None if self.one_pass else amax_of_blocks(x, run, across, outer)
-        tensor_amax = block_amaxes if run == total else None
-        if tensor_amax is None and self._two_level:
+        total, block_amaxes, tensor_amax = x.numel(), None, None
+        if not self.one_pass and self._two_level and run < total:  # one memory for both: the host fills it once
+            both = torch.zeros(2 + 2 * (total // run // outer), dtype=torch.int32, device=x.device)
+            block_amaxes, tensor_amax = both[2:], both[:2]
+            amax_of_blocks(x, total, amaxes=tensor_amax)
+            amax_of_blocks(x, run, across, outer, block_amaxes)
+        elif not self.one_pass:
+            block_amaxes = amax_of_blocks(x, run, across, outer)
+            tensor_amax = block_amaxes if run == total else None
+        elif self._two_level:
             tensor_amax = amax_of_blocks(x, total)
         tensors = x, parts.codes, parts.scales, block_amaxes, tensor_amax, parts.tensor_scale
         grid, backwards = -(-total // self._together), np.uint32(tensor_amax is not None)
@@ -280,10 +287,11 @@ def rows_of(
     return Rows(spec, macros, how, 4 * vector * THREADS, index)
 
 
-def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1) -> Tensor:
-    """Return the amaxes of blocks and flags of NaN and Inf in them, int32 [2 * blocks]."""
+def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1, amaxes: Tensor | None = None) -> Tensor:
+    """Return the amaxes of blocks and flags of NaN and Inf in them, int32 [2 * blocks], in memory of zeros."""
     total, vector, index = x.numel(), 16 // x.element_size(), device_index(x)
-    amaxes = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=x.device)
+    if amaxes is None:
+        amaxes = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=x.device)
     grid = -(-total // (4 * vector * THREADS))
     if run == total:
         grid = min(grid, 8 * multiprocessors(index))

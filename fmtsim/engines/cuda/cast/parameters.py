@@ -28,10 +28,12 @@ _GRID, _HALF_OFFSET, _TABLE, _LOGARITHMIC = range(4)
     _NEGATIVE_NAN,
 ) = (1 << place for place in range(10))  # fmt: skip
 _ELEMENT = struct.Struct("<5Qq7iI")
-_ROUNDS = [i * step for i in range(10) for step in (0x9E3779B9, 0xBB67AE85)]
-_DRAW = struct.Struct("<20I2I2i")  # the keys of Philox's rounds, the halves of the offset, bits, the source
+_DRAW = struct.Struct("<80s2I2i")  # the keys of Philox's rounds, the halves of the offset, bits, the source
+# Twenty lanes of 64 bits, whose sums of 33 bits do not meet: the first and the second key of each round, and their steps.
+_LANES = [sum(1 << 64 * lane for lane in range(first, 20, 2)) for first in (0, 1)]
+_STEPS = sum((lane // 2) * (0x9E3779B9, 0xBB67AE85)[lane % 2] % (1 << 32) << 64 * lane for lane in range(20))
 _NOTHING, _WORDS, _SHARED, _GIVEN = range(4)
-NO_DRAW = _DRAW.pack(*[0] * 22, 32, _NOTHING)
+NO_DRAW = _DRAW.pack(b"", 0, 0, 32, _NOTHING)
 
 
 def macros(**values: object) -> Defines:
@@ -157,9 +159,10 @@ def draw_of(rounding: Rounding, random: Random) -> bytes:
         return NO_DRAW
     key = random if isinstance(random, RandomKey) else RandomKey(0)
     source = _GIVEN if isinstance(random, torch.Tensor) else _SHARED if rounding.layout == "cvt_rs" else _WORDS
-    halves = _halves(key.seed) * 10
-    rounds = [half + step & 0xFFFFFFFF for half, step in zip(halves, _ROUNDS, strict=True)]
-    data = _DRAW.pack(*rounds, *_halves(key.offset), rounding.bits, source)
+    low, high = _halves(key.seed)
+    rounds = (low * _LANES[0] + high * _LANES[1] + _STEPS).to_bytes(160, "little")
+    keys = memoryview(rounds).cast("I")[::2].tobytes()  # modulo 2^32
+    data = _DRAW.pack(keys, *_halves(key.offset), rounding.bits, source)
     return packed(random, data, partial(draw_of, rounding))
 
 

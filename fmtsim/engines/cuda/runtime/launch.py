@@ -8,6 +8,7 @@ kernel's parameters; after that a launch fills one buffer and calls ``cuLaunchKe
 import ctypes
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from fmtsim.support.errors import DeviceError
 from fmtsim.support.replay.gpu import current_gpu, current_stream
-from fmtsim.support.replay.hooks import Structure, launched, word_of
+from fmtsim.support.replay.hooks import THREAD, Structure, launched, word_of
 
 SLOT = 16  # every argument begins at a multiple of as many bytes, which suits structures of 16-byte words too
 USUAL_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no function attribute
@@ -68,13 +69,15 @@ class Kernel:
             DeviceError: The driver refuses the launch.
             TypeError: The arguments are not what the kernel takes.
         """
-        launched(self, (grid, block), arguments, shared=shared)
         kinds = tuple(map(type, arguments))
         layout = self._layouts.get(kinds)
         if layout is None:
             layout = self._layouts[kinds] = self._checked(_Layout(arguments))
         if shared > self._shared:
             self._allow_shared(shared)
+        if THREAD.recorder is not None:
+            start = self._starter(block, shared, layout.pack, layout.memory, layout.free)
+            launched(start, (_three_dimensions(grid),), arguments, words=True)
         memory = layout.fill(arguments)
         self._start(_three_dimensions(grid), _three_dimensions(block), shared, memory.address)
         layout.free.append(memory)
@@ -98,16 +101,8 @@ class Kernel:
         first = [_WORD] * leading if isinstance(leading, int) else [bytes(size) for size in leading]
         layout = self._checked(_Layout((*first, *rest)))
         codes = "".join("Q8x" if words else f"{size}s{-size % SLOT}x" for size in layout.sizes[: len(first)])
-        threads, pack, free = _three_dimensions(block), struct.Struct(f"={codes}").pack_into, layout.free
-
-        def start(blocks: tuple[int, ...], *arguments: Any) -> None:
-            try:
-                memory = free.pop()
-            except IndexError:  # the first launch, or as many at once as never before
-                memory = layout.fill((*first, *rest))
-            pack(memory.bytes, 0, *arguments)
-            self._start(blocks, threads, 0, memory.address)
-            free.append(memory)
+        pack, fill = struct.Struct(f"={codes}").pack_into, partial(layout.fill, (*first, *rest))
+        start = self._starter(block, 0, pack, fill, layout.free)
 
         def launch(grid: Extent, *arguments: Any) -> None:
             blocks = _three_dimensions(grid)
@@ -115,6 +110,24 @@ class Kernel:
             start(blocks, *map(word_of, arguments))
 
         return launch
+
+    def _starter(
+        self, block: Extent, shared: int, pack: Callable[..., None], fill: "Callable[[], _Memory]",
+        free: "list[_Memory]",
+    ) -> Callable[..., None]:  # fmt: skip
+        """Return a launch of a grid and of what ``word_of`` makes of the arguments that ``pack`` takes."""
+        threads = _three_dimensions(block)
+
+        def start(blocks: tuple[int, ...], *arguments: Any) -> None:
+            try:
+                memory = free.pop()
+            except IndexError:  # the first launch, or as many at once as never before
+                memory = fill()
+            pack(memory.bytes, 0, *arguments)
+            self._start(blocks, threads, shared, memory.address)
+            free.append(memory)
+
+        return start
 
     def _start(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> None:
         """Ask the driver for a launch with arguments at an address."""
@@ -182,7 +195,7 @@ class _Memory:
 class _Layout:
     """Offsets of arguments of certain types; ``free`` holds memory that no launch of any thread is using."""
 
-    __slots__ = ("_offsets", "_pack", "_pointers", "_size", "_structures", "free", "sizes")
+    __slots__ = ("_offsets", "_pointers", "_size", "_structures", "free", "pack", "sizes")
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         codes = [_code(value) for value in arguments]
@@ -195,7 +208,7 @@ class _Layout:
             self._size += size + -size % SLOT
         self._structures = [(i, n) for i, n in enumerate(self.sizes) if isinstance(arguments[i], bytes | Structure)]
         self._pointers = [i for i, value in enumerate(arguments) if value is None or isinstance(value, torch.Tensor)]
-        self._pack = struct.Struct(text).pack_into
+        self.pack = struct.Struct(text).pack_into
         self.free: list[_Memory] = []
 
     def fill(self, arguments: tuple[Any, ...]) -> _Memory:
@@ -208,11 +221,15 @@ class _Layout:
         try:
             memory = self.free.pop()
         except IndexError:
-            memory = _Memory(self._offsets, self._size)
+            memory = self.memory()
         for place in self._pointers:
             values[place] = word_of(values[place])
-        self._pack(memory.bytes, 0, *values)
+        self.pack(memory.bytes, 0, *values)
         return memory
+
+    def memory(self) -> _Memory:
+        """Return new memory for as many arguments."""
+        return _Memory(self._offsets, self._size)
 
 
 def _code(value: Any) -> str:
