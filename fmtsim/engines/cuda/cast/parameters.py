@@ -29,7 +29,7 @@ _GRID, _HALF_OFFSET, _TABLE, _LOGARITHMIC = range(4)
 ) = (1 << place for place in range(10))  # fmt: skip
 _ELEMENT = struct.Struct("<5Qq7iI")
 _DRAW = struct.Struct("<80s2I2i")  # the keys of Philox's rounds, the halves of the offset, bits, the source
-# Twenty lanes of 64 bits, whose sums of 33 bits do not meet: the first and the second key of each round, and their steps.
+# Twenty lanes of 64 bits, whose sums of 33 bits do not meet: first and second keys of the rounds, and their steps.
 _LANES = [sum(1 << 64 * lane for lane in range(first, 20, 2)) for first in (0, 1)]
 _STEPS = sum((lane // 2) * (0x9E3779B9, 0xBB67AE85)[lane % 2] % (1 << 32) << 64 * lane for lane in range(20))
 _NOTHING, _WORDS, _SHARED, _GIVEN = range(4)
