@@ -4,6 +4,7 @@
 import gc
 import struct
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -119,6 +120,25 @@ def test_keys_are_drawn_anew_in_their_order():
     for i, (_, (_, one, two)) in enumerate(device.launches):
         data = pack(RandomKey(2 * i))
         assert one == b"head" + data + b"tail" + data and two == pack(RandomKey(2 * i + 1))
+
+
+def test_bytes_of_a_key_are_made_once_for_all_launches_of_a_call():
+    made = []
+
+    def pack(times, key):
+        made.append(times)
+        return struct.pack("<Q", key.seed) * times
+
+    def function(device, x):
+        key = drawn(lambda count: [RandomKey((1 << 60) + len(made))])
+        for times in (2, 2, 3):
+            device.add(0, packed(key, pack(times, key), partial(pack, times)))
+
+    device, _ = calls(function, 4)
+    assert made == [2, 2, 3] * 2 + [2, 3] * 2
+    for i in (2, 3):
+        two, again, three = (words[0] for _, words in device.launches[3 * i : 3 * i + 3])
+        assert two == again == struct.pack("<Q", (1 << 60) + 6 + 2 * (i - 2)) * 2 and three == two + two[:8]
 
 
 def test_what_lies_inside_longer_bytes_of_a_key_is_part_of_them():

@@ -89,7 +89,8 @@ class Recorder(TorchDispatchMode):
         self._views: dict[Any, int] = {}  # by what they are views of, and how
         self._bases: dict[int, tuple[int, int]] = {}  # of views: what they lie in, and how many numbers on
         self._shown: set[int] = set()  # views of what a call was given: torch counts what is written into those
-        self._notes: list[tuple[bytes, int, str]] = []  # bytes that stand for a key, and the function that makes them
+        self._packs: dict[Any, int] = {}  # places of bytes, by their key and the function that makes them of it
+        self._notes: list[tuple[bytes, int, int]] = []  # bytes that stand for a key, the places of both
         self._unused: set[int] = set()  # keys that no launch has got
         self._same: list[tuple[int, int]] = []
         for t in tensors:
@@ -216,7 +217,13 @@ class Recorder(TorchDispatchMode):
     def note(self, key: Any, data: bytes, pack: Callable[[Any], bytes]) -> None:
         """Remember what bytes stand for a key, for launches that get them."""
         if id(key) in self._keys:
-            self._notes.append((data, self._keys[id(key)][1], self._constant(pack)))
+            place = self._keys[id(key)][1]
+            how = place, *((pack.func, *pack.args) if isinstance(pack, partial) else (pack,))
+            if how not in self._packs:
+                made = self._packs[how] = self._new(None)
+                text = f"{self._names[made]} = {self._constant(pack)}({self._names[place]})"
+                self._lines.append(_Line(text, [place], [made], False))
+            self._notes.append((data, place, self._packs[how]))
         elif self._notes or self._unused:
             self.fits = False  # it may be one that was drawn, moved on
 
@@ -274,12 +281,12 @@ class Recorder(TorchDispatchMode):
             if self._moves(int.from_bytes(data[start : start + 8], "little")):
                 self.fits = False
         pieces, end = [], 0
-        notes = [(m.span(), place, pack) for raw, place, pack in self._notes for m in finditer(escape(raw), data)]
-        for (start, stop), place, pack in sorted(notes, key=lambda note: (note[0][0], -note[0][1])):
+        notes = [(m.span(), place, made) for raw, place, made in self._notes for m in finditer(escape(raw), data)]
+        for (start, stop), place, made in sorted(notes, key=lambda note: (note[0][0], -note[0][1])):
             self._unused.discard(place)
             if start >= end:  # else part of one that was longer
-                reads.append(place)
-                pieces += [self._constant(data[end:start]), f"{pack}({self._names[place]})"]
+                reads.append(made)
+                pieces += [self._constant(data[end:start]), self._names[made]]
                 end = stop
         return f"b''.join(({', '.join((*pieces, self._constant(data[end:])))}))" if pieces else self._constant(data)
 
