@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time ggml's formats on one CPU thread beside a copy of the float32 tensor: least processor time of runs in turns.
+"""Time ggml's formats and HiF4 on one CPU thread beside a float32 copy: least processor time of runs in turns.
 
 python benchmarks/ggml.py [--formats q4_0 q4_k] [--side 2048] [--repeats 7]
 """
@@ -28,7 +28,7 @@ def least(functions: list[Callable[[], Any]], repeats: int) -> list[float]:
 def main() -> None:
     """Print a row for each format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    encoded = [name for name in fmtsim.list_formats("ggml") if fmtsim.get_format(name).encoder]
+    encoded = [name for name in fmtsim.list_formats("packed") if fmtsim.get_format(name).encoder]
     parser.add_argument("--formats", nargs="+", default=encoded)
     parser.add_argument("--side", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=7)

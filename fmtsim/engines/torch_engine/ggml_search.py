@@ -12,6 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.formats.packed import PackedFormat
+
+Tried = tuple[Tensor, ...]
+"""What gives the codes that a search tried."""
+Fit = tuple[Tensor, Tensor, Tried]
+"""Scales and minima of parts, and what was tried."""
+
 LEAST = 1e-15  # largest magnitudes below are zero (GROUP_MAX_EPS)
 _FAR = -4194304.0  # what nearest_int makes of infinities
 
@@ -53,19 +60,52 @@ def nearest_wrapped(x: Tensor) -> Tensor:
     return ((x + 12582912.0).view(torch.int32) & 0x7FFFFF) - 0x400000
 
 
-def search_range(
-    x: Tensor, weights: Tensor, top: int, steps: int, first: float, *, absolute: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit ``scale * code - minimum`` (make_qkx2_quants) and return scale, codes and minimum.
+def inverse_of(d: Tensor) -> Tensor:
+    """Return 1 / d, 0 of 0."""
+    return torch.where(d == 0, 0.0, over(1.0, d))
 
-    Args:
-        x: float32 [size, parts].
-        weights: Of the elements, likewise.
-        top: The largest code.
-        steps: Scales that are tried beyond the first.
-        first: What is added to ``top`` in the first of them; 0.1 more in every other.
-        absolute: Whether errors are weighted as they are, not squared.
-    """
+
+def coded(codes: Tensor, d: Tensor, inverse: Tensor, otherwise: int = 0) -> Tensor:
+    """Return int8 codes as uint8; products that are not finite are the integer 0 in C, ``otherwise`` here."""
+    usable = inverse.isfinite() & d.isfinite()
+    return (codes if bool(usable.all()) else torch.where(usable, codes, otherwise)).view(torch.uint8)
+
+
+def parts_of(x: Tensor, fmt: PackedFormat) -> Tensor:
+    """Return blocks [blocks, elements] as parts [size, blocks * count]."""
+    return x.reshape(-1, fmt.part).T.contiguous()
+
+
+def fit_largest(x: Tensor, fmt: PackedFormat) -> tuple[Tensor, Tensor]:
+    """Return scales [blocks, 1] and codes."""
+    d = over(signed_largest(x), -float(fmt.zero))
+    inverse = inverse_of(d)
+    codes = (x * inverse).add_(fmt.zero + 0.5).to(torch.int8).clamp_(max=2 * fmt.zero - 1)
+    return d, coded(codes, d, inverse)
+
+
+def fit_signed(x: Tensor, fmt: PackedFormat) -> Fit:
+    """Return a scale for each part, of integers with a sign."""
+    parts = parts_of(x, fmt)
+    scale, codes = search_3bit(parts) if fmt.zero == 4 else search_signed(parts, fmt.zero)
+    return scale, torch.zeros_like(scale), (parts, codes)
+
+
+def recode(tried: Tried, d: Tensor, offset: Tensor, low: int, high: int, fmt: PackedFormat) -> Tensor:
+    """Return the codes [blocks, elements] of parts under stored scales, those of the search where the scale is 0."""
+    x, codes = tried
+    counted = nearest(over(x + offset, d), low, high).sub_(low)
+    return torch.where(d == 0, codes, counted).to(torch.uint8).T.reshape(-1, fmt.elements)
+
+
+def fit_range(x: Tensor, fmt: PackedFormat) -> Fit:
+    """Fit ``scale * code - minimum`` to parts (make_qkx2_quants), errors or their squares weighted by magnitudes."""
+    top, steps, first = int(fmt.search[0]), int(fmt.search[1]), fmt.search[2]
+    x, absolute = parts_of(x, fmt), top == 3
+    weights = x.abs()
+    if not absolute:
+        mean = over(total(x * x), float(fmt.part))
+        weights += mean.double().sqrt_().float()  # rounded to nearest, as torch's float32 root on a CPU is not
     low, high = torch.aminmax(x, dim=0)
     low = low.clamp(max=0.0)
     sum_w, sum_x = total(weights), total(weights * x)
@@ -99,7 +139,7 @@ def search_range(
         minimum, codes = torch.where(better, new_minimum, minimum), torch.where(better, tried, codes)
     # 4. parts of one number that is not positive are their minimum alone
     flat = high == low
-    return torch.where(flat, 0.0, scale), torch.where(flat, 0.0, codes), -torch.where(flat, low, minimum)
+    return torch.where(flat, 0.0, scale), -torch.where(flat, low, minimum), (x, torch.where(flat, 0.0, codes))
 
 
 def _largest(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,7 +209,7 @@ def search_3bit(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(zero, 0.0, scale), torch.where(zero, 0.0, codes + top)
 
 
-def search_codebook(x: Tensor, values: tuple[int, ...], tries: int) -> tuple[Tensor, Tensor]:
+def search_codebook(x: Tensor, values: tuple[float, ...], tries: int) -> tuple[Tensor, Tensor]:
     """Fit ``scale * values[code]``: the best of ``2 * tries + 2`` scales, of one where tries is 0."""
     largest, zero = _largest(x)
 
@@ -186,13 +226,13 @@ def search_codebook(x: Tensor, values: tuple[int, ...], tries: int) -> tuple[Ten
     return torch.where(zero, 0.0, scale), torch.where(zero, 0, codes)
 
 
-def nearest_value(x: Tensor, values: tuple[int, ...]) -> Tensor:
+def nearest_value(x: Tensor, values: tuple[float, ...]) -> Tensor:
     """Return the index of the value of a rising codebook that is nearest, of two the upper one; int32."""
     middles = [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
     return torch.bucketize(x, torch.tensor(middles, device=x.device), right=True, out_int32=True)
 
 
-def values_of(codes: Tensor, values: tuple[int, ...]) -> Tensor:
+def values_of(codes: Tensor, values: tuple[float, ...]) -> Tensor:
     """Return the values of a codebook's codes, float32."""
     table = torch.tensor(values, dtype=torch.float32, device=codes.device)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ Numbers = dict[str, Tensor]
 _CPU_CHUNK = 1 << 19  # elements: temporaries stay in the last cache, and calls of torch cost little beside them
 
 
-def encode(x: Tensor, spec: CastSpec) -> EncodedParts:
+def encode(x: Tensor, spec: CastSpec, fits: Any = search) -> EncodedParts:
     """Return the bytes of blocks, uint8 [..., bytes] with ``spec.dim`` moved last; short blocks are filled with zeros.
+
+    ``fits`` is the module of ``fit_largest``, ``fit_range``, ``fit_signed`` and ``recode``: of torch or kernels.
 
     Raises:
         FormatError: The format is decoded only.
@@ -41,9 +44,11 @@ def encode(x: Tensor, spec: CastSpec) -> EncodedParts:
     blocks = rows.reshape(-1, fmt.elements)
     out = x.new_empty((len(blocks), fmt.bytes), dtype=torch.uint8)
     for rows_of_x, rows_of_out in zip(_pieces(blocks, fmt), _pieces(out, fmt), strict=True):
-        if not fmt.has_nan and rows_of_x.numel() and not all(bool(bound.isfinite()) for bound in rows_of_x.aminmax()):
+        if not rows_of_x.numel():
+            break
+        if not fmt.has_nan and not all(bool(bound.isfinite()) for bound in rows_of_x.aminmax()):
             raise ArgumentError(f"x holds NaN or Inf (as float32), which {fmt.name} does not encode; remove them first")
-        _pack(_ENCODERS[fmt.encoder](rows_of_x, fmt), fmt, rows_of_out)
+        _pack(_ENCODERS[fmt.encoder](rows_of_x, fmt, *([] if fits is search else [fits])), fmt, rows_of_out)
     return EncodedParts(out.view(*rows.shape[:-1], rows.shape[-1] // fmt.elements * fmt.bytes))
 
 
@@ -207,23 +212,10 @@ def _scale_table(d_format: str) -> Tensor:
 # Blocks under a scale that their largest number gives.
 
 
-def _inverse(d: Tensor) -> Tensor:
-    """Return 1 / d, 0 of 0."""
-    return torch.where(d == 0, 0.0, over(1.0, d))
-
-
-def _coded(codes: Tensor, d: Tensor, inverse: Tensor, otherwise: int = 0) -> Tensor:
-    """Return int8 codes as uint8; products that are not finite are the integer 0 in C, ``otherwise`` here."""
-    usable = inverse.isfinite() & d.isfinite()
-    return (codes if bool(usable.all()) else torch.where(usable, codes, otherwise)).view(torch.uint8)
-
-
-def _encode_largest(x: Tensor, fmt: PackedFormat) -> Numbers:
+def _encode_largest(x: Tensor, fmt: PackedFormat, fits: Any = search) -> Numbers:
     """Q4_0, Q5_0: the number of largest magnitude becomes the lowest code."""
-    d = over(search.signed_largest(x), -float(fmt.zero))
-    inverse = _inverse(d)
-    codes = (x * inverse).add_(fmt.zero + 0.5).to(torch.int8).clamp_(max=2 * fmt.zero - 1)
-    return {"d": d.half(), "codes": _coded(codes, d, inverse)}
+    d, codes = fits.fit_largest(x, fmt)
+    return {"d": d.half(), "codes": codes}
 
 
 def _encode_range(x: Tensor, fmt: PackedFormat) -> Numbers:
@@ -232,20 +224,20 @@ def _encode_range(x: Tensor, fmt: PackedFormat) -> Numbers:
     if bool((zero := (low == 0).squeeze(1)).any()):  # which the first has the sign of
         low[zero] = search.first(x[zero], x[zero] == 0)
     d = over(high - low, float(top)) + 0.0  # of zeros, too
-    inverse = _inverse(d)
+    inverse = search.inverse_of(d)
     codes = (x - low).mul_(inverse).add_(0.5).to(torch.int8).clamp_(max=top)
-    return {"d": d.half(), "min": low.half(), "codes": _coded(codes, d, inverse)}
+    return {"d": d.half(), "min": low.half(), "codes": search.coded(codes, d, inverse)}
 
 
 def _encode_rounded(x: Tensor, fmt: PackedFormat) -> Numbers:
     """Q8_0, Q2_0, TQ1_0, TQ2_0: the largest magnitude becomes ``top``; ties away from zero."""
     top, unusable = fmt.search
     d = over(torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True)).abs(), top)
-    inverse = _inverse(d)
+    inverse = search.inverse_of(d)
     y = x * inverse
     below_half = (y.view(torch.int32) & -1 << 31).bitwise_or_(0x3EFFFFFF)  # of y's sign: a half would carry
     codes = y.add_(below_half.view(torch.float32)).to(torch.int8).add_(fmt.zero)
-    return {"d": d.half(), "codes": _coded(codes, d, inverse, int(unusable))}
+    return {"d": d.half(), "codes": search.coded(codes, d, inverse, int(unusable))}
 
 
 def _encode_signs(x: Tensor, fmt: PackedFormat) -> Numbers:
@@ -305,28 +297,12 @@ def _encode_micro_exponents(x: Tensor, fmt: PackedFormat) -> Numbers:
 # Blocks of parts, whose scales are searched and then rounded.
 
 
-def _parts(x: Tensor, fmt: PackedFormat) -> Tensor:
-    """Return blocks [blocks, elements] as parts [size, blocks * count]."""
-    return x.reshape(-1, fmt.part).T.contiguous()
-
-
-def _recoded(x: Tensor, d: Tensor, codes: Tensor, low: int, high: int, fmt: PackedFormat) -> Tensor:
-    """Return the codes [blocks, elements] of parts under stored scales, those of the search where the scale is 0."""
-    counted = search.nearest(over(x, d), low, high).sub_(low)
-    return torch.where(d == 0, codes, counted).to(torch.uint8).T.reshape(-1, fmt.elements)
-
-
-def _encode_searched_range(x: Tensor, fmt: PackedFormat) -> Numbers:
+def _encode_searched_range(x: Tensor, fmt: PackedFormat, fits: Any = search) -> Numbers:
     """Q2_K, Q4_K, Q5_K: scales and minima of parts, of 4 or 6 bits under those of the block."""
-    top, steps, first = (int(fmt.search[0]), int(fmt.search[1]), fmt.search[2])
+    # 1. a scale and a minimum for each part
+    found_scale, found_minimum, tried = fits.fit_range(x, fmt)
+    top = int(fmt.search[0])
     narrow = top == 3
-    # 1. a scale and a minimum for each part, errors weighted by magnitudes
-    parts = _parts(x, fmt)
-    weights = parts.abs()
-    if not narrow:
-        mean = over(search.total(parts * parts), float(fmt.part))
-        weights += mean.double().sqrt_().float()  # rounded to nearest, as torch's float32 root on a CPU is not
-    found_scale, codes, found_minimum = search.search_range(parts, weights, top, steps, first, absolute=narrow)
     # 2. both as integers, of the largest of the block
     count = fmt.elements // fmt.part
     (d, scales), (minimum, minima) = (_graded(s.view(-1, count), narrow) for s in (found_scale, found_minimum))
@@ -334,7 +310,7 @@ def _encode_searched_range(x: Tensor, fmt: PackedFormat) -> Numbers:
         scales, minima = scales & 15, (scales & 255) >> 4 | minima & 15
     # 3. codes under what is stored
     d_part, minimum_part = ((s.float() * n).view(-1) for s, n in ((d, scales), (minimum, minima)))
-    codes = _recoded(parts + minimum_part, d_part, codes, 0, top, fmt)
+    codes = fits.recode(tried, d_part, minimum_part, 0, top, fmt)
     return {"d": d, "min": minimum, "scales": torch.cat([scales, minima], 1).to(torch.uint8), "codes": codes}
 
 
@@ -351,35 +327,35 @@ def _largest_scale(scales: Tensor) -> Tensor:
     return search.signed_largest(scales.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
 
 
-def _encode_searched(x: Tensor, fmt: PackedFormat, *, three_bits: bool) -> Numbers:
+def _encode_searched(x: Tensor, fmt: PackedFormat, fits: Any = search, *, three_bits: bool) -> Numbers:
     """Q3_K, Q6_K: scales of parts, of 6 or 8 bits under that of the block."""
-    parts = _parts(x, fmt)
-    scale, codes = search.search_3bit(parts) if three_bits else search.search_signed(parts, fmt.zero)
+    scale, offset, tried = fits.fit_signed(x, fmt)
     scales, top = scale.view(len(x), -1), 32 if three_bits else 128
     largest = _largest_scale(scales)
     zero = largest == 0 if three_bits else largest.abs() < search.LEAST
     inverse = over(-float(top), largest)
     d = torch.where(zero, 0.0, over(1.0, inverse)).half()
     steps = torch.where(zero, -float(fmt.scale_zero), search.nearest(inverse * scales, -top, top - 1))
-    codes = _recoded(parts, (d.float() * steps).view(-1), codes, -fmt.zero, fmt.zero - 1, fmt)
-    codes = codes if three_bits else torch.where(zero, 0, codes)
+    codes = fits.recode(tried, (d.float() * steps).view(-1), offset, -fmt.zero, fmt.zero - 1, fmt)
+    if not three_bits and bool(zero.any()):
+        codes = codes.masked_fill(zero, 0)
     return {"d": d, "scales": (steps + fmt.scale_zero).to(torch.int8).view(torch.uint8), "codes": codes}
 
 
 def _encode_codebook(x: Tensor, fmt: PackedFormat) -> Numbers:
     """IQ4_NL, IQ4_XS: scales of parts of 32, which IQ4_XS has in 6 bits under that of the block."""
-    parts = _parts(x, fmt)
+    parts = search.parts_of(x, fmt)
     scale, codes = search.search_codebook(parts, fmt.values, int(fmt.search[0]))
     scales = scale.view(len(x), -1)
     if fmt.part == fmt.elements:
         return {"d": scales.half(), "codes": codes.T.to(torch.uint8)}
     d = over(-_largest_scale(scales), 32.0)
-    steps = search.nearest(_inverse(d) * scales, -32, 31)
-    codes = search.nearest_value(parts * _inverse(d * steps).view(-1), fmt.values).T.reshape(x.shape)
+    steps = search.nearest(search.inverse_of(d) * scales, -32, 31)
+    codes = search.nearest_value(parts * search.inverse_of(d * steps).view(-1), fmt.values).T.reshape(x.shape)
     return {"d": d.half(), "scales": (steps + 32).to(torch.uint8), "codes": codes.to(torch.uint8)}
 
 
-_ENCODERS: dict[str, Callable[[Tensor, PackedFormat], Numbers]] = {
+_ENCODERS: dict[str, Callable[..., Numbers]] = {
     "largest": _encode_largest, "range": _encode_range, "rounded": _encode_rounded, "signs": _encode_signs,
     "fp4": _encode_fp4, "micro_exponents": _encode_micro_exponents,
     "searched_range": _encode_searched_range, "codebook": _encode_codebook,

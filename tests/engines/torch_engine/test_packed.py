@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.torch_engine import ggml_search
+from fmtsim.engines.torch_engine import ggml_search, packed
 from fmtsim.formats.packed import GGML_FORMATS, HIF4, NEED_MATRIX, PackedFormat
 from fmtsim.formats.registry import format_from_json, format_to_json
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import CastSpec
 from fmtsim.support.errors import ArgumentError, CodeError, DtypeError, FmtsimError, FormatError
 from tests.support import ggml as oracle
 from tests.support.bits import assert_same_bits
@@ -89,6 +91,15 @@ def test_bytes_are_those_of_the_oracle(name):
     assert codes.dtype == np.uint8 and np.array_equal(codes, expected)
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q2_k", "q4_k", "q5_k", "q6_k"])
+def test_kernels_have_the_bytes_of_torch_operations(name):
+    fmt = fmtsim.get_format(name)
+    spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
+    for x in (torch.from_numpy(oracle.some_blocks(fmt.elements, count)) for count in (1, 9, 24)):
+        x = torch.cat([x, -x.abs(), x.abs() + 1, -x[:, :1].expand_as(x)])[: 4 * len(x) - 1]
+        assert torch.equal(fmtsim.encode(x, name).codes, packed.encode(x, spec).codes)
+
+
 @pytest.mark.parametrize("name", SEARCHED)
 def test_the_oracle_sees_another_rounding(name, monkeypatch):
     fmt = fmtsim.get_format(name)
@@ -145,7 +156,7 @@ def test_verbs_agree_in_every_layout(name):
     padded = torch.nn.functional.pad(short, (0, 5))
     assert_same_bits(fmtsim.quantize(short, name, pad=True), fmtsim.quantize(padded, name)[..., :-5])
     assert_same_bits(fmtsim.encode(short, name, pad=True).decode(), fmtsim.quantize(padded, name)[..., :-5])
-    assert fmtsim.quantize(x[:0], name).shape == (0, *x.shape[1:])
+    assert fmtsim.quantize(x[:0], name).shape == fmtsim.encode(x[:0], name).decode().shape == (0, *x.shape[1:])
     assert fmtsim.encode(torch.tensor(1.0), name).decode().shape == ()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from fmtsim.engines import torch_engine
 from fmtsim.engines.cpu.cast import codes, elements
+from fmtsim.engines.torch_engine import packed
 from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
@@ -35,8 +36,14 @@ def _implementation(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> Callable
     where float32 does not hold those of the elements.
     """
     fmt = spec.format
-    if isinstance(fmt, PackedFormat) or not all(dtype in FLOAT_DTYPES for dtype in dtypes):
+    if not all(dtype in FLOAT_DTYPES for dtype in dtypes):
         return None
+    if isinstance(fmt, PackedFormat):
+        if verb == "decode" or fmt.encoder not in ("largest", "searched_range", "searched_signed"):
+            return None
+        from fmtsim.engines.cpu.cast import ggml
+
+        return _quantize_by_codes if verb == "quantize" else lambda x, spec, random: packed.encode(x, spec, ggml)
     if isinstance(fmt, LogTileFormat):
         from fmtsim.engines.cpu.cast import logarithmic
 
