@@ -27,8 +27,8 @@ _NVIDIA = "NVIDIA, arXiv:2509.25149"
 _QUARTET = "Castro et al., Quartet, arXiv:2505.14669; IST-DASLab/Quartet 00ccd38"
 _QUARTET2 = "arXiv:2601.22813; IST-DASLab/Quartet-II 8776a90"
 _FP4 = "Wang et al., arXiv:2501.17116"
-_TE_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-_MASK = sum(1 << i for i, sign in enumerate(_TE_SIGNS) if sign < 0)
+_TE_SIGNS = "+++-+------+-+--"
+_MASK = sum(1 << i for i, sign in enumerate(_TE_SIGNS) if sign == "-")
 _QUEST_FACTOR = 2.92247856 / 6  # the clip of least error of a normal distribution, in standard deviations
 _EDEN_RANGE = 17 / 16 * 0.93
 _NVFP4_STOCHASTIC = Rounding(mode="stochastic", random_bits=8)

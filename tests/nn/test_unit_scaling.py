@@ -89,16 +89,50 @@ def test_products():
     torch.testing.assert_close(free, [y * f, da * 24**-0.5, db * 16**-0.5], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(causal):
-    q, k, v, g = (float64s(2, 64, 16, seed=i) for i in range(4))
-    flat = math.sqrt(math.log(64) / 64) if causal else 1 / 8
-    factor = 1 / logarithmic(1 / (1 + 4 * 16), flat, 1.0)
-    plain = pulled(
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1 / 16), [q, k, v], g
-    )
-    ours = pulled(lambda q, k, v: unit.attention(q, k, v, is_causal=causal), [q, k, v], g)
-    torch.testing.assert_close(ours, [t * factor for t in plain], rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize(
+    ("length", "mult", "dropout", "causal", "flat"),
+    [
+        (64, 1.0, 0.0, False, 1 / 8),
+        (64, 1.0, 0.0, True, math.sqrt(math.log(64) / 64)),
+        (64, 3.0, 0.0, False, 1 / 8),
+        (64, 0.5, 0.25, False, 1 / 8),
+        (1, 3.0, 0.0, True, 1.0),  # the logarithm of one row is 0
+    ],
+)
+def test_attention(length, mult, dropout, causal, flat):
+    """Of d = 16: the factor is sqrt(1 - dropout) / (flat ** (1 - w)), with w = mult^2 / (mult^2 + 4 d)."""
+    q, k, v, g = (float64s(2, length, 16, seed=i) for i in range(4))
+    factor = math.sqrt(1 - dropout) * flat ** (mult**2 / (mult**2 + 64) - 1)
+    how = {"is_causal": causal, "dropout_p": dropout}
+
+    def plain(q, k, v):
+        torch.manual_seed(7)
+        return F.scaled_dot_product_attention(q, k, v, scale=mult / 16, **how)
+
+    def ours(q, k, v):
+        torch.manual_seed(7)
+        return unit.attention(q, k, v, mult=mult, **how)
+
+    scaled = [t * factor for t in pulled(plain, [q, k, v], g)]
+    torch.testing.assert_close(pulled(ours, [q, k, v], g), scaled, rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_is_scaled_where_it_drops_and_where_it_does_not():
+    x, g = float64s(16, N), float64s(16, N, seed=1)
+    for training in (True, False):
+        torch.manual_seed(7)
+        plain = pulled(lambda x, on=training: F.dropout(x, 0.36, on), [x], g)
+        torch.manual_seed(7)
+        ours = pulled(lambda x, on=training: unit.dropout(x, 0.36, on), [x], g)
+        torch.testing.assert_close(ours, [t * 0.8 for t in plain], rtol=1e-12, atol=1e-12)
+
+
+def test_relu_is_scaled_by_the_spread_of_half_a_normal_distribution():
+    x, g = float64s(16, N), float64s(16, N, seed=1)
+    y, dx = pulled(F.relu, [x], g)
+    torch.testing.assert_close(pulled(unit.relu, [x], g), [y * GELU, dx * GELU], rtol=1e-12, atol=1e-12)
+    free = pulled(lambda x: unit.relu(x, constrained=False), [x], g)
+    torch.testing.assert_close(free, [y * GELU, dx * 2**0.5], rtol=1e-12, atol=1e-12)
 
 
 def test_sums_losses_and_norms():

@@ -44,6 +44,10 @@ def test_what_no_test_is_meant_to_see_is_left_out():
     text = (ROOT / PLACES).read_text()
     raises = {node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Raise | ast.Assert)}
     assert not raises & {mutant.line for mutant in mutants_of(PLACES)}
+    keys = [mutant.key for mutant in mutants_of("fmtsim/machine/norm.py")]
+    keys = [key for key in keys if ", 1, 8 * width) [" in key]
+    assert any(key.endswith("is not -> is]") for key in keys)
+    assert not any(key.endswith(("8 -> 7]", "8 -> 9]", "1 -> 2]")) for key in keys)  # how threads share rows
 
 
 def test_samples_repeat_and_reach_every_area():
@@ -125,6 +129,19 @@ def test_files_beside_the_rooms_have_tests():
     trials = Trials(jobs=1)
     for file in ("fmtsim/casts/ops.py", "fmtsim/casts/quantize.py", "fmtsim/support/progress.py"):
         assert all(trials.tests_of(mutant) for mutant in mutants_of(file))
+
+
+@pytest.mark.parametrize("file", ["fmtsim/lab/reproduce/accumulation.py", "fmtsim/gemm/targets/cuda_cores.py"])
+def test_catalogues_have_the_tests_of_their_records(file):
+    mutant = next(mutant for mutant in mutants_of(file) if not mutant.function)
+    assert set(seen.RECORDED) <= set(Trials().tests_of(mutant)) & set(collected())
+
+
+def test_fuzzing_comes_last():
+    """It takes long, and any result for right: the tests of what is right come before it."""
+    mutant = next(mutant for mutant in mutants_of("fmtsim/optim/checkpoint.py") if mutant.function == "_same")
+    tests = Trials().tests_of(mutant)
+    assert tests[0].startswith("tests/optim/") and not any("test_fuzz" in test for test in tests[:-1])
 
 
 def test_a_function_that_the_map_does_not_know_has_the_tests_of_its_room():

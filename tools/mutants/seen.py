@@ -40,6 +40,11 @@ APART = {
     ),
     "distributed": ("tests/distributed/test_ranks.py::test_processes_and_the_simulation_give_the_same_bits",),
 }
+# Records and their defaults are worked out where they are imported, before any test runs.
+RECORDED = (
+    "tests/spec/test_defaults.py::test_defaults",
+    "tests/spec/test_defaults.py::test_catalogues_and_defaults_of_verbs_are_those_that_were_recorded",
+)
 
 _notes: dict[str, Any] = {"seconds": defaultdict(float), "kernels": defaultdict(set)}
 _running = ""

@@ -220,11 +220,17 @@ class _Python(ast.NodeVisitor):
         if name in _NAMES:
             self._add(end - len(name), end, _NAMES[name])
         self.visit(node.func)
-        for argument in node.args:
+        for argument in node.args[: self._seen_arguments(name, node)]:
             self.visit(argument)
         for keyword in node.keywords:
             if keyword.arg not in _UNSEEN_KEYWORDS:
                 self.visit(keyword.value)
+
+    def _seen_arguments(self, name: str | None, call: ast.Call) -> int | None:
+        """Return how many arguments may be changed: pool.run's last two, but for multiples above 1, pick threads."""
+        if name != "run" or not self._file.startswith(("fmtsim/machine/", "fmtsim/engines/cpu/")):
+            return None
+        return 2 if [ast.unparse(argument) for argument in call.args[2:3]] == ["1"] else 3
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
-from tools.mutants.seen import APART, COMPILED, collected, read_map
+from tools.mutants.seen import APART, COMPILED, RECORDED, collected, read_map
 from tools.mutants.sites import ROOT, Mutant
 
 LIMIT = 90.0  # seconds of tests that one mutant is worth, by the map
@@ -91,10 +91,12 @@ class Trials:
         named = [test for test in quick if test.split("::")[0].endswith(f"/test_{path.stem}.py")]
         room = f"tests/{mutant.folder}/" if mutant.folder else "tests/test_"
         nearby = [*(test for test in quick if test in of_file), *(test for test in quick if test.startswith(room))]
-        apart = APART.get(mutant.area, ()) if mutant.file.endswith(".py") else ()
+        apart = (*RECORDED, *APART.get(mutant.area, ())) if mutant.file.endswith(".py") else ()
         near = [test for test in named if test.startswith(room)]
         found = list(dict.fromkeys([*direct, *apart, *near, *nearby, *named])) or quick
-        return sorted(found, key=lambda test: test.startswith("tools/fuzz/"))  # long, and takes any result for right
+        return sorted(
+            found, key=lambda test: test.startswith("tests/tools/test_fuzz.py")
+        )  # long, and takes any result for right
 
     def _one(self, mutant: Mutant, copy: "_Copy") -> Outcome:
         tests, begun = self.tests_of(mutant), time.monotonic()
