@@ -128,6 +128,25 @@ def test_scalars_of_the_device_are_those_of_the_host(rule, scheme, beta, emulate
             assert int(found[12:14].view(torch.int64)) == int(count) << 22 and got["correction"] * found[11] > 0.99
 
 
+@pytest.mark.parametrize(
+    ("lr", "stays"),
+    [(torch.tensor(0.5), True), (torch.tensor(0.5, dtype=torch.float64), True), (0.5, False),
+     (torch.tensor(0.5, dtype=torch.float16), False), (torch.tensor(0.5, device="meta"), False)],
+)  # fmt: skip
+def test_learning_rates_that_a_step_reads_are_those_on_its_device(lr, stays):
+    """Kernels read float32 and float64; other learning rates become numbers before a step is recorded."""
+    group = {"lr": lr, "betas": (0.25, 0.75), "eps": 1e-6, "weight_decay": 0.125}
+    if isinstance(lr, torch.Tensor) and lr.is_meta:
+        assert rules.hyperparameters(group, torch.device("meta")).lr is lr
+        return
+    found = rules.hyperparameters(group, torch.device("cpu"))
+    assert found.lr is lr if stays else (type(found.lr), found.lr) == (float, 0.5)
+    assert found[1:] == (0.25, 0.75, 1e-6, 0.125, float("inf"))
+    cpu, plain = torch.device("cpu"), {"lr": 1.0, "weight_decay": 0.5}
+    assert rules.hyperparameters(plain | {"momentum": 0.25}, cpu)[1:] == (0.25, 0.0, 0.0, 0.5, float("inf"))
+    assert rules.hyperparameters(plain | {"beta": 0.25, "bound": 9.0}, cpu)[1:] == (0.0, 0.25, 0.0, 0.5, 9.0)
+
+
 def test_saved_counts_go_where_the_optimizer_has_them():
     def optimizer(capturable):
         p = torch.nn.Parameter(torch.ones(64, 80))

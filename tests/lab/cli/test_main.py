@@ -18,7 +18,7 @@ from fmtsim.lab.cli import names
 from fmtsim.lab.cli.main import BAD_INPUT, COMMANDS, build_parser, main
 from fmtsim.lab.cli.options import MOST_THREADS, check_threads
 from fmtsim.lab.cli.output import print_text
-from fmtsim.support.errors import CoverageWarning
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.records import NAMES_FILE, recorded_names
 from tests.support.refusals import refused
 
@@ -128,6 +128,42 @@ def test_the_names_that_typos_are_compared_with_are_those_of_the_catalogues():
     assert set(names.targets_and_units()) == {*fmtsim.list_targets(), *fmtsim.list_units()}
     assert set(names.recipes()) == set(fmtsim.list_recipes(kind="training"))
     assert set(names.schemes()) == set(fmtsim.list_recipes(kind="ptq"))
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "word", "said"),
+    [
+        (names.recipes, " TE_Current", ""),
+        (names.recipes, "te_nvfp4_tensor", "'te_nvfp4_tensor' is unknown; did you mean 'te_nvfp4'"),
+        (names.recipes, "here.py:build", ""),
+        (names.recipes, "gone.py:build", "gone.py:build: there is no file gone.py; did you mean 'here.py'?; pass FILE"),
+        (names.recipes, "package.module:build", ""),
+        (names.recipes, "here.json", ""),
+        (names.recipes, "gone.json", "gone.json: there is no file gone.json; did you mean 'here.json'"),
+        (names.recipes, "e4m3", "'e4m3' is unknown"),
+        (names.recipes_and_formats, "e4m3", ""),
+        (names.recipes_and_formats, "e4m3,te_current", ""),
+        (names.targets_and_units, "block=32", ""),
+        (names.targets_and_units, "logarithms", ""),
+        (names.targets, "logarithms", "'logarithms' is unknown; choose a GPU"),
+        (names.roundings, "all", ""),
+        (names.roundings, "qqq", "'qqq' is unknown; choose one of nearest_even, "),
+        (names.functions, "text", ""),
+        (names.files, "text", "text: there is no file text; pass a file that is there"),
+        (names.files, ".", ".: there is no file .; pass a file"),
+        (names.texts, ".", ""),
+        (names.texts, "gone", "gone: there is no file or folder gone; pass a text file or a folder"),
+    ],
+)
+def test_words_that_are_names_files_or_typos(catalogue, word, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("here.py", "here.json"):
+        Path(name).touch()
+    if not said:
+        return catalogue.check("--option", word)
+    with pytest.raises(ArgumentError) as error:
+        catalogue.check("--option", word)
+    assert str(error.value).startswith(f"--option {said}")
 
 
 @pytest.mark.parametrize("header", ["", "import mine\n"])
