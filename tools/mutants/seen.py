@@ -23,10 +23,12 @@ COMPILED = {
     "fmtsim/engines/cpu/cast/": (
         "tests/engines/cpu/test_choices.py", "tests/engines/equality/test_blocks.py",
         "tests/engines/equality/test_elements.py", "tests/engines/equality/test_layouts.py",
+        "tests/engines/cpu/test_operands.py",
     ),
     "fmtsim/engines/cpu/gemm/": (
         "tests/engines/cpu/test_gemm_bits.py", "tests/engines/cpu/test_gemm_units.py", "tests/engines/cpu/test_gemm.py",
         "tests/gemm/test_lanes.py", "tests/engines/cpu/test_choices.py", "tests/engines/equality/test_products.py",
+        "tests/engines/cpu/test_gemm_batch.py",
     ),
     "fmtsim/engines/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
     "fmtsim/engines/cpu/counting.py": ("tests/lab/analysis/test_stats.py",),

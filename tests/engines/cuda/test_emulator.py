@@ -2,8 +2,10 @@
 """The emulator itself: barriers, lanes, products of matrices and roundings, against plain Python."""
 
 import math
+import re
 import shutil
 import struct
+from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.engines.cuda.emulator import EmulatorError, HostKernel, kernels
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler (g++)")
 
+KERNELS = runtime.KERNELS  # a test's fixture puts others there
 SOURCE = Path(__file__).with_name("trial.cu")
 
 
@@ -226,3 +229,19 @@ def test_the_pretended_device(emulated):
     y = zeros(32)
     runtime.kernel("trial.cu", "race", index)(1, 32, y)
     assert y[31] == 7
+
+
+def test_operands_of_assembler_are_all_there_and_registers_in_order():
+    """The emulator replaces assembler: only its text shows here that no register stands twice or is left out."""
+    counts = []
+    for file in sorted(KERNELS.rglob("*.cu*")):
+        for statement in re.findall(r"\basm(?: volatile)?\(\s*\"(.*?)\);", file.read_text(), re.DOTALL):
+            operands = re.findall(r'"[=+]?[a-z]"\s*\(', statement)
+            numbers = {int(number) for number in re.findall(r"%(\d+)", statement)}
+            assert numbers in (set(range(len(operands))), set()), (file.name, statement)
+            arrays = defaultdict(list)
+            for array, place in re.findall(r'"\((\w+)\[(\d+)\]\)', statement):
+                arrays[array].append(int(place))
+            assert all(places == list(range(len(places))) for places in arrays.values()), (file.name, statement)
+            counts.append((len(operands), [len(places) for places in arrays.values()]))
+    assert (69, [64]) in counts and (16, [4, 8, 4]) in counts and len(counts) > 30

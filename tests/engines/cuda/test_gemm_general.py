@@ -55,6 +55,27 @@ def test_every_kernel(name, engine):
     assert set(engine.launched) == ({file} if file else set())
 
 
+@pytest.mark.parametrize(
+    ("unit", "fmt"),
+    [
+        (TwoStageDatapath(block=80), "bf16"),
+        (TwoStageDatapath(block=80, parity=True), "bf16"),
+        (PairwiseDatapath(block=128), "bf16"),
+        (IntegerDatapath(block=80, saturate=True), "int8"),
+        (replace(HALF, block=80, term_rounding="nearest_even"), "bf16"),
+        (replace(EXACT, block=80), "e4m3"),
+    ],
+    ids=["two stages", "even and odd", "pairs", "saturation", "aligned terms", "exact sums"],
+)
+def test_blocks_longer_than_what_shared_memory_holds_at_a_time(unit, fmt, engine):
+    """Of 32 places: whole blocks of several windows, a last one that is short, products and parts shorter than one."""
+    kinds = ("normal", "huge") if fmt == "int8" else ("normal", "wide", "special")
+    for k in (37, 70, 290):
+        kinds_of(gemm_spec(unit, fmt), (2, 3, k), kinds)
+        kinds_of(gemm_spec(unit, fmt, plan=GemmPlan(k_tile=20, split=3)), (2, 3, k), kinds[:1])
+    assert engine.launched
+
+
 @pytest.mark.parametrize("name", ["aligned terms", "limbs", "chain", "two stages", "modulo"])
 def test_plans(name):
     unit, fmt, _ = KERNELS[name]
