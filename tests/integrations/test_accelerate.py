@@ -69,6 +69,20 @@ def test_a_resumed_run_ends_with_the_bits_of_one_without_a_stop(tmp_path, mixed_
     assert all("te_delayed" in page and "had not ended" not in page for page in pages)
 
 
+def test_a_state_that_is_loaded_inside_a_run_is_where_it_goes_on(tmp_path):
+    whole = Loop(every=3)
+    with whole.run as run:
+        whole.train(whole.loader, lambda: run.step == 4 and whole.accelerator.save_state(tmp_path / "state"))
+    again = Loop(every=3)
+    with again.run as other:
+        again.train(list(again.loader)[:7])
+        again.accelerator.load_state(tmp_path / "state")
+        assert other.step == 4 and other.record.losses == run.record.losses[:4]
+        again.train(again.accelerator.skip_first_batches(again.loader, 4))
+    assert same(again.model, whole.model) and remembered(again.model) == remembered(whole.model)
+    assert other.record.losses == run.record.losses and other.record.seen.to_dict() == run.record.seen.to_dict()
+
+
 def test_a_step_is_one_of_the_optimizer_and_what_lies_outside_is_not_counted(monkeypatch):
     told, seen = [], []
     monkeypatch.setattr("fmtsim.integrations.run_record.set_step", lambda model, step: told.append(step))

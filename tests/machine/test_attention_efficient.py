@@ -279,3 +279,18 @@ def test_a_row_that_is_masked_whole_is_zeros_and_takes_no_gradient(dtype):
         y = functional.scaled_dot_product_attention(q, q.detach(), q.detach(), attn_mask=visible)
         y.backward(q.detach())
     assert not y[0, 0, 3].any() and not q.grad[0, 0, 3].any() and y[0, 0, 2].all() and q.grad[0, 0, 2].any()
+
+
+@pytest.mark.parametrize("head", [8, 24, 64, 72, 88, 104, 128, 136, 160])
+def test_rows_of_gradients_and_outputs_are_added_by_two_or_four_threads(head):
+    """Products of 16 bits are exact in float32, and float64 has room for each sum: one rounding an addition."""
+    threads = 4 if 64 < head <= 128 else 2
+    g, output = (numbers(seed, (2, 3, 5, head), "normal", torch.bfloat16) for seed in (1, 2))
+    found = attention_efficient._delta(g, output, head)
+    assert found.shape == (6, 5, 1) and found.dtype == np.float32
+    for a, b, total in zip(g.view(30, head).double(), output.view(30, head).double(), found.reshape(-1), strict=True):
+        sums = [ZERO] * threads
+        for i, product in enumerate((a * b).tolist()):
+            sums[i // 8 % threads] = float32(float(sums[i // 8 % threads]) + product)
+        first = sums[0] + sums[1]
+        assert total == (first if threads == 2 else first + (sums[2] + sums[3]))

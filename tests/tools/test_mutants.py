@@ -137,6 +137,12 @@ def test_catalogues_have_the_tests_of_their_records(file):
     assert set(seen.RECORDED) <= set(Trials().tests_of(mutant)) & set(collected())
 
 
+def test_a_limit_of_seconds_leaves_out_no_test_of_processes_and_launches():
+    mutant = next(mutant for mutant in mutants_of("fmtsim/engines/cuda/cast/block.py") if mutant.function == "rows_of")
+    few, more = (Trials(limit=limit).tests_of(mutant) for limit in (1.0, 300.0))
+    assert set(seen.APART["cuda"]) <= set(few) < set(more) and few[0] == more[0] not in seen.APART["cuda"]
+
+
 def test_fuzzing_comes_last():
     """It takes long, and any result for right: the tests of what is right come before it."""
     mutant = next(mutant for mutant in mutants_of("fmtsim/optim/checkpoint.py") if mutant.function == "_same")

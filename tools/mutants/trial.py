@@ -72,11 +72,12 @@ class Trials:
         engine = next((tests for folder, tests in COMPILED.items() if mutant.file.startswith(folder)), ())
         compiled = engine and f"{mutant.file}:{mutant.function}" not in self._seen
         tests = [] if compiled else self._tests_of_place(mutant)
-        chosen, spent = [], 0.0
+        apart = APART.get(mutant.area, ())
+        chosen, spent = [], sum(self._seconds[test] for test in tests if test in apart)
         for test in tests:
-            if not chosen or spent + self._seconds[test] < self._limit:
+            if test in apart or not chosen or spent + self._seconds[test] < self._limit:
                 chosen.append(test)
-                spent += self._seconds[test]
+                spent += self._seconds[test] * (test not in apart)
         return [*chosen, *engine]
 
     def _tests_of_place(self, mutant: Mutant) -> list[str]:

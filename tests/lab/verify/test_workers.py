@@ -117,6 +117,16 @@ def test_as_many_processes_as_cores_and_memory_allow(monkeypatch):
     assert default_workers(torch.device("cuda", 0)) == 2
 
 
+@pytest.mark.parametrize(("cores", "count", "threads"), [(64, 4, 16), (6, 4, 1), (2, 5, 1), (None, 3, 1)])
+def test_processes_share_the_cores(monkeypatch, cores, count, threads):
+    told, job = [], Job(("casts",), formats=NAMES)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(workers, "_tasks", [])
+    workers._begin(job, count)
+    assert told == [threads] and [task.name for task in workers._tasks] == [task.name for task in job.tasks()["casts"]]
+
+
 def test_a_record_says_how_to_make_it_again(tmp_path, capsys):
     path = tmp_path / "new" / "record.json"
     assert main(["verify", "--format", "int4", "--record", str(path)]) == 0
