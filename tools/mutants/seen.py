@@ -34,11 +34,16 @@ COMPILED = {
     "fmtsim/engines/cpu/counting.py": ("tests/lab/analysis/test_stats.py",),
     "fmtsim/engines/cpu/runtime/": ("tests/engines/cpu", "tests/optim/test_engines.py", "tests/engines"),
 }  # fmt: skip
-# Nor is what a test runs in a process of its own: for the Python of these rooms it comes behind those that see it.
+# Nor is what a test runs in a process of its own, and what numbers tell of all experiments: for the Python of these
+# rooms it comes behind the tests that see a function.
 APART = {
     "cuda": (
         "tests/engines/cuda/test_launches.py::test_definitions_are_those_that_were_recorded",
         "tests/engines/cuda/test_launches.py::test_launches_are_those_that_were_recorded",
+    ),
+    "reproduce": (
+        "tests/lab/reproduce/test_claims.py::test_claim",
+        "tests/lab/reproduce/test_claims.py::test_a_slow_claim_in_short",
     ),
     "distributed": ("tests/distributed/test_ranks.py::test_processes_and_the_simulation_give_the_same_bits",),
 }
