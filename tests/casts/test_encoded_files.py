@@ -191,6 +191,12 @@ def test_files_of_others(tmp_path, saved):
     path.write_bytes(b"")
     with pytest.raises(DataError, match="other: 0 bytes are too few for a safetensors file; it is empty or truncated$"):
         Encoded.load(path)
+    path.write_bytes(bytes(7))
+    with pytest.raises(DataError, match="other: 7 bytes are too few for a safetensors file"):
+        Encoded.load(path)
+    path.write_bytes(bytes(8))
+    with pytest.raises(DataError, match="other: the header is not JSON"):
+        Encoded.load(path)
     with pytest.raises(DataError, match="^cannot read .*missing: No such file or directory$"):
         Encoded.load(tmp_path / "missing")
     rewrite(saved, set_metadata("dim", "-2"), seal=False)

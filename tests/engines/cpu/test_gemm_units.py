@@ -13,7 +13,7 @@ import fmtsim.engines.torch_engine
 from fmtsim import GemmPlan
 from fmtsim.engines.cpu.gemm.engine import supports_gemm
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.spec.datapath import IntegerDatapath, PairwiseDatapath, TwoStageDatapath
+from fmtsim.spec.datapath import FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_engine import FMA32, FMA64, INF, NAN, addend, check, f32, gemm_spec, operand, product
 
@@ -213,3 +213,23 @@ def test_pairs_of_products_are_added_alike_without_their_instruction(machine, tm
         assert done.returncode == 0, done.stderr
         found.append(done.stdout)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("parity", [False, True])
+@pytest.mark.parametrize("exponent", [-64, -62, -38])
+def test_dot_products_at_the_edge_of_normal_numbers(parity, exponent):
+    """Sums of a few times 2^-126, of terms near it or far larger ones that cancel; what is below it becomes zero."""
+    draw = torch.Generator().manual_seed(exponent)
+    shape = (2, 24, 4)
+    x = torch.randint(128, 256, shape, generator=draw) * torch.randint(0, 2, shape, generator=draw).mul(2).sub(1)
+    x[:, :, 2:] = -x[:, :, :2]  # pairs that cancel but for an addend and what is added to one of them
+    x[0, ::2, 3] += 1
+    a, b = (part.float().bfloat16() * 2.0 ** (exponent - 7) for part in x)
+    b[:, 2:] = -b[:, 2:] if exponent == -38 else b[:, 2:]
+    c = torch.randint(-(1 << 24), 1 << 24, (24, 24), generator=draw) * 2.0**-149
+    spec = gemm_spec(FmaDatapath(block=2, parity=parity), "bf16")
+    check(a, b, spec)
+    check(a, b, spec, c=c * 2)
+    got = product(a, b, spec, c=c)
+    assert bool((got == 0).any()) and bool((got.abs() < 2.0**-124).any())
+    assert not bool(((got != 0) & (got.abs() < 2.0**-126)).any())

@@ -109,6 +109,21 @@ def run(seed=0, bits=6, widths=(0.5, 1.0), **how):
     return model, x, found
 
 
+def test_assignments_that_were_tried_are_counted_once(monkeypatch):
+    tried, step = [], _Search._step
+
+    def noted(self, optimizer, picked, wide, number):
+        tried.append((*picked, *wide))
+        return step(self, optimizer, picked, wide, number)
+
+    monkeypatch.setattr(_Search, "_step", noted)
+    for how in ({"widths": None}, {"formats": FLOATS[:2], "widths": None}, {}):
+        tried.clear()
+        found = run(**how)[2]
+        assert found.tried == len(set(tried)) and len(tried) == 16
+    assert len(set(tried)) > 8
+
+
 def test_a_seed_gives_the_same_bits_and_another_does_not():
     (first, _, one), (again, _, two), (_, _, three) = run(), run(), run(seed=1)
     assert one == two and one != three and one.cost <= one.budget
