@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer asks of a library or unit, its products without one, and the seeds of its random keys."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from fmtsim.gemm.layers.watch import CallObserver
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Hadamard
 from tests.support.bits import assert_same_bits
+from tests.support.operands import normal
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -289,3 +292,28 @@ def test_a_backward_pass_under_autocast_takes_the_weight_that_the_forward_pass_c
         assert_same_bits(y, expected, what="y")
         assert_same_bits(x.grad.to(dtype), x_cast.grad, what="x's gradient")
         assert_same_bits(w.grad.to(dtype), w_cast.grad, what="w's gradient")
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("present", list(itertools.product([False, True], repeat=4)), ids=str)
+def test_products_are_finished_by_the_factors_and_terms_that_there_are(present, dtype, traced):
+    """One rounding an operation, in float32 and this order: columns, rows, the rest, the bias, the dtype."""
+    parts = (normal(33, 1, seed=2), normal(17, 1, seed=3), normal(17, 33, seed=4), normal(33, seed=5))
+    columns, rows, rest, bias = (part if there else None for part, there in zip(parts, present, strict=True))
+    y = normal(17, 33, seed=1)
+    wanted = y.clone()
+    if columns is not None:
+        wanted = wanted * columns.mT
+    if rows is not None:
+        wanted = wanted * rows
+    if rest is not None:
+        wanted = wanted + rest
+    if bias is not None:
+        wanted = wanted + bias
+    used = y.clone()
+    found = product.finish(used, columns, rows, rest, bias, dtype, traced)
+    assert_same_bits(found, wanted.to(dtype))
+    assert (found is used) <= (dtype == torch.float32)
+    if not any(present) and dtype == torch.float32:
+        assert found is used

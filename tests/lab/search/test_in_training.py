@@ -117,7 +117,7 @@ def test_assignments_that_were_tried_are_counted_once(monkeypatch):
         return step(self, optimizer, picked, wide, number)
 
     monkeypatch.setattr(_Search, "_step", noted)
-    for how in ({"widths": None}, {"formats": FLOATS[:2], "widths": None}, {}):
+    for how in ({"formats": FLOATS[:2], "widths": (1.0,)}, {}):
         tried.clear()
         found = run(**how)[2]
         assert found.tried == len(set(tried)) and len(tried) == 16
