@@ -166,6 +166,55 @@ def test_words_that_are_names_files_or_typos(catalogue, word, said, tmp_path, mo
     assert str(error.value).startswith(f"--option {said}")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("identify a.npy b.pt y.npz:y", ""),
+        ("identify a.npy b.pt y.npz:y --bias b.pt --scale-a a.npy --scale-b a.npy --refine a.npy b.pt b.pt", ""),
+        ("identify a.npy gone.pt y.npz:y", "gone.pt: no such file; did you mean 'b.pt'"),
+        ("identify a.npy b.pt gone.npz:y", "gone.npz:y: no such file"),
+        ("identify a.npy b.pt b.pt --bias c.npy", "c.npy: no such file"),
+        ("identify a.npy b.pt b.pt --scale-a c.npy --scale-b a.npy", "c.npy: no such file"),
+        ("identify a.npy b.pt b.pt --scale-a a.npy --scale-b c.npy", "c.npy: no such file"),
+        ("identify a.npy b.pt b.pt --scale-a a.npy", "--scale-a and --scale-b belong together"),
+        ("identify a.npy b.pt b.pt --scale-b a.npy", "--scale-a and --scale-b belong together"),
+        ("identify a.npy b.pt b.pt --refine a.npy b.pt c.npy", "c.npy: no such file"),
+        ("identify a.npy b.pt b.pt --refine a.npy b.pt b.pt --refine c.npy b.pt b.pt", "c.npy: no such file"),
+        ("identify a.npy b.pt b.pt --probe p.pt", ""),
+        ("identify a.npy b.pt b.pt --probe none/p.pt", "--probe "),
+        ("mm 1 1 2147483647 --target h200", ""),
+        ("mm 1 1 2147483648 --target h200", "K = 2147483648 is not possible; choose 1 to 2,147,483,647"),
+        ("mm 0 1 1 --target h200", "M = 0 is not possible; choose 1 or more"),
+        ("mm 1 0 1 --target h200", "N = 0 is not possible; choose 1 or more"),
+        ("mm 1 1 1 --target h200 --seed 4611686018427387903", ""),
+        ("mm 1 1 1 --target h200 --seed 4611686018427387904", "--seed 4611686018427387904 is not allowed"),
+        ("mm 1 1 1 --target h200 --seed -1", "--seed -1 is not allowed; choose 0 to 2**62 - 1"),
+        ("mm 1 1 1 --target h200 --out y.npy", ""),
+        ("mm 1 1 1 --target h200 --out none/y.npy", "--out "),
+        ("mm 1 1 1 --target h200 --slow", ""),
+        ("mm 1 1 1 --target h200 --slow --plan split=2", "--slow and --plan both give an accumulation order"),
+        ("check-vectors here", "check-vectors compares a kernel's results; pass --decode FILE"),
+        ("check-vectors here --decode a.npy", ""),
+        ("check-vectors here --encode c.npy", "c.npy: no such file"),
+        ("check-vectors here --decode a.npy --encode c.npy", "c.npy: no such file"),
+        ("vectors mxfp4 --out here --block-size 0", "--block-size 0 is not possible; choose 1 or more"),
+        ("vectors mxfp4 --out here --random-bits 8", "--random-bits 8 belongs to --rounding stochastic"),
+        ("explain 1 --format mxfp4 --block-size 1", ""),
+    ],
+)
+def test_what_a_command_refuses_before_it_runs(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.npy", "b.pt", "y.npz"):
+        Path(name).touch()
+    command = words.split()[0]
+    arguments = build_parser(command).parse_args(words.split())
+    if not said:
+        return front._call("check", command, arguments)
+    with pytest.raises(ArgumentError) as error:
+        front._call("check", command, arguments)
+    assert str(error.value).startswith(said)
+
+
 @pytest.mark.parametrize("header", ["", "import mine\n"])
 def test_names_that_a_file_may_register_are_no_typos(header, tmp_path, monkeypatch, capsys):
     """The file is called, and what it registered is taken; where it registers nothing, the name is unknown."""
