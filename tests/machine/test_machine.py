@@ -124,6 +124,31 @@ def test_whole_tables_of_an_h200(name, scale):
     assert int((apply(UNIT[name], x).view(np.int32) != bits).sum()) == 0
 
 
+def test_ends_of_the_range_and_powers_of_two():
+    """Subnormal arguments and results are zeros of their sign; the smallest normal number is none of them.
+
+    A negative logarithm is one's complement, cut off: one or two last places nearer to zero.
+    """
+    below, least = float(np.nextafter(np.float32(2.0**-126), np.float32(0))), 2.0**-126
+    zero, inf, nan = 0.0, math.inf, math.nan
+    table = {
+        "sqrt": {below: zero, -below: -zero, least: 2.0**-63, -least: nan, 2.0**-124: 2.0**-62, 4.0: 2.0,
+                 2.0**126: 2.0**63},
+        "rsqrt": {below: inf, -below: -inf, least: 2.0**63, -least: nan, 4.0: 0.5, 2.0**126: 2.0**-63},
+        "rcp": {below: inf, -below: -inf, least: 2.0**126, -least: -(2.0**126), 4.0: 0.25, 2.0**126: least,
+                2.0**127: zero, -(2.0**127): -zero},
+        "lg2": {below: -inf, -below: -inf, least: -126.0 + 2.0**-17, -least: nan, 0.5: -1.0 + 2.0**-23, 1.0: zero,
+                2.0**127: 127.0},
+        "ex2": {below: 1.0, -below: 1.0, least: 1.0, -126.0: least, -127.0: zero, 127.0: 2.0**127, 128.0: inf,
+                -600.0: zero, 600.0: inf, 1.0: 2.0, -1.0: 0.5},
+    }  # fmt: skip
+    for name, values in table.items():
+        found = apply(UNIT[name], np.array(list(values), np.float32))
+        wanted = np.array(list(values.values()), np.float32)
+        same = (found.view(np.int32) == wanted.view(np.int32)) | (np.isnan(found) & np.isnan(wanted))
+        assert same.all(), (name, dict(zip(values, found.tolist(), strict=True)))
+
+
 def test_special_arguments():
     x = np.array([0.0, -0.0, 1e-40, -1e-40, math.inf, -math.inf, math.nan, -1.0], np.float32)
     expected = {

@@ -27,7 +27,7 @@ def weight(*shape):
     ("make", "message"),
     [
         (lambda: AdamW([weight()], state="bnb9"), r"state='bnb9' is unknown; did you mean 'bnb8'.*choose one of fp32"),
-        *((lambda params=params: AdamW(params), "are not parameters; pass model.parameters")
+        *((lambda params=params: AdamW(params), f"params={params!r} are not parameters; pass model.parameters")
           for params in (5, "w", b"w")),
         (lambda: AdamW([weight()], lr=-1), "lr=-1 is not allowed; choose a number of 0 or more"),
         (lambda: AdamW([weight()], lr=math.nan), "lr=nan is not allowed"),

@@ -9,7 +9,7 @@ import pytest
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.training import loop
 from fmtsim.lab.training.overlay import overlay
-from fmtsim.lab.training.verdict import SEEDS, suspects, verdict, verdict_of_seeds
+from fmtsim.lab.training.verdict import _T, SEEDS, suspects, verdict, verdict_of_seeds
 from fmtsim.support.errors import DataError
 from tests.support.refusals import refused
 from tests.support.reports import data_of
@@ -94,6 +94,15 @@ def test_seeds_give_an_interval():
         "no: the interval has zero in it"
     )
     assert verdict_of_seeds([seed(None, 2.0), seed(0.1, 2.0)]) == [("Gap", "1 of 2 runs stopped before their end")]
+
+
+def test_the_numbers_of_student_leave_out_one_in_twenty():
+    """Of as many degrees of freedom as seeds less one, by the integral of the density between -t and t."""
+    for free, t in enumerate(_T, 1):
+        peak = math.gamma((free + 1) / 2) / math.gamma(free / 2) / math.sqrt(free * math.pi)
+        places = [(i + 0.5) * t / 20_000 for i in range(20_000)]
+        share = 2 * math.fsum(peak * (1 + x * x / free) ** (-(free + 1) / 2) for x in places) * t / 20_000
+        assert share == pytest.approx(0.95, abs=5e-4), free
 
 
 def test_seeds_name_together_what_most_of_them_name():
