@@ -143,6 +143,15 @@ def test_a_limit_of_seconds_leaves_out_no_test_of_processes_and_launches():
     assert set(seen.APART["cuda"]) <= set(few) < set(more) and few[0] == more[0] not in seen.APART["cuda"]
 
 
+def test_a_test_that_takes_all_seconds_comes_behind_shorter_ones():
+    trials = Trials()
+    mutant = next(m for m in mutants_of("fmtsim/engines/cuda/cast/any_format.cu") if m.function == "place_of")
+    longest = max(trials._seen[f"{mutant.file}:"], key=trials._seconds.__getitem__)
+    assert trials._seconds[longest] > 60 and trials.tests_of(mutant)[0] != longest
+    assert any("test_blocks" in test for test in trials.tests_of(mutant))
+    assert not set(seen.APART["cuda"]) & set(trials.tests_of(mutant))
+
+
 def test_fuzzing_comes_last():
     """It takes long, and any result for right: the tests of what is right come before it."""
     mutant = next(mutant for mutant in mutants_of("fmtsim/optim/checkpoint.py") if mutant.function == "_same")

@@ -72,7 +72,7 @@ class Trials:
         engine = next((tests for folder, tests in COMPILED.items() if mutant.file.startswith(folder)), ())
         compiled = engine and f"{mutant.file}:{mutant.function}" not in self._seen
         tests = [] if compiled else self._tests_of_place(mutant)
-        apart = APART.get(mutant.area, ())
+        apart = APART.get(mutant.area, ()) if mutant.file.endswith(".py") else ()
         chosen, spent = [], sum(self._seconds[test] for test in tests if test in apart)
         for test in tests:
             if test in apart or not chosen or spent + self._seconds[test] < self._limit:
@@ -86,6 +86,7 @@ class Trials:
         direct: list[str] = []
         for depth in range(len(names), 0, -1):
             direct = direct or self._seen.get(f"{mutant.file}:{'.'.join(names[:depth])}", [])
+        direct = sorted(direct, key=lambda test: self._seconds[test] > self._limit / 2)  # alone it would leave no room
         quick = sorted(self._seconds, key=self._seconds.__getitem__)
         of_file = {test for place, tests in self._seen.items() if place.startswith(f"{mutant.file}:") for test in tests}
         path = Path(mutant.file)
