@@ -239,6 +239,7 @@ _TE_ROW = "Transformer Engine d0067d0, NVFP4BlockScaling with row_scaled_activat
 _TE_TOKEN = "Transformer Engine e767493, custom_recipes/quantization_nvfp4_per_token.py"
 _TE_WINDOW = "Transformer Engine 92350db, custom_recipes/quantization_nvfp4_1x64.py"
 _TETRAJET = "thu-ml/TetraJet-v2-NVFP4Training ca5953f, kernels/csrc/quant_fp4.cu"
+_TRTLLM = "FlashInfer fb28d724, TensorRT-LLM: quantization_utils.cuh with fast math; unverified on a Blackwell GPU"
 _FOUR_SIX = "mit-han-lab/fouroversix dadfad6 (arXiv:2512.02010); Transformer Engine d0067d0, nvfp4_4over6"
 _NVINT = "mit-han-lab/fouroversix dadfad6, DataType.{}: integers under NVFP4's two levels"
 _INT_FLOAT = "mit-han-lab/fouroversix dadfad6, DataType.{}: floats or integers, whichever errs less in a block"
@@ -311,6 +312,7 @@ def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
         ("nvfp4_per_token", "e2m1", TensorScale(order="te_quotient", block=(1, None)), _TE_TOKEN, {}),
         ("nvfp4_1x64", "e2m1", TensorScale(order="te_quotient", block=(1, 64)), _TE_WINDOW, {}),
         ("nvfp4_double_scale", "e2m1", TensorScale(order="fouroversix", block=(1, 128)), _TETRAJET, {}),
+        ("nvfp4_trtllm", "e2m1", TensorScale(order="trtllm"), _TRTLLM, {}),
         ("nvfp4_modelopt", "e2m1", TensorScale(order="modelopt"), _MODELOPT, {}),
         ("nvfp4_compressed_tensors", "e2m1", TensorScale(order="compressed_tensors"), _COMPRESSED, {}),
         ("nvfp4_torchao", "e2m1", TensorScale(order="torchao"), _TORCHAO, {}),

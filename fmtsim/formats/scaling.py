@@ -22,7 +22,9 @@ Arithmetic = Literal["divide", "reciprocal", "encode", "multiply", "double", "de
 PowerOfTwo = Literal["floor", "ceil", "log2"]
 EpsRule = Literal["statistic", "sum", "scale", "inverse"]
 Empty = Literal["one", "previous", "zero"]
-LevelOrder = Literal["te", "te_quotient", "fouroversix", "modelopt", "compressed_tensors", "torchao", "quartet2"]
+LevelOrder = Literal[
+    "te", "te_quotient", "fouroversix", "trtllm", "modelopt", "compressed_tensors", "torchao", "quartet2"
+]  # fmt: skip
 
 _RULES: dict[ScaleRule, tuple[ExponentRule | None, FloatFormat]] = {
     "floor": ("floor", E8M0),
@@ -70,7 +72,8 @@ class TensorScale:
     Args:
         top: What a block's scale is at most, the tensor's largest element given; None means the scale format's max.
         order: Whose order of float32 operations (docs/semantics.md, section 6): Transformer Engine's, that of its
-            recipes for rows and windows, fouroversix's, ModelOpt's, compressed-tensors', torchao's or Quartet II's.
+            recipes for rows and windows, fouroversix's, TensorRT-LLM's with fast math, ModelOpt's,
+            compressed-tensors', torchao's or Quartet II's.
         block: Elements that share the scale, ``(outer, inner)``: ``(1, None)`` is a scale a row.
     """
 

@@ -4,18 +4,17 @@
 The unit interpolates: a segment's three coefficients and the low bits x of the argument give c0 + c1 x + c2 x^2 in
 fixed point. c0 has 26 bits, c1 16 and c2 10; the square drops the partial products of its lower columns. Structure:
 Oberman and Siu, "A high-performance area-efficient multifunction interpolator" (ARITH 2005). The coefficients in
-``mufu.csv`` are not published: they are the only integers for which no result of an H200 differs
+``support/mufu.csv`` are not published: they are the only integers for which no result of an H200 differs
 (``tests/machine/test_mufu.py``; all 2^32 arguments: docs/evidence.md).
 """
 
-import csv
-from importlib.resources import files
 from typing import NamedTuple
 
 import numpy as np
 from numpy import float32, float64, int32, int64
 
 from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of
+from fmtsim.support.mufu import coefficients
 
 NAN, INFINITY = int32(0x7FFFFFFF), int32(0x7F800000)  # the one NaN that the unit returns
 SIGN, FRACTION, ONE = int32(-0x80000000), int32(0x7FFFFF), int32(0x3F800000)
@@ -45,13 +44,11 @@ _SCALES = {
 
 def _coefficients() -> dict[str, np.ndarray]:
     """Return float64 [segments, 3] of each function: exact integers, whose sums stay below 2^53."""
-    rows: dict[str, list[tuple[int, int, int]]] = {name: [] for name in _SCALES}
-    with files("fmtsim.machine").joinpath("mufu.csv").open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            scale = _SCALES[row["function"]]
-            c0, c1, c2 = (int(row[name]) for name in ("c0", "c1", "c2"))
-            rows[row["function"]].append(((c0 << scale.log2_c0) + scale.bias, c1 << scale.log2_c1, c2 << scale.log2_c2))
-    return {name: np.array(values, np.float64) for name, values in rows.items()}
+    table, rows = coefficients(), {}
+    for name, scale in _SCALES.items():
+        shifts = scale.log2_c0, scale.log2_c1, scale.log2_c2
+        rows[name] = np.array(table[name]) * np.array([1 << shift for shift in shifts]) + [scale.bias, 0, 0]
+    return {name: values.astype(np.float64) for name, values in rows.items()}
 
 
 _TABLES = _coefficients()

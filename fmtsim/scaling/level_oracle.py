@@ -4,6 +4,8 @@
 from fractions import Fraction
 from operator import add, mul, sub, truediv
 
+import torch
+
 from fmtsim.formats.block import BlockFormat
 from fmtsim.scaling.exact import (
     FLT_MAX,
@@ -15,6 +17,7 @@ from fmtsim.scaling.exact import (
     rn32_or_infinite,
     scale_value,
 )
+from fmtsim.support.mufu import approximate_reciprocal
 
 
 def two_levels(
@@ -39,6 +42,10 @@ def two_levels(
             return scale, clamped32(encode / scale) if scale else Fraction(0), tensor
         decode = clamped32(1 / encode)
         return scale, reciprocal(rn32(scale * decode)), decode
+    if order == "trtllm":
+        encode = (clamped32(both / amax) if amax else Fraction(1)) or Fraction(1)
+        scale = scale_value(clamped32(clamped32(encode * rn32(a * _approximate(m))) * candidate), fmt)
+        return scale, _approximate(rn32(scale * _approximate(encode))), clamped32(1 / encode)
     if order == "compressed_tensors":
         encode = rn32_or_infinite(rn32(1 / max(amax, FLT_MIN)) * both)
         encode = encode if encode <= FLT_MAX else Fraction(1)
@@ -54,6 +61,11 @@ def two_levels(
     if order == "modelopt":
         return scale, 1 / (rn32(scale * tensor) or FLT_MIN), tensor
     return scale, clamped32(reciprocal(tensor) / scale), tensor
+
+
+def _approximate(x: Fraction) -> Fraction:
+    """Return rcp.approx.ftz.f32, at most FLT_MAX."""
+    return Fraction(min(float(approximate_reciprocal(torch.tensor(float(x)))), float(FLT_MAX)))
 
 
 def _tops(fmt: BlockFormat) -> tuple[Fraction, Fraction]:

@@ -14,6 +14,7 @@ from fmtsim.scaling.blocks import block_sizes, folded_sum, statistic
 from fmtsim.scaling.scales import FLT_MAX, FLT_MIN, Scales, Store, float32, quotient, reciprocal, times_float32
 from fmtsim.spec.operand import spread
 from fmtsim.support.float64 import float64
+from fmtsim.support.mufu import approximate_reciprocal
 
 _LEAST_AMAX: Final = 1e-12  # of a row or window in Transformer Engine's recipes
 _LEAST_SCALE: Final = {"modelopt": 2.0**-9, "torchao": 2.0**-6}  # of a block, before it is stored
@@ -59,6 +60,10 @@ def two_levels(
             return Scales(stored, reciprocal(stored * tensor), tensor=tensor, level_amax=amax)
         factor = torch.where(stored == 0, 0.0, quotient(encode.expand_as(stored), stored).clamp(max=FLT_MAX))
         return Scales(stored, factor, tensor=_or_one(quotient(amax, torch.full_like(amax, float32(c * m)))))
+    if order == "trtllm":
+        encode = tensor_factor(amax, scaling, top) if fixed_factor is None else fixed_factor
+        stored, factor = fast_math_levels(a, maxima, encode, store, times)
+        return Scales(stored, factor.clamp(max=FLT_MAX), tensor=reciprocal(encode))
     if order == "compressed_tensors":
         encode = reciprocal(amax.clamp(min=FLT_MIN)) * float32(c * m)  # as torch divides a number by a tensor
         encode = torch.where(encode.isinf(), 1.0, encode)
@@ -82,6 +87,15 @@ def two_levels(
     stored = store(times_float32(s, times).clamp(_LEAST_SCALE[order], c))
     factor = quotient(reciprocal(tensor).expand_as(stored), stored).clamp(max=FLT_MAX)
     return Scales(stored, factor, tensor=tensor)
+
+
+def fast_math_levels(
+    a: Tensor, maxima: Tensor, encode: Tensor, store: Store, times: float = 1.0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return block scales and what elements are multiplied with, as TensorRT-LLM computes them with fast math."""
+    s = encode * (a * approximate_reciprocal(maxima))
+    stored = store(times_float32(s, times).clamp(max=FLT_MAX))
+    return stored, approximate_reciprocal(stored * approximate_reciprocal(encode))
 
 
 def packed_level(tensor: Tensor, scaling: Scaling) -> Tensor:

@@ -238,7 +238,8 @@ BLOCKS = {
        for metric in ("mse", "mae")},
     **{name: ("e2m1", (1, 16), "e4m3", "amax", "encode", True, False, bits)
        for name, bits in (("nvfp4_row", 4.5), ("nvfp4_per_token", 4.5), ("nvfp4_1x64", 5.0),
-                          ("nvfp4_double_scale", 4.75), ("nvfp4_modelopt", 4.5),
+                          ("nvfp4_double_scale", 4.75), ("nvfp4_trtllm", 4.5),
+                          ("nvfp4_modelopt", 4.5),
                           ("nvfp4_compressed_tensors", 4.5), ("nvfp4_torchao", 4.5))},
     **{f"nvint{n}": (f"int{n}", (1, 16), "e4m3", "amax", "encode", True, False, n + 0.5) for n in (3, 4, 6)},
     **{f"nvfp4_{name}": ("e2m1", block, "e4m3", "amax", "encode", True, False, bits)

@@ -19,6 +19,7 @@ from fmtsim.engines.cpu.runtime.jit import kernel
 from fmtsim.machine import mufu, softmax
 from fmtsim.machine.arrays import STRIDED, apply
 from fmtsim.machine.simulate import simulate
+from fmtsim.support.mufu import approximate_reciprocal
 from tests.machine.cases import FUNCTIONS, all_cases, digest, numbers
 
 RECORD = json.loads((Path(__file__).parent / "data" / "h200.json").read_text("utf-8"))["cases"]
@@ -80,7 +81,7 @@ def test_rows_in_pieces_have_the_bits_of_all_at_once(monkeypatch):
 def interpolated(name: str, argument: int) -> int:
     """Return c0 + c1 x + c2 x^2 in 2^-18 of a last place for 23 bits of an argument."""
     low = 16 if name == "rcp" else 17
-    lines = (Path(mufu.__file__).parent / "mufu.csv").read_text("utf-8").splitlines()
+    lines = (Path(mufu.__file__).parents[1] / "support/mufu.csv").read_text("utf-8").splitlines()
     row = next(line for line in lines if line.startswith(f"{name},{argument >> low},"))
     c0, c1, c2 = map(int, row.split(",")[2:])
     x = (argument & ((1 << low) - 1)) << (17 - low)
@@ -103,6 +104,14 @@ def test_the_unit_is_its_coefficients(name):
         math.ldexp(interpolated(table, int(a)) >> 18, -24 if name in ("rcp", "rsqrt") else -23) for a in arguments
     ]
     assert apply(UNIT[name], x).tolist() == expected
+
+
+def test_the_reciprocal_of_torch_operations_is_the_units():
+    edges = torch.tensor([0, 1, 0x7FFFFF, 0x800000, 0x7E7FFFFF, 0x7E800000, 0x7E800001, 0x7FC00000])
+    bits = torch.cat([edges, torch.arange(0, 0x7F800001, 6151), torch.arange(0x3F800000, 0x40000001, 17)])
+    x = bits.int().view(torch.float32)
+    expected = torch.from_numpy(apply(mufu.rcp, x.numpy())).nan_to_num(nan=-1.0, posinf=torch.inf)
+    assert torch.equal(approximate_reciprocal(x).nan_to_num(nan=-1.0, posinf=torch.inf), expected)
 
 
 def test_errors_of_the_unit_are_within_two_last_places():

@@ -21,6 +21,7 @@ import fmtsim
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes.spec import Recipe
+from fmtsim.scaling.levels import fast_math_levels
 from fmtsim.scaling.oracle import quantize_matrix
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import FormatError
@@ -74,6 +75,27 @@ def test_codes_and_scales_of_the_source(name):
     wrong = made.unpacked().clone()
     wrong[0, 1] ^= 1
     assert digest(wrong, made.scales, fmt) != found
+
+
+def test_fast_math_scales_are_those_of_a_card():
+    """Recorded on an H200: FlashInfer fb28d724, quantization_utils.cuh:497-507, compiled alone.
+
+    Subnormal magnitudes are left out, which the card takes for zero.
+    """
+    rng, n = np.random.default_rng(3), 1 << 18
+    tops = np.abs(rng.standard_normal(n).astype(np.float32)) * np.exp2(rng.integers(-12, 12, n)).astype(np.float32)
+    part = 1 << 16
+    tops[:part] = np.ldexp(1 + rng.random(part).astype(np.float32), rng.integers(-100, 100, part)).astype(np.float32)
+    encode = np.float32(2688) / np.maximum(tops, np.float32(1e-30))
+    amax = (tops * rng.random(n).astype(np.float32) ** 4).astype(np.float32)
+    amax[::97] = 0
+    amax[1::5] = tops[1::5]
+    E4M3 = fmtsim.get_format("e4m3")
+    a, encode = (torch.from_numpy(t[amax >= 2.0**-126]) for t in (amax, encode))
+    store = lambda s: fmtsim.quantize(s, E4M3, overflow="saturate")  # noqa: E731
+    stored, factor = fast_math_levels(a, torch.full_like(a, 6.0), encode, store)
+    codes = fmtsim.encode(stored, E4M3).unpacked()
+    assert hashlib.sha256(codes.numpy().tobytes() + factor.numpy().tobytes()).hexdigest()[:16] == "8198b86f92ec3d62"
 
 
 def test_four_over_six_by_role():

@@ -14,6 +14,8 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import LevelOrder, Scaling, TensorScale
+from fmtsim.machine import mufu
+from fmtsim.machine.arrays import apply
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import FP64, floor_log2, round_value
 from fmtsim.scaling.blocks import block_sizes, blocked, folded_sum, statistic
@@ -233,7 +235,20 @@ def compressed_tensors(a, amax, c, m, times, store):
     return rn(1 / encode), s, rn(s / encode) or Fraction(2) ** -126
 
 
-ORDERS = [te, te_quotient, fouroversix, modelopt, compressed_tensors, torchao, quartet2]
+def approximate(x):
+    """rcp.approx.ftz.f32 as the simulated unit computes it."""
+    return min(
+        Fraction(min(float(apply(mufu.rcp, numpy.array([float(x)], numpy.float32))[0]), float(LARGEST))), LARGEST
+    )
+
+
+def trtllm(a, amax, c, m, times, store):
+    encode = rn(rn(c * m) / amax) if amax else Fraction(1)
+    s = store(rn(rn(encode * rn(a * approximate(m))) * times))
+    return rn(1 / encode), s, approximate(rn(s * approximate(encode)))
+
+
+ORDERS = [te, te_quotient, fouroversix, trtllm, modelopt, compressed_tensors, torchao, quartet2]
 
 
 def test_every_order_is_here():
