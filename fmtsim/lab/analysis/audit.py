@@ -16,9 +16,12 @@ from fmtsim.lab.analysis.trace import CALL, Operation, Trace
 from fmtsim.machine.simulate import RECORDED, TARGETS, simulate
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, first_line
+from fmtsim.support.executors import AnyExecutor, open_tasks
+from fmtsim.support.progress import make_progress
 
 _ATEN = torch.ops.aten
 _HEADS = 4  # heads of attention that are recomputed
+_APART = 1_000_003  # seeds of operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,10 @@ class Audit(table.Result):
         yield f"bits differ in {len(bad)} of {len(self.layers)} layers and passes" if bad else "all compared bits agree"
 
 
-def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int = 0) -> Audit:
+def audit(
+    trace: Trace, *, target: str | None = None, rows: int = 32, seed: int = 0, progress: bool | None = None,
+    executor: AnyExecutor = None,
+) -> Audit:  # fmt: skip
     """Recompute operators of a trace with a GPU's bits, each from its recorded arguments, so that errors do not add up.
 
     Of matrix products randomly chosen rows are recomputed, in the order of the whole product's plan; of attention some
@@ -94,6 +100,7 @@ def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int 
         target: ``"h200"`` or ``"h100"``; None reads it from the trace's device.
         rows: Rows of each product, at most.
         seed: Which rows.
+        progress, executor: As in ``fmtsim.search``; tasks are operators.
 
     Raises:
         ArgumentError: The trace stored no arguments, or its device is not a target.
@@ -108,38 +115,46 @@ def audit(trace: Trace, *, target: str | None = None, rows: int = 32, seed: int 
     name = target or next((name for name in TARGETS if name in trace.device.lower()), None)
     if name is None:
         raise ArgumentError(f"the trace is of {trace.device!r}, which is no target; pass target='h200' or 'h100'")
-    generator = torch.Generator().manual_seed(seed)
+    called = ((one, dict(one.facts).get(CALL)) for one in trace.operations)
+    calls = [(one, call, trace.tensors.get(one.index, {})) for one, call in called if call is not None]
+    with make_progress(progress, verb="audit") as show, open_tasks((name, rows, seed, trace.batch), executor) as tasks:
+        show.stage("operators", len(calls))
+        results = {call[0].index: result for call, result in tasks.each_done(_audited, calls, show)}
     layers: dict[tuple[str, str], list[Any]] = {}
-    for one in trace.operations:
-        call = dict(one.facts).get(CALL)
-        if call is None:
-            continue
+    for one, _, _ in calls:
         counts = layers.setdefault((one.layer, one.direction), [0, 0, 0, [], ""])
-        try:
-            stored = trace.tensors[one.index]
-            compared, different = _damaged(one, stored, trace.batch)
-            result = None if different else _recomputed(one, call, stored, name, rows, generator)
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            if isinstance(error, FmtsimError):
-                raise
-            raise DataError(
-                f"operation {one.index} of the trace, {one.operation}, cannot be made again from what is stored "
-                f"({type(error).__name__}: {first_line(error)}); trace again"
-            ) from error
-        if result is not None:
-            counts[0] += 1
-            compared, different = result
-        elif not different:
-            counts[3].append(one.operation.removeprefix("aten::"))
+        compared, different, known = results[one.index]
+        operator = one.operation.removeprefix("aten::")
+        counts[0] += known
         counts[1] += compared
         counts[2] += different
-        counts[4] = counts[4] or (one.operation.removeprefix("aten::") if different else "")
+        counts[3] += [] if known or different else [operator]
+        counts[4] = counts[4] or (operator if different else "")
     audited = tuple(
         AuditedLayer(layer=layer, direction=direction, operators=n, elements=compared, different=different,
                      unchecked=tuple(unknown), first=first)
         for (layer, direction), (n, compared, different, unknown, first) in layers.items()
     )  # fmt: skip
     return Audit(layers=audited, target=name, device=trace.device, versions=trace.versions, rows=rows)
+
+
+def _audited(
+    how: tuple[str, int, int, int], recorded: tuple[Operation, str, dict[str, Tensor]]
+) -> tuple[int, int, bool]:
+    """Return the elements of an operator that were compared and that differ, and whether it was computed anew."""
+    (target, rows, seed, batch), (one, call, stored) = how, recorded
+    generator = torch.Generator().manual_seed(seed + _APART * one.index)  # whatever runs in this process before
+    try:
+        compared, different = _damaged(one, stored, batch)
+        result = None if different else _recomputed(one, call, stored, target, rows, generator)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, FmtsimError):
+            raise
+        raise DataError(
+            f"operation {one.index} of the trace, {one.operation}, cannot be made again from what is stored "
+            f"({type(error).__name__}: {first_line(error)}); trace again"
+        ) from error
+    return (compared, different, False) if result is None else (*result, True)
 
 
 def _damaged(one: Operation, stored: dict[str, Tensor], batch: int) -> tuple[int, int]:

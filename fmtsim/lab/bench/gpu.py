@@ -8,7 +8,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -26,10 +25,12 @@ from fmtsim.gemm.products.matmul import mm
 from fmtsim.lab.bench import gemm
 from fmtsim.lab.bench.gpu_cases import CASES, FP8_FAST, FP8_SLOW, NEAREST, Case, Row
 from fmtsim.lab.bench.timing import in_turns_on_device
-from fmtsim.lab.verify.workers import default_workers, pool_of
+from fmtsim.lab.verify.workers import default_workers
 from fmtsim.rounding.modes import get_rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.support.errors import DeviceError
+from fmtsim.support.executors import open_tasks
 
 __all__ = ["CASES", "Case", "Result", "compile_ahead", "measure", "worst"]
 
@@ -78,13 +79,13 @@ def compile_ahead(cases: Sequence[Case]) -> None:
     if workers < 2:
         return
     with (
-        contextlib.suppress(BrokenProcessPool),  # what is not compiled here, the measurement compiles
-        pool_of(workers, torch.cuda.init) as pool,
+        contextlib.suppress(DeviceError),  # what is not compiled here, the measurement compiles
+        open_tasks(None, workers=workers) as tasks,
     ):
-        list(pool.map(_compile, sorted(map(CASES.index, cases), reverse=True)))  # products take longest
+        list(tasks.each_done(_compile, sorted(map(CASES.index, cases), reverse=True)))  # products take longest
 
 
-def _compile(index: int) -> None:
+def _compile(state: None, index: int) -> None:
     with contextlib.suppress(Exception):  # the measurement will say what is wrong
         action_of(CASES[index], FEW, SIDE)()
         torch.cuda.synchronize()

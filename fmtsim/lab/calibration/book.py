@@ -6,11 +6,9 @@ import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast, get_args
 
@@ -23,52 +21,18 @@ from fmtsim.gemm.targets.book_writer import write_book
 from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
-from fmtsim.lab.verify.workers import each_done, pool_that_ends
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
+from fmtsim.support.executors import AnyExecutor, Tasks, open_tasks
 from fmtsim.support.progress import Progress
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
-@contextmanager
-def processes(open_library: Callable[[], Asker], workers: int, died: str) -> Iterator[ProcessPoolExecutor | None]:
-    """Give processes that have opened the library, None where this one alone has; ``died`` says it where one dies."""
-    if workers == 1:
-        _begin(open_library)
-        yield None
-        return
-    with pool_that_ends(workers, _begin, open_library, died=died) as pool:
-        yield pool
-
-
-def shared(
-    pool: ProcessPoolExecutor | None, work: Callable[[T], R], tasks: Sequence[T], progress: Progress, weight: int = 0
-) -> Iterator[tuple[T, R]]:
-    """Yield tasks and what comes of them, in the order in which processes end them.
-
-    A task counts for its length, or for ``weight``.
-    """
-    done = 0
-    every = ((task, work(task)) for task in tasks) if pool is None else each_done(pool, work, tasks)
-    for task, result in every:
-        yield task, result
-        done += weight or len(task)  # type: ignore[arg-type]
-        progress.step(done)
-
-
-_asker: list[Any] = []  # of this process
-
-
-def asker() -> Asker:
-    """Return what asks in this process, of those that ``processes`` gives."""
-    return _asker[0]  # type: ignore[no-any-return]
-
-
-def _begin(open_library: Callable[[], Asker]) -> None:
-    torch.set_num_threads(1)
-    _asker[:] = [open_library()]
+@lru_cache(maxsize=1)
+def asker(open_library: Callable[[], Asker]) -> Asker:
+    """Return what asks in this process."""
+    return open_library()
 
 
 MOST = 16384  # rows, or tokens of a weight's gradient
@@ -214,7 +178,7 @@ class Made:
 def make_book(
     path: Path, families: Sequence[Family], open_library: Callable[[], Asker], *, library: str, source: str = "",
     similar: Mapping[Kind, Kind] | None = None, workers: int | None = None, check: int = 20000,
-    base: Book | None = None, progress: Progress | None = None,
+    base: Book | None = None, progress: Progress | None = None, executor: AnyExecutor = None,
 ) -> Made:  # fmt: skip
     """Ask for all families that a file lacks, and write it: as it grows, at the end, and when interrupted.
 
@@ -230,6 +194,7 @@ def make_book(
         check: Questions about other sizes that are asked at the end and compared with the book.
         base: Book of another GPU, to which the file is the difference in the end; all its families have to be asked.
         progress: Shows how it comes along.
+        executor: Asks instead of processes; its workers open the library, which refuses where it is another one.
 
     Raises:
         ArgumentError: The file is of another GPU or library, or ``base`` has families that neither the file nor
@@ -249,13 +214,13 @@ def make_book(
     similar = {other: kind for other, kind in (similar or {}).items() if other not in book.aliases}
     work = len(missing) + check * len(similar) // 500
     workers = max(1, min(workers or len(os.sched_getaffinity(0)), 32, work // CHUNK))
-    with processes(open_library, workers, DIED) as pool:
+    with open_tasks(open_library, executor, workers=workers, threads=1, died=DIED) as tasks:
         try:
             progress.stage("families", len(missing))
-            for chunk, runs in shared(pool, _runs_of_chunk, _chunks(missing, CHUNK), progress):
+            for chunk, runs in tasks.each_done(_runs_of_chunk, _chunks(missing, CHUNK), progress, 0):
                 book.add(chunk, runs)
             progress.stage("kinds that are answered alike", len(similar) * check)
-            book.aliases |= _alike(pool, families, similar, check, progress)
+            book.aliases |= _alike(tasks, families, similar, check, progress)
         finally:
             size = book.write()
         if base is not None:
@@ -263,7 +228,7 @@ def make_book(
         result = Made(len(book.known), len(missing), size)
         drawn = _drawn(families, check, book.aliases)
         progress.stage("held-out questions", len(drawn))
-        for asked, answers in shared(pool, _answers, _chunks(drawn, 500), progress):
+        for asked, answers in tasks.each_done(_answers, _chunks(drawn, 500), progress, 0):
             result.checked += len(asked)
             result.different += [x for x, choice in zip(asked, answers, strict=True) if book.read.find(x) != choice]
     return result
@@ -369,32 +334,32 @@ def _drawn(families: Sequence[Family], count: int, aliases: Mapping[Kind, Kind])
 
 
 def _alike(
-    pool: ProcessPoolExecutor | None, families: Sequence[Family], similar: Mapping[Kind, Kind], count: int,
-    progress: Progress,
+    tasks: Tasks, families: Sequence[Family], similar: Mapping[Kind, Kind], count: int, progress: Progress
 ) -> dict[Kind, Kind]:  # fmt: skip
     """Return which kinds are answered as similar ones are, in every one of so many questions."""
-    tasks, different = [], Counter[Kind]()
+    parts, different = [], Counter[Kind]()
     drawn = {kind: _drawn([x for x in families if x.kind == kind], count, {}) for kind in set(similar.values())}
     for other, kind in similar.items():
-        tasks += [(chunk, other) for chunk in _chunks(drawn[kind], 500)]
-    for (_, other), number in shared(pool, _differences, tasks, progress, 500):
+        parts += [(chunk, other) for chunk in _chunks(drawn[kind], 500)]
+    for (_, other), number in tasks.each_done(_differences, parts, progress, 500):
         different[other] += number
-    asked = {other for _, other in tasks}
+    asked = {other for _, other in parts}
     return {other: kind for other, kind in similar.items() if other in asked and not different[other]}
 
 
-def _runs_of_chunk(families: Sequence[Family]) -> list[Runs]:
+def _runs_of_chunk(library: Callable[[], Asker], families: Sequence[Family]) -> list[Runs]:
     runs = []
     for family in families:
-        ask = lambda size, family=family: asker().choice(question(family, size))  # noqa: E731
+        ask = lambda size, family=family: asker(library).choice(question(family, size))  # noqa: E731
         runs.append(runs_of(ask, *sizes_of(family)))
     return runs
 
 
-def _answers(questions: Sequence[Question]) -> list[Choice | None]:
-    return [asker().choice(question) for question in questions]
+def _answers(library: Callable[[], Asker], questions: Sequence[Question]) -> list[Choice | None]:
+    return [asker(library).choice(question) for question in questions]
 
 
-def _differences(task: tuple[Sequence[Question], Kind]) -> int:
-    questions, other = task
-    return sum(asker().choice(question) != asker().choice(question._replace(kind=other)) for question in questions)
+def _differences(library: Callable[[], Asker], part: tuple[Sequence[Question], Kind]) -> int:
+    questions, other = part
+    choice = asker(library).choice
+    return sum(choice(question) != choice(question._replace(kind=other)) for question in questions)

@@ -4,10 +4,8 @@
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,12 +14,11 @@ from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.learned import Group, write_learned
 from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
-from fmtsim.lab.calibration.book import KINDS, asker, processes, shared, similar_kinds
+from fmtsim.lab.calibration.book import KINDS, asker, similar_kinds
 from fmtsim.lab.calibration.grow import Numbers, Topic, grow
-from fmtsim.lab.verify.workers import pool_that_ends
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
-from fmtsim.support.interrupts import unheard
+from fmtsim.support.executors import AnyExecutor, open_tasks
 from fmtsim.support.progress import Progress
 
 FEWEST: Final = 20  # questions about a topic
@@ -71,6 +68,7 @@ def check_learner() -> None:
 def learn(
     path: Path, open_library: Callable[[], Asker], *, count: int, architecture: Architecture | None = None,
     topics: Sequence[Topic] = TOPICS, workers: int = 1, progress: Progress | None = None,
+    executor: AnyExecutor = None,
 ) -> list[Group]:  # fmt: skip
     """Ask random questions, grow a tree for each topic that the library has answers about, and write them.
 
@@ -82,6 +80,7 @@ def learn(
         topics: What the trees are about.
         workers: Processes.
         progress: Shows how it comes along.
+        executor: Asks and grows instead of processes, as in ``make_book``.
 
     Raises:
         ArgumentError: There are too few questions to hold any out, or scikit-learn is not installed.
@@ -92,33 +91,30 @@ def learn(
     counts = [int(count * topic.share) for topic in topics]
     if min(counts) < FEWEST:
         raise ArgumentError(f"{count} questions are too few to learn from; ask a million or more")
-    growers = nullcontext() if workers == 1 else pool_that_ends(min(workers, len(topics)), _nothing, died=DIED)
-    with processes(open_library, workers, DIED) as pool, growers as grower:
+    with open_tasks(open_library, executor, workers=workers, threads=1, died=DIED) as tasks:
         for number, (topic, most) in enumerate(zip(topics, counts, strict=True)):
             asked = draw(topic, most, number)
             width = asked.shape[1]
             progress.stage(f"answers, {number + 1} of {len(topics)}", width)
-            tasks = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, width, AT_ONCE)]
+            parts = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, width, AT_ONCE)]
             labels, choices = np.zeros(width, np.int64), dict[Choice | None, int]()
-            for (begin, _, part), (chosen, numbers) in shared(pool, _answers, tasks, progress, AT_ONCE):
+            for (begin, _, part), (chosen, numbers) in tasks.each_done(_answers, parts, progress, AT_ONCE):
                 choice_labels = np.array([choices.setdefault(choice, len(choices)) for choice in chosen])
                 labels[begin : begin + part.shape[1]] = choice_labels[numbers]
             if (labels != choices.get(None, -1)).sum() < FEWEST:
                 continue  # the library refuses such calls
-            job = partial(grow, topic, asked, list(choices), labels, architecture)
-            with unheard():
-                growing.append(job if grower is None else grower.submit(job).result)
+            growing.append(tasks.submit(_grow, (topic, asked, list(choices), labels, architecture)))
         progress.stage("trees", len(growing))
         grown = []
         for tree in growing:
-            grown.append(tree())
+            grown.append(tasks.result(tree))
             progress.step(len(grown))
     write_learned(path, grown)
     return [group for group, _ in grown]
 
 
-def _nothing() -> None:
-    """Prepare nothing in a process."""
+def _grow(library: Callable[[], Asker], part: Any) -> Any:
+    return grow(*part)
 
 
 def draw(topic: Topic, count: int, seed: int) -> Numbers:
@@ -199,11 +195,13 @@ def _sizes(rng: np.random.Generator, count: int, top: int | Numbers, least: int 
     return sizes
 
 
-def _answers(task: tuple[int, tuple[Kind, ...], Numbers]) -> tuple[list[Choice | None], Numbers]:
+def _answers(
+    library: Callable[[], Asker], part: tuple[int, tuple[Kind, ...], Numbers]
+) -> tuple[list[Choice | None], Numbers]:
     """Return the choices of some questions, each once, and which of them answers which question."""
     index_of: dict[Choice | None, int] = {}
-    _, kinds, asked = task
-    choice = asker().choice
+    _, kinds, asked = part
+    choice = asker(library).choice
     numbers = [
         index_of.setdefault(choice(Question(kinds[kind], *rest)), len(index_of)) for kind, *rest in asked.T.tolist()
     ]

@@ -4,7 +4,7 @@
 import contextlib
 import datetime
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from fmtsim.spec.call import UNIT_SCALES, GemmCall
 from fmtsim.spec.datapath import IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DeviceError, FmtsimError, PlanUnknownWarning, first_line
+from fmtsim.support.executors import AnyExecutor, open_tasks
 
 SAMPLE = 16  # rows and columns by which orders are told apart
 
@@ -215,22 +216,26 @@ def _rows(x: Tensor, rows: Tensor) -> Tensor:
     return raw[rows].view(x.dtype)
 
 
-def emulate_again(evidence: Evidence) -> Iterator[int | None]:
-    """Yield for each kind how many calls give other bits than the GPU's here and now, None for one that never ran.
+def emulate_again(evidence: Evidence, executor: AnyExecutor = None) -> list[int | None]:
+    """Return for each kind how many calls give other bits than the GPU's here and now, None for one that never ran.
 
-    Operands are drawn anew by seed, so that no GPU is needed.
+    Operands are drawn anew by seed, so that no GPU is needed. ``executor`` is that of ``run_sweep``.
 
     Raises:
         ArgumentError: This torch draws other operands.
     """
-    for kind in evidence.kinds:
-        wrong = 0
-        for call in kind.calls:
-            operands = draw(call.call, call.data, call.seed, call.tensor_scales)
-            if digest(*operands) != call.operands:
-                raise ArgumentError(
-                    f"{kind.name}, {shown(call.call)}: torch {torch.__version__} draws other operands than "
-                    f"{evidence.torch} did; read the evidence where that is installed"
-                )
-            wrong += digest(emulate(call.call, operands, kind.unit, call.plan)) != call.native
-        yield wrong if kind.calls else None
+    with open_tasks(evidence, executor) as tasks:
+        return [wrong for _, wrong in sorted(tasks.each_done(_wrong_calls, range(len(evidence.kinds))))]
+
+
+def _wrong_calls(evidence: Evidence, index: int) -> int | None:
+    kind, wrong = evidence.kinds[index], 0
+    for call in kind.calls:
+        operands = draw(call.call, call.data, call.seed, call.tensor_scales)
+        if digest(*operands) != call.operands:
+            raise ArgumentError(
+                f"{kind.name}, {shown(call.call)}: torch {torch.__version__} draws other operands than "
+                f"{evidence.torch} did; read the evidence where that is installed"
+            )
+        wrong += digest(emulate(call.call, operands, kind.unit, call.plan)) != call.native
+    return wrong if kind.calls else None

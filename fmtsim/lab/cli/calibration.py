@@ -3,7 +3,6 @@
 
 import argparse
 import datetime
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import torch
 
 from fmtsim.gemm.model_calls import model_calls
 from fmtsim.gemm.models import PASSES, find_models, list_models, parse_tokens, read_shapes
-from fmtsim.gemm.targets.ask import open_asker
+from fmtsim.gemm.targets.ask import Asker, open_asker
 from fmtsim.gemm.targets.learned import Group
 from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.target import Target, find_target, get_target
@@ -31,12 +30,12 @@ from fmtsim.lab.calibration.recheck import RuleCheck, recheck
 from fmtsim.lab.calibration.unit_calls import kinds_of
 from fmtsim.lab.calibration.unit_check import TorchCard, check_unit, emulate_again
 from fmtsim.lab.cli.arguments.machine import EVIDENCE, PLAN, QUICK
-from fmtsim.lab.cli.options import check_positive
+from fmtsim.lab.cli.options import check_positive, workers_of
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, write_json
 from fmtsim.lab.cli.products import chosen_dtypes, chosen_shapes
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.spec.call import GemmCall
-from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.errors import ArgumentError, DeviceError, shown
 from fmtsim.support.files import check_file
 from fmtsim.support.progress import make_progress
 
@@ -54,6 +53,8 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     asked = [name for name in jobs if getattr(arguments, name) is not None]
     if len(asked) > 1:
         raise ArgumentError(f"--{asked[0]} and --{asked[1]} are different jobs; give one of them")
+    if arguments.executor is not None and asked not in (["book"], ["learn"], ["evidence"]):
+        raise ArgumentError("--executor shares the work of --book, --learn and --evidence; leave it out")
     if asked:
         return jobs[asked[0]](arguments)
     calls = chosen_calls(arguments)
@@ -121,7 +122,7 @@ def run_unit(arguments: argparse.Namespace, unit: str) -> int:
 def run_evidence(arguments: argparse.Namespace) -> int:
     """Read evidence, emulate its calls again, and show it."""
     evidence = load_evidence(arguments.evidence)
-    wrong = list(emulate_again(evidence))
+    wrong = emulate_again(evidence, arguments.executor)
     record = recipe_to_dict(evidence) | {"calls_that_differ_here": wrong}
     answer(arguments, record, lambda: evidence_table(evidence, wrong))
     return 0 if evidence.proves and not any(wrong) else MISMATCH
@@ -272,21 +273,22 @@ def run_book(arguments: argparse.Namespace) -> int:
     if path == plan:
         raise ArgumentError(f"--book {path} is the name of the plan file, which is written beside it; choose another")
     check_file("--book", path)
-    check_positive(arguments, "workers")
+    workers = None if arguments.workers is None else workers_of(arguments)
     kinds = choose_kinds(arguments.kinds)
     families = families_of(book_shapes(arguments), kinds)
     base = None if arguments.base is None else get_target(arguments.base)
     if base is not None and base.book is None:
         raise ArgumentError(f"--base {arguments.base} has no book to write the difference to; name a target with one")
-    gpu, index = open_card(arguments)
+    gpu, index = open_card(arguments.device)
     source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
     make = partial(
-        make_book, path, families, partial(open_asker, index, cached=False), library=gpu.library, source=source
-    )
+        make_book, path, families, partial(open_library, arguments.device, gpu.library), library=gpu.library,
+        source=source, executor=arguments.executor,
+    )  # fmt: skip
     try:
         with make_progress(None, transient=True) as progress:
             book = None if base is None else base.book
-            result = make(similar=similar_kinds(kinds), workers=arguments.workers, base=book, progress=progress)
+            result = make(similar=similar_kinds(kinds), workers=workers, base=book, progress=progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
     target = book_target(path, gpu.name, architecture_of(index), family_of(torch.cuda.get_device_capability(index)))
@@ -299,9 +301,17 @@ def run_book(arguments: argparse.Namespace) -> int:
     return MISMATCH if len(result.different) * 1000 > result.checked else 0
 
 
-def open_card(arguments: argparse.Namespace) -> tuple[TorchGPU, int]:
+def open_library(device: str, library: str) -> Asker:
+    """Open the library in a process, perhaps of another machine; DeviceError where it is not this one."""
+    gpu, index = open_card(device)
+    if gpu.library != library:
+        raise DeviceError(f"a worker has {gpu.library}, not {library}; give the cluster workers with that one alone")
+    return open_asker(index, cached=False)
+
+
+def open_card(device: str) -> tuple[TorchGPU, int]:
     """Return the GPU whose library is asked, and its number."""
-    gpu = open_gpu(arguments.device)
+    gpu = open_gpu(device)
     return gpu, torch.cuda.current_device() if gpu.device.index is None else gpu.device.index
 
 
@@ -315,14 +325,15 @@ def run_learn(arguments: argparse.Namespace) -> int:
     """Grow trees from the library's answers, and show how often they are right about answers they never saw."""
     path = Path(arguments.learn).expanduser()
     check_file("--learn", path)
-    check_positive(arguments, "workers", "questions")
+    check_positive(arguments, "questions")
     check_learner()
-    gpu, index = open_card(arguments)
-    workers = arguments.workers or len(os.sched_getaffinity(0))
+    gpu, index = open_card(arguments.device)
+    workers = workers_of(arguments)
     architecture = architecture_of(index) if architecture_of(index) in get_args(Architecture) else None
     with make_progress(None, transient=True) as progress:
-        groups = learn(path, partial(open_asker, index, cached=False), count=arguments.questions, workers=workers,
-                       architecture=cast(Architecture | None, architecture), progress=progress)  # fmt: skip
+        groups = learn(path, partial(open_library, arguments.device, gpu.library), count=arguments.questions,
+                       workers=workers, architecture=cast(Architecture | None, architecture), progress=progress,
+                       executor=arguments.executor)  # fmt: skip
     rows = [
         (kind_name(group), f"{group.learned:,}", f"{group.held_out:,}", f"{group.right / group.held_out:.2%}",
          f"{group.certain / group.held_out:.1%}", f"{group.certain_right / max(group.certain, 1):.3%}")

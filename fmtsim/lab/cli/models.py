@@ -286,7 +286,8 @@ def _afterwards(arguments: argparse.Namespace, loaded: "Loaded", more: dict[str,
                                    progress=more["progress"])
             for recipe in recipes
         }  # fmt: skip
-    return search(loaded.model, [sample.batch for sample in loaded.samples], arguments.budget, **more)
+    batches = [sample.batch for sample in loaded.samples]
+    return search(loaded.model, batches, arguments.budget, executor=arguments.executor, **more)
 
 
 def _in_training(arguments: argparse.Namespace, loaded: "Loaded", more: dict[str, Any]) -> SearchResult:
@@ -310,7 +311,7 @@ def _check_training(arguments: argparse.Namespace) -> None:
         if arguments.weights is not None:
             raise ArgumentError("--weights are those of a search while training; pass --while-training STEPS as well")
         return
-    for name in ("samples", "sensitivity"):
+    for name in ("samples", "sensitivity", "executor"):
         if getattr(arguments, name):
             raise ArgumentError(f"--{name} is of a search without training; leave it or --while-training out")
     if not arguments.lr > 0:

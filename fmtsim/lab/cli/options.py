@@ -18,6 +18,7 @@ from fmtsim.lab.cli.names import Names
 from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, first_line
 
+EXECUTOR = "run the tasks on this cluster: dask://HOST:PORT or ray://HOST:PORT"
 MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
 
 Parser = argparse._ActionsContainer
@@ -259,6 +260,15 @@ def check_device(name: str) -> None:
         raise ArgumentError(
             f"--device {name} is not there: {first_line(error)}; choose cpu, or look at fmtsim info"
         ) from None
+
+
+def workers_of(arguments: argparse.Namespace) -> int:
+    """Return how many processes of this machine share the tasks, by default as many as it has cores."""
+    if arguments.executor is not None and arguments.workers is not None:
+        raise ArgumentError(f"--workers {arguments.workers} are of this machine; leave it or --executor out")
+    workers = usable_cores() if arguments.workers is None else arguments.workers
+    check_threads(workers, "--workers")
+    return int(workers)
 
 
 def check_threads(number: int, option: str = "--threads") -> None:

@@ -86,7 +86,8 @@ def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:
 def run_audit(arguments: argparse.Namespace) -> int:
     """Audit and print; 0 where all compared bits agree, 1 where some do not."""
     trace = Trace.load(arguments.trace)
-    result = audit(trace, target=arguments.target, rows=arguments.rows, seed=arguments.seed)
+    options = {name: getattr(arguments, name) for name in ("target", "rows", "seed", "executor")}
+    result = audit(trace, **options)
     answer(arguments, {"equal": result.equal, **result.to_dict()}, lambda: str(result))
     return 0 if result.equal else MISMATCH
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from fmtsim.gemm.models import list_models
-from fmtsim.lab.cli.options import check_device, check_threads, parse_number, usable_cores
+from fmtsim.lab.cli.options import check_device, parse_number, workers_of
 from fmtsim.lab.cli.output import answer, format_table, json_text, origin
 from fmtsim.lab.memory import Lora, Parallel, StoredFormats, serving_memory, training_memory
 from fmtsim.lab.reproduce import Claim, Result, get_claims, run_claim, run_claims
@@ -45,14 +45,13 @@ def run_sweep(arguments: argparse.Namespace) -> int:
             f"--law {arguments.law} is none of --schemes {arguments.schemes}; add it, or choose one of them"
         )
     check_device(arguments.device)
-    workers = usable_cores() if arguments.workers is None else arguments.workers
-    check_threads(workers, "--workers")
+    workers = workers_of(arguments)
     out = Path(arguments.out).expanduser()
     check_folder(out)
     corpus = _corpus(arguments)
     try:
         with make_progress(not arguments.quiet) as progress:
-            runs = sweep_folder.run_sweep(config, points, corpus, out, progress, workers)
+            runs = sweep_folder.run_sweep(config, points, corpus, out, progress, workers, arguments.executor)
     except KeyboardInterrupt:
         done = len({run.point for run in sweep_folder.read_runs(out)} & set(points))
         raise KeyboardInterrupt(f"{done} of {len(points)} runs are in {out}; the same command goes on") from None
@@ -225,9 +224,8 @@ def run_reproduce(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.out is not None:
         check_folder(arguments.out)
-    workers = usable_cores() if arguments.workers is None else arguments.workers
-    check_threads(workers, "--workers")
-    results = _run_all(claims, arguments.seeds, arguments.quiet, workers)
+    workers = workers_of(arguments)
+    results = _run_all(claims, arguments, workers)
     answer(arguments, _record(results), lambda: _text(results, arguments.markdown))
     if arguments.out is not None:
         _write(arguments.out, results)
@@ -245,13 +243,13 @@ def _text(results: Sequence[Result], as_markdown: bool) -> str:
     return "\n".join([*parts, f"\n{_summary(results)}"])
 
 
-def _run_all(claims: Sequence[Claim], seeds: int | None, quiet: bool, workers: int) -> list[Result]:
+def _run_all(claims: Sequence[Claim], arguments: argparse.Namespace, workers: int) -> list[Result]:
     """Run claims below a bar on a terminal; elsewhere a line says how each one ended."""
-    results = {}
+    results, seeds, quiet, executor = {}, arguments.seeds, arguments.quiet, arguments.executor
     with make_progress(False if quiet else None, transient=True) as progress:
         progress.stage("claims", len(claims))
-        if workers > 1 and sum(claim.slow for claim in claims) > 1:
-            every = run_claims(claims, workers, seeds=seeds)
+        if executor is not None or (workers > 1 and sum(claim.slow for claim in claims) > 1):
+            every = run_claims(claims, workers, seeds=seeds, executor=executor)
         else:
             every = (
                 run_claim(claim, partial(_tell, progress, at, claim.name), seeds=seeds)

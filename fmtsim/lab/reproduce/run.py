@@ -11,8 +11,8 @@ from typing import Any, get_args
 import torch
 
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, Verdict
-from fmtsim.lab.verify.workers import as_done
 from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
+from fmtsim.support.executors import AnyExecutor, open_tasks
 
 _MODULES = (
     "ratios estimators outliers attention accumulation training widths gpts wire quantised multipliers served searched "
@@ -137,25 +137,26 @@ def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None
     return Result(claim=claim, runs=tuple(measured), seconds=time.perf_counter() - start, error=error)
 
 
-def run_claims(claims: Sequence[Claim], workers: int, *, seeds: int | None = None) -> Iterator[Result]:
-    """Run claims in processes, a CPU thread each, slow ones first; yield results as they are there.
+def run_claims(
+    claims: Sequence[Claim], workers: int = 1, *, seeds: int | None = None, executor: AnyExecutor = None
+) -> Iterator[Result]:
+    """Run claims in processes, or on an executor, a CPU thread each, slow ones first; yield results as they are there.
 
-    Claims that read the same runs share a process. Other arguments are those of ``run_claim``.
+    Claims that read the same runs share a process. Other arguments are those of ``run_claim`` and ``run_sweep``.
     """
     alike: dict[Any, list[Claim]] = {}
     for claim in claims:
         alike.setdefault((claim.measure, claim.settings), []).append(claim)
     groups = sorted(alike.values(), key=lambda group: not any(claim.slow for claim in group))
     by_name = {claim.name: claim for claim in claims}
-    tasks = [([claim.name for claim in group], seeds) for group in groups]
-    for finished in as_done(_run_group, tasks, workers, torch.set_num_threads, 1):
-        for name, runs, seconds, error in finished:
-            yield Result(claim=by_name[name], runs=runs, seconds=seconds, error=error)
+    with open_tasks(seeds, executor, workers=min(workers, len(groups)), threads=1) as tasks:
+        for _, finished in tasks.each_done(_run_group, [[claim.name for claim in group] for group in groups]):
+            for name, runs, seconds, error in finished:
+                yield Result(claim=by_name[name], runs=runs, seconds=seconds, error=error)
 
 
-def _run_group(task: tuple[list[str], int | None]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
-    """Run claims, by names and the number of seeds; return names, and of results what another process may be sent."""
-    names, seeds = task
+def _run_group(seeds: int | None, names: Sequence[str]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
+    """Run claims, by names; return names, and of results what another process may be sent."""
     done = [run_claim(claim, seeds=seeds) for claim in get_claims(names)]
     return [(result.claim.name, result.runs, result.seconds, result.error) for result in done]
 

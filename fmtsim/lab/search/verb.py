@@ -17,6 +17,7 @@ from fmtsim.recipes.ptq import PtqRecipe, is_static
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+from fmtsim.support.executors import AnyExecutor, open_tasks
 from fmtsim.support.progress import Progress, make_progress
 
 
@@ -63,6 +64,7 @@ def search(
     sensitivity: Mapping[str, Any] | None = None, loss: Loss | None = None,
     ignore: Sequence[str] | None = None, filter_fn: Callable[[nn.Module, str], bool] | None = None,
     progress: bool | None = None, target: Any = None, plan: GemmPlan | None = None, native: bool | None = None,
+    executor: AnyExecutor = None,
 ) -> SearchResult:  # fmt: skip
     """Find a recipe for each layer of a trained model so that the loss is small and the cost within a budget.
 
@@ -91,6 +93,8 @@ def search(
         progress: As in ``fmtsim.ptq``.
         target, plan, native: The machine that will multiply, as in ``fmtsim.ptq``: losses are those of
             the model there. Recipes that it does not run are left out; the result says which and why.
+        executor: A ``concurrent.futures.Executor``, ``dask://HOST:PORT`` or ``ray://HOST:PORT`` that runs the layers
+            alone, each with as many CPU threads as torch has here; None runs them in this process.
 
     Returns:
         The choice with its costs and losses; ``fmtsim.ptq(model, result.recipe(), data)`` applies it. Deterministic for
@@ -108,6 +112,8 @@ def search(
     """
     check_model("search", model)
     check_options(budget, bits, policy, loss)
+    if executor is not None and sensitivity is not None:
+        raise ArgumentError(f"executor={shown(executor)} has nothing to run beside sensitivity; leave one of them out")
     recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search"))
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
@@ -117,8 +123,10 @@ def search(
         layers, names = list(switching.forms), list(recipes)
         costs = [[switching.forms[layer][name].cost for name in names] for layer in layers]
         allowed = budget_of(budget, bits, switching.adds, costs, costs)
-        alone = sensitivity is None
-        losses = _each_alone(switching, layers, names, show) if alone else _attributed(sensitivity, layers, names)
+        if sensitivity is None:
+            losses = _each_alone(switching, layers, names, show, executor)
+        else:
+            losses = _attributed(sensitivity, layers, names)
         picked, _ = least_loss(costs, losses, allowed)
         searched = _Found(switching, layers, names, costs, allowed)
         searched.offer(picked)
@@ -181,13 +189,14 @@ def _sample(found: _Found, policy: Policy, show: Progress) -> None:
     found.offer(sampler.logits.argmax(1).tolist())
 
 
-def _each_alone(switching: SwitchingModel, layers: list[str], names: list[str], show: Progress) -> list[list[float]]:
+def _each_alone(
+    switching: SwitchingModel, layers: list[str], names: list[str], show: Progress, executor: AnyExecutor
+) -> list[list[float]]:
     show.stage("layers alone", len(layers) * len(names))
-    losses = []
-    for i, layer in enumerate(layers):
-        losses.append([switching.run({layer: name}) for name in names])
-        show.step((i + 1) * len(names))
-    return losses
+    alone = [{layer: name} for layer in layers for name in names]
+    with open_tasks(switching, executor) as tasks:
+        losses = {(*formats.items(),): loss for formats, loss in tasks.each_done(SwitchingModel.run, alone, show)}
+    return [[losses[((layer, name),)] for name in names] for layer in layers]
 
 
 def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[list[float]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of runs: what a sweep has done is there as soon as it is done, and the rest is trained by many processes."""
+"""A folder of runs: what a sweep has done is there as soon as it is done, whoever trains the rest."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from fmtsim.lab.training.corpus import Corpus
 from fmtsim.lab.training.loop import rehearse
 from fmtsim.lab.training.models import source_digest
 from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, scheme_of, train_point
-from fmtsim.lab.verify.workers import as_done
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.support.errors import ArgumentError, DataError
+from fmtsim.support.executors import AnyExecutor, open_tasks
 from fmtsim.support.files import write_file, write_folder
 from fmtsim.support.progress import Progress
 from fmtsim.support.records import parse_json, read_file
@@ -27,31 +27,34 @@ RUNS, SETTINGS = "runs.jsonl", "sweep.json"
 
 
 def run_sweep(
-    config: SweepConfig, points: Sequence[Point], corpus: Corpus, out: Path, progress: Progress, workers: int = 1
-) -> list[SweepRun]:
+    config: SweepConfig, points: Sequence[Point], corpus: Corpus, out: Path, progress: Progress, workers: int = 1,
+    executor: AnyExecutor = None,
+) -> list[SweepRun]:  # fmt: skip
     """Train all points that a folder does not hold yet, and return the runs of all points, in their order.
 
-    Each run is a line of ``runs.jsonl``, there as soon as it ends. Every run has a CPU thread of its own, so that its
-    bits do not depend on how many processes share the work.
+    Each run is a line of ``runs.jsonl``, which this process writes as soon as the run ends. Every run has a CPU thread
+    of its own, so that its bits do not depend on how many processes share the work: ``workers`` of this machine, or
+    those of ``executor`` (``concurrent.futures.Executor``, ``dask://HOST:PORT``, ``ray://HOST:PORT``).
 
     Raises:
         ArgumentError: The folder holds a sweep of other settings; the message has the first one that differs.
         DataError: A file of the folder cannot be read or written.
-        DeviceError: A process died.
+        DeviceError: A process died, or no cluster answers.
     """
     _check_settings(out, config, corpus, {point.scheme for point in points})
     runs = {run.point: run for run in read_runs(out)}
     waiting = [point for point in points if point not in runs]
     if waiting:
         first = {point.scheme: point for point in reversed(waiting)}
-        for point in first.values():  # options that do not fit fail here, and kernels are compiled once
-            with collected_guesses(), deterministic(config.device):
-                rehearse(config.train_config(point._replace(steps=1)))
-        progress.stage("runs", len(waiting))
-        for done, run in enumerate(_trained(config, waiting, corpus, workers), 1):
-            runs[run.point] = run
-            write_file(out / RUNS, "".join(finished.to_line() for finished in runs.values()))
-            progress.step(done, f"{run.point.scheme} lr {run.point.lr:g}: {run.final_loss:.3f}")
+        with open_tasks((config, corpus), executor, workers=min(workers, len(waiting)), threads=1) as tasks:
+            for point in first.values():  # options that do not fit fail here, and kernels are compiled once
+                with collected_guesses(), deterministic(config.device):
+                    rehearse(config.train_config(point._replace(steps=1)))
+            progress.stage("runs", len(waiting))
+            for done, (_, run) in enumerate(tasks.each_done(_train, waiting), 1):
+                runs[run.point] = run
+                write_file(out / RUNS, "".join(finished.to_line() for finished in runs.values()))
+                progress.step(done, f"{run.point.scheme} lr {run.point.lr:g}: {run.final_loss:.3f}")
     return [runs[point] for point in points]
 
 
@@ -106,25 +109,5 @@ def _definition(name: str) -> Any:
     return name if scheme.recipe is None else recipe_to_dict(scheme.recipe)
 
 
-def _trained(config: SweepConfig, points: Sequence[Point], corpus: Corpus, workers: int) -> Iterator[SweepRun]:
-    if workers == 1 or len(points) == 1:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield from (train_point(config, point, corpus) for point in points)
-        finally:
-            torch.set_num_threads(before)
-        return
-    yield from as_done(_run, points, workers, _begin, config, corpus)
-
-
-_shared: list[Any] = []  # of a process that is one of several: the config and the text
-
-
-def _begin(config: SweepConfig, corpus: Corpus) -> None:
-    torch.set_num_threads(1)
-    _shared[:] = [config, corpus]
-
-
-def _run(point: Point) -> SweepRun:
-    return train_point(_shared[0], point, _shared[1])
+def _train(shared: tuple[SweepConfig, Corpus], point: Point) -> SweepRun:
+    return train_point(shared[0], point, shared[1])

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks spread over processes: the same checks, with the same results, in the same order."""
 
-import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +13,8 @@ from fmtsim.lab.verify.gemm import gemm_tasks
 from fmtsim.lab.verify.outcome import PlantedError, Task, engines
 from fmtsim.lab.verify.plan import default_tasks, exhaustive_tasks
 from fmtsim.lab.verify.units import planted, unit_tasks
-from fmtsim.support.errors import DeviceError
-from fmtsim.support.interrupts import unheard
+from fmtsim.support.executors import open_tasks
 
-T = TypeVar("T")
-R = TypeVar("R")
 MOST = 16
 PRODUCTS = 8  # of a task: units have up to 65, and the last task should not keep all others waiting
 CONTEXT_BYTES = 2 << 30  # of a device's memory, for each process
@@ -95,7 +88,7 @@ def run(
         DeviceError: A process died.
     """
     tasks = [task for part in parts.values() for task in part]
-    results = iter(_alone(tasks, show) if workers == 1 else _shared(job, tasks, workers, show))
+    results = iter(_alone(tasks, show) if min(workers, len(tasks)) < 2 else _shared(job, tasks, workers, show))
     return {part: [next(results) for _ in members] for part, members in parts.items()}
 
 
@@ -109,80 +102,18 @@ def _shared(job: Job, tasks: Sequence[Task], workers: int, show: Callable[[str, 
     """Run the tasks in new processes, the last ones first: products take longest, and small tasks fill the end."""
     died = "a process of the checks died, from lack of memory perhaps; --workers 1 shows at which check"
     results: dict[int, Any] = {}
-    with pool_that_ends(min(workers, len(tasks)), _begin, job, workers, died=died) as pool:
-        for index, result in each_done(pool, _run, range(len(tasks))[::-1]):
+    threads = max((os.cpu_count() or 1) // workers, 1)
+    with open_tasks(job, workers=min(workers, len(tasks)), threads=threads, died=died) as shared:
+        for index, result in shared.each_done(_run, range(len(tasks))[::-1]):
             results[index] = result
             show(tasks[index].name, len(results))
     return [results[index] for index in range(len(tasks))]
 
 
-def as_done(
-    run: Callable[[T], R], tasks: Sequence[T], workers: int, begin: Callable[..., None], *arguments: Any
-) -> Iterator[R]:
-    """Yield what a function returns for tasks, in the order in which processes end them.
-
-    Raises:
-        DeviceError: A process died.
-    """
-    died = "a process died, from lack of memory perhaps; pass fewer --workers"
-    with pool_that_ends(min(workers, len(tasks)), begin, *arguments, died=died) as pool:
-        yield from (result for _, result in each_done(pool, run, tasks))
+@lru_cache(maxsize=1)
+def _tasks(job: Job) -> list[Task]:
+    return [task for part in job.tasks().values() for task in part]
 
 
-def each_done(pool: ProcessPoolExecutor, run: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
-    """Yield tasks and what a function returns for them, in the order in which a pool ends them."""
-    with unheard():
-        waiting = {pool.submit(run, task): task for task in tasks}
-    for future in as_completed(waiting):
-        yield waiting.pop(future), future.result()
-
-
-@contextmanager
-def pool_that_ends(workers: int, begin: Callable[..., None], *arguments: Any, died: str) -> Iterator[Any]:
-    """Give processes that call ``begin`` first; any error, and Ctrl-C, ends them at once, whatever they work on.
-
-    Raises:
-        DeviceError: One died; ``died`` says so.
-    """
-    others, pool = multiprocessing.active_children(), pool_of(workers, begin, *arguments)
-    try:
-        yield pool
-    except BaseException as error:
-        for child in multiprocessing.active_children():
-            if child not in others:
-                child.terminate()
-        if isinstance(error, BrokenProcessPool):
-            raise DeviceError(died) from error
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def pool_of(workers: int, begin: Callable[..., None], *arguments: Any) -> ProcessPoolExecutor:
-    """Return a pool of new processes that call ``begin`` first and end with this one, even when it is killed."""
-    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    return ProcessPoolExecutor(workers, spawn, _follow, (begin, *arguments))
-
-
-def _follow(begin: Callable[..., None], *arguments: Any) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end() -> None:
-        parent.join()
-        os._exit(1)  # a killed pool tells its processes nothing, and they would wait for work for ever
-
-    threading.Thread(target=end, daemon=True).start()
-    begin(*arguments)
-
-
-_tasks: list[Task] = []  # of this process, where it is one of several
-
-
-def _begin(job: Job, workers: int) -> None:
-    torch.set_num_threads(max((os.cpu_count() or 1) // workers, 1))
-    _tasks[:] = [task for part in job.tasks().values() for task in part]
-
-
-def _run(index: int) -> Any:
-    return _tasks[index].run(lambda share: None)
+def _run(job: Job, index: int) -> Any:
+    return _tasks(job)[index].run(lambda share: None)

@@ -61,7 +61,7 @@ def units(call):
         (["--book", "nowhere/x.book"], "there is no folder nowhere"),
         (["--book", "--kinds", "fp4"], "--kinds 'fp4' is not possible; choose from bf16"),
         (["--book", "--lattice", "-1"], "--lattice -1 is not possible; choose 0 or more sizes"),
-        (["--book", "--workers", "0"], "--workers 0 is not possible"),
+        (["--book", "--workers", "0"], "--workers 0 is not allowed; choose 1 or more"),
         (["--book", "--model", "gpt9"], "--model 'gpt9' is unknown"),
         (["--book", "--check", "h200"], "--book and --check are different jobs; give one of them"),
     ],

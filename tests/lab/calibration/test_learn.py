@@ -23,8 +23,9 @@ from fmtsim.lab.calibration.grow import Nodes, Topic
 from fmtsim.lab.calibration.learn import TOPICS, draw
 from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
-from fmtsim.lab.verify.workers import pool_that_ends
 from fmtsim.support.errors import ArgumentError, DeviceError
+from fmtsim.support.executors import open_tasks
+from tests.support.clusters import slept
 from tests.support.cublaslt import chosen, library_file, open_stand_in
 from tests.support.refusals import refused
 
@@ -131,7 +132,7 @@ def test_a_dead_process_is_said_and_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.setattr(learn, "check_learner", lambda: None)
     path = tmp_path / "a.trees"
     with pytest.raises(DeviceError, match="died, from lack of memory perhaps; nothing was written.*fewer --questions"):
-        learn.learn(path, partial(open_stand_in, "nowhere.so"), count=100, topics=[Topic(BF16.kinds)], workers=2)
+        learn.learn(path, partial(os._exit, 3), count=100, topics=[Topic(BF16.kinds)], workers=2)
     assert not path.exists()
 
 
@@ -141,10 +142,9 @@ def test_work_under_way_is_not_waited_for(error):
     begin = time.monotonic()
     with (
         pytest.raises(type(error) if isinstance(error, Exception) else error),
-        pool_that_ends(1, os.getpid, died="it died") as pool,
+        open_tasks(None, workers=2) as tasks,
     ):
-        pool.submit(os.getpid).result()
-        long = pool.submit(time.sleep, 600)
+        long = tasks.submit(slept, 600)
         while not long.running():
             time.sleep(0.01)
         raise error

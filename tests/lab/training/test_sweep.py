@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from concurrent.futures import BrokenExecutor
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ from fmtsim.lab.training.sweep_result import (
     spearman,
     spikes,
 )
-from fmtsim.lab.verify import workers
 from fmtsim.recipes import get_recipe
+from fmtsim.support import executors
 from fmtsim.support.errors import ArgumentError, DataError, DeviceError
 from fmtsim.support.progress import Progress
 from tests.support.refusals import refused
@@ -111,12 +112,12 @@ def test_a_process_that_dies_is_told(tmp_path, corpus, monkeypatch):
             pass
 
         def submit(self, *given):
-            raise workers.BrokenProcessPool
+            raise BrokenExecutor
 
         def shutdown(self, **given):
             pass
 
-    monkeypatch.setattr(workers, "pool_of", Broken)
+    monkeypatch.setattr(executors, "ProcessPoolExecutor", Broken)
     with pytest.raises(DeviceError, match="a process died, .* pass fewer --workers"):
         run_sweep(CONFIG, POINTS, corpus, tmp_path, Progress(), workers=2)
 

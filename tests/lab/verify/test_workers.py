@@ -30,12 +30,12 @@ NAMES = ("int4", "e2m1", "mxfp4")
 
 
 class Dies:
-    """A job of one check that ends its process."""
+    """A job of checks that end their process."""
 
     name = "dies"
 
     def tasks(self):
-        return {"casts": [self]}
+        return {"casts": [self, self]}
 
     def run(self, advance):
         os._exit(3)

@@ -7,7 +7,7 @@ from pathlib import Path
 from fmtsim.gemm.models import DTYPES, list_models
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.names import converters, targets
-from fmtsim.lab.cli.options import add_device, add_json, add_layers, add_tokens, count, flag, option
+from fmtsim.lab.cli.options import EXECUTOR, add_device, add_json, add_layers, add_tokens, count, flag, option
 from fmtsim.support.errors import ArgumentError
 
 
@@ -82,6 +82,7 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     option(check, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE",
            names=names.files)  # fmt: skip
     add_device(parser, "cuda")
+    option(parser, "--executor", EXECUTOR, metavar="URL")
     add_json(parser)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet, add_simulate
-from fmtsim.lab.cli.options import add_device, add_json, add_target, count, flag, one_of, option, repeated
+from fmtsim.lab.cli.options import EXECUTOR, add_device, add_json, add_target, count, flag, one_of, option, repeated
 from fmtsim.support.errors import ArgumentError, shown
 
 _IGNORE = "leave this layer, or what 're:PATTERN' matches, in high precision (default: the head of a language model)"
@@ -97,6 +97,7 @@ def declare_search(parser: argparse.ArgumentParser) -> None:
         "--sensitivity",
         "estimate what layers lose by fmtsim attribute, on the first batch and the model's own loss",
     )
+    option(what, "--executor", EXECUTOR, metavar="URL")
     train = parser.add_argument_group("search while training (instead of the search of a trained model)")
     steps = "train the model for this many steps on its batches (--batches) in turn, and search in the same steps"
     count(train, "--while-training", steps)
@@ -250,6 +251,7 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_device(how)
     count(how, "--workers", "processes that share the runs, a CPU thread each (default: one a core)")
+    option(how, "--executor", EXECUTOR, metavar="URL")
     law = "fit Quartet's scaling law to widths, steps and schemes; this scheme is the baseline, such as bf16"
     option(how, "--law", law, metavar="SCHEME")
     output = parser.add_argument_group("output")
@@ -336,6 +338,7 @@ def declare_reproduce(parser: argparse.ArgumentParser) -> None:
     flag(parser, "--quick", "leave out claims that take more than ten seconds")
     count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
     count(parser, "--workers", "processes that share slow claims, a CPU thread each (default: one a core)")
+    option(parser, "--executor", EXECUTOR, metavar="URL")
     flag(parser, "--markdown", "print the table in Markdown, with the sources")
     text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
     option(parser, "--out", text, metavar="DIR", type=Path)

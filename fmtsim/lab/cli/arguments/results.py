@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.model_options import MODEL, add_data, add_formats, add_model, add_simulate
-from fmtsim.lab.cli.options import SUFFIXES, add_json, add_target, count, flag, option, repeated, tensor_file
+from fmtsim.lab.cli.options import EXECUTOR, SUFFIXES, add_json, add_target, count, flag, option, repeated, tensor_file
 from fmtsim.support.errors import ArgumentError
 
 
@@ -62,6 +62,7 @@ def declare_audit(parser: argparse.ArgumentParser) -> None:
            names=names.simulated)  # fmt: skip
     option(parser, "--rows", "rows of each matrix product that are recomputed", 32)
     option(parser, "--seed", "which rows", 0)
+    option(parser, "--executor", EXECUTOR, metavar="URL")
     add_json(parser)
 
 
