@@ -128,7 +128,7 @@ def _opened(executor: AnyExecutor, workers: int, stack: ExitStack) -> tuple[Any,
         executor = ProcessPoolExecutor(workers, spawn, _follow)
         stack.callback(executor.shutdown, cancel_futures=True)
     if executor is None or isinstance(executor, Executor):
-        return executor and partial(executor.submit, _run), lambda data: data
+        return executor and partial(executor.submit, _run), lambda data: data  # type: ignore[call-arg]  # job follows
     scheme, _, address = str(executor).partition("://")
     host, _, port = address.rpartition(":")
     url = f"executor={shown(executor)}"
@@ -142,7 +142,7 @@ def _opened(executor: AnyExecutor, workers: int, stack: ExitStack) -> tuple[Any,
             import ray
 
             stack.callback(ray.shutdown)
-            ray.init(executor, logging_level="ERROR")
+            ray.init(executor, logging_level=40)  # errors
             remote = ray.remote(_run)
             return lambda *job: remote.remote(*job).future(), ray.put
         import dask
@@ -162,7 +162,12 @@ def _follow() -> None:
     """End this process with the one that began it: a killed pool tells its processes nothing, and they would wait."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 _one_task = threading.RLock()  # threads and random state are the process's; a job inside a task is of its thread

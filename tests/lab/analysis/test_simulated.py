@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,6 +133,35 @@ def test_an_audit_of_what_simulate_computed_agrees(tmp_path):
     assert "whose bits were recorded" not in str(dataclasses.replace(result, versions=versions))
     assert {layer.layer for layer in result.layers if layer.operators} >= {"0", "1", "2", "3"}
     assert sum(layer.operators for layer in result.layers) >= 10
+
+
+def test_an_executor_audits_the_same():
+    trace = recorded(model_and_batch()[1])
+    one = next(one for one in trace.operations if one.operation == "aten::addmm")
+    trace.tensors[one.index][one.outputs[0].name].view(torch.int16)[3:] ^= 1
+    here = audit(trace, rows=2, seed=5)
+    with ThreadPoolExecutor(2) as pool:
+        assert audit(trace, rows=2, seed=5, executor=pool) == here and not here.equal
+
+
+def test_an_audit_draws_rows_by_seed_and_operator():
+    trace = recorded(model_and_batch()[1])
+    one = next(one for one in trace.operations if one.operation == "aten::addmm")
+    place = trace.operations.index(one)
+    y = trace.tensors[one.index][one.outputs[0].name]
+    y.view(torch.int16)[::2] ^= 1
+    prints = Fingerprints()  # only a row that is drawn shows the error
+    prints.batch = trace.batch
+    at, _ = prints.add(y)
+    bits = dataclasses.replace(one.outputs[0], hash=prints.finish()[at].hash)
+    operations = list(trace.operations)
+    operations[place] = dataclasses.replace(one, outputs=(bits,))
+    forged = dataclasses.replace(trace, operations=tuple(operations))
+    forged.tensors.update(trace.tensors)
+    alone = dataclasses.replace(forged, operations=(operations[place],))
+    alone.tensors.update(trace.tensors)
+    found = [audit(forged, rows=1, seed=seed).equal for seed in range(12)]
+    assert found == [audit(alone, rows=1, seed=seed).equal for seed in range(12)] and len(set(found)) == 2
 
 
 def test_an_audit_sees_one_bit():

@@ -62,6 +62,8 @@ def units(call):
         (["--book", "--kinds", "fp4"], "--kinds 'fp4' is not possible; choose from bf16"),
         (["--book", "--lattice", "-1"], "--lattice -1 is not possible; choose 0 or more sizes"),
         (["--book", "--workers", "0"], "--workers 0 is not allowed; choose 1 or more"),
+        (["--executor", "dask://a:1"], "--executor shares the work of --book, --learn and --evidence; leave it out"),
+        (["--book", "--executor", "dask://a:1", "--workers", "2"], "--workers 2 are of this machine; leave it or"),
         (["--book", "--model", "gpt9"], "--model 'gpt9' is unknown"),
         (["--book", "--check", "h200"], "--book and --check are different jobs; give one of them"),
     ],

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import Book
 from fmtsim.gemm.targets.book_writer import write_book
 from fmtsim.gemm.targets.question import Choice, Question
@@ -208,6 +210,24 @@ def test_processes_make_the_same_book(tmp_path):
     with pytest.raises(DeviceError, match="a process that asks the library died; the file has what was asked"):
         make(two, families_of([(48, 80), (48, 96)], KINDS.values()), partial(os._exit, 3), workers=2)
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_an_executor_makes_the_same_book(tmp_path):
+    one, two = tmp_path / "one.book", tmp_path / "two.book"
+    make(one, FAMILIES, OPEN)
+    with ThreadPoolExecutor(2) as pool:
+        make(two, FAMILIES, OPEN, executor=pool)
+        assert one.read_bytes() == two.read_bytes()
+        other = partial(calibration.open_library, "cuda", "another GPU")
+        refused("here; run it on the machine that has the GPU", make, two, families_of([(48, 80)], [BF16]), other,
+                executor=pool, error=DeviceError)  # fmt: skip
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_another_library_on_a_worker_is_refused(card):
+    assert isinstance(calibration.open_library("cuda", card.library), Asker)
+    refused("a worker has .*cuBLASLt 1.2.3, not a GPU; give the cluster workers with that one alone",
+            calibration.open_library, "cuda", "a GPU", error=DeviceError)  # fmt: skip
 
 
 class OddPairs:

@@ -356,6 +356,8 @@ def test_the_examples_of_the_page_run(run, llama, tmp_path):
          "--weights are those of a search while training; pass --while-training STEPS as well"),
         ("search --model models.py:build --bits 6 --sensitivity --while-training 9",
          "--sensitivity is of a search without training; leave it or --while-training out"),
+        ("search --model models.py:build --bits 6 --executor dask://a:1 --while-training 9",
+         "--executor is of a search without training; leave it or --while-training out"),
         ("search --model models.py:build --bits 6 --samples 9 --while-training 9",
          "--samples is of a search without training; leave it or --while-training out"),
         ("search --model models.py:build --bits 6 --lr 0 --while-training 9",

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -153,3 +154,6 @@ def test_claims_in_processes_are_those_of_one(one_thread):
     found = {result.claim.name: result for result in run_claims(claims, 2, seeds=2)}
     assert len(found) == 2 and not any(result.error for result in found.values())
     assert all(found[claim.name].runs == run_claim(claim, seeds=2).runs for claim in claims)
+    with ThreadPoolExecutor(2) as pool:
+        again = {result.claim.name: result.runs for result in run_claims(claims, seeds=2, executor=pool)}
+    assert again == {name: result.runs for name, result in found.items()}

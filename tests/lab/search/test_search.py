@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,17 @@ def test_the_choice_is_the_best_of_all(seed):
     picked, exact = least_loss(costs, losses, budget)
     assert exact and sum(losses[i][o] for i, o in enumerate(picked)) == pytest.approx(min(every)[0])
     assert sum(costs[i][o] for i, o in enumerate(picked)) <= budget
+
+
+def test_an_executor_finds_the_same():
+    model, data = model_and_data()
+    here = fmtsim.search(model, data, bits=6)
+    with ThreadPoolExecutor(2) as pool:
+        there = fmtsim.search(model, data, bits=6, executor=pool, loss=lambda *pair: relative_noise(*pair))
+        assert there.losses == here.losses and (there.formats, there.loss) == (here.formats, here.loss)
+        refused("has nothing to run beside sensitivity; leave one of them out", fmtsim.search, model, data, bits=6,
+                executor=pool, sensitivity={})  # fmt: skip
+    refused("executor='spark' is no cluster", fmtsim.search, model, data, bits=6, executor="spark")
 
 
 def test_costs_and_losses_are_what_they_say():
