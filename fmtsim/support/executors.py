@@ -31,7 +31,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 AnyExecutor = Executor | str | None  # or the URL of a cluster; None: processes of this machine
 
-TIMEOUT: Final = 10  # seconds in which a cluster has to answer
+TIMEOUT: Final = 10  # seconds in which a cluster has to answer; Ray takes up to thirty where another server does
 UNDER_WAY: Final = 1000  # tasks that an executor has at once, and that a cluster's scheduler has to hold
 _SILENT: Final = Progress()
 _PACKAGES: Final = {"dask": "distributed", "ray": "ray"}
@@ -129,9 +129,8 @@ def _opened(executor: AnyExecutor, workers: int, stack: ExitStack) -> tuple[Any,
         stack.callback(executor.shutdown, cancel_futures=True)
     if executor is None or isinstance(executor, Executor):
         return executor and partial(executor.submit, _run), lambda data: data  # type: ignore[call-arg]  # job follows
-    scheme, _, address = str(executor).partition("://")
+    (scheme, _, address), url = str(executor).partition("://"), f"executor={shown(executor)}"
     host, _, port = address.rpartition(":")
-    url = f"executor={shown(executor)}"
     if scheme not in _PACKAGES or not host or not port.isdecimal():
         raise ArgumentError(f"{url} is no cluster; pass dask://HOST:PORT or ray://HOST:PORT, or in Python an Executor")
     if importlib.util.find_spec(_PACKAGES[scheme]) is None:
@@ -150,8 +149,8 @@ def _opened(executor: AnyExecutor, workers: int, stack: ExitStack) -> tuple[Any,
 
         client = stack.enter_context(Client(f"tcp://{address}", timeout=TIMEOUT, set_as_default=False))
         client.wait_for_workers(1, TIMEOUT)
-    except (OSError, OverflowError) as error:  # timeouts are OSErrors
-        reason = f"no cluster with workers answers within {TIMEOUT} s ({first_line(error)})"
+    except Exception as error:  # also of a server that is no cluster's
+        reason = f"no cluster with workers answers ({first_line(error)})"
         raise DeviceError(f"{url}: {reason}; start it, or look at its port") from error
     stack.enter_context(dask.config.set({"distributed.admin.large-graph-warning-threshold": "1TB"}))
     # A task's result, which Dask makes again where the worker that had it is lost; it loses what was scattered.
@@ -179,9 +178,8 @@ def _run(state: Any, job: Any, threads: int) -> tuple[Any, Exception | None]:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            state = _state_of(state) if isinstance(job, bytes) else state
             work, task = _unpacked(job) if isinstance(job, bytes) else job
-            return work(state, task), None
+            return work(_state_of(state) if isinstance(job, bytes) else state, task), None
         except Exception as error:
             if isinstance(job, bytes):
                 error.add_note(f"in process {os.getpid()} of {socket.gethostname()}:\n{traceback.format_exc()}")

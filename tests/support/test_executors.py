@@ -165,5 +165,5 @@ def test_a_package_that_is_missing(scheme, package, monkeypatch):
 def test_a_cluster_that_does_not_answer(scheme, port, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     url = f"{scheme}://127.0.0.1:{port or free_port()}"
-    with pytest.raises(DeviceError, match=rf"executor='{url}': no cluster with workers answers within 10 s .*; start"):
+    with pytest.raises(DeviceError, match=rf"executor='{url}': no cluster with workers answers .*; start it, or look"):
         open_tasks(1, url).__enter__()
