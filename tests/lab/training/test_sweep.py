@@ -6,7 +6,7 @@ import json
 import math
 import random
 import statistics
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, Executor
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def test_processes_share_the_runs_and_change_no_bit(tmp_path, corpus, whole):
 
 
 def test_a_process_that_dies_is_told(tmp_path, corpus, monkeypatch):
-    class Broken:
+    class Broken(Executor):
         def __init__(self, *given):
             pass
 
