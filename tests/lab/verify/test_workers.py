@@ -23,6 +23,7 @@ from fmtsim.lab.verify.outcome import OnDevice, PlantedError, device_of
 from fmtsim.lab.verify.plan import default_tasks
 from fmtsim.lab.verify.workers import Job, default_workers
 from fmtsim.support.errors import DeviceError
+from fmtsim.support.executors import open_tasks
 from tests.support import faults
 from tests.support.operands import normal
 
@@ -120,11 +121,17 @@ def test_as_many_processes_as_cores_and_memory_allow(monkeypatch):
 @pytest.mark.parametrize(("cores", "count", "threads"), [(64, 4, 16), (6, 4, 1), (2, 5, 1), (None, 3, 1)])
 def test_processes_share_the_cores(monkeypatch, cores, count, threads):
     told, job = [], Job(("casts",), formats=NAMES)
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+
+    def here(state, **how):
+        told.append((state, how["threads"], how["workers"]))
+        return open_tasks(state)
+
     monkeypatch.setattr(workers.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(workers, "_tasks", [])
-    workers._begin(job, count)
-    assert told == [threads] and [task.name for task in workers._tasks] == [task.name for task in job.tasks()["casts"]]
+    monkeypatch.setattr(workers, "open_tasks", here)
+    monkeypatch.setattr(workers, "_run", lambda job, index: index)
+    tasks = job.tasks()
+    assert workers.run(job, tasks, count, lambda name, done: None) == {"casts": [*range(len(tasks["casts"]))]}
+    assert told == [(job, threads, min(count, len(tasks["casts"])))]
 
 
 def test_a_record_says_how_to_make_it_again(tmp_path, capsys):
