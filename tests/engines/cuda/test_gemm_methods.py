@@ -11,6 +11,7 @@ from fmtsim.engines.cuda import runtime
 from fmtsim.engines.cuda.gemm import aligned_fp64_fma, aligned_fp64_mma, fma_chain
 from fmtsim.engines.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP64_FMA, FP64_MMA
 from fmtsim.engines.cuda.gemm.job import Gpu
+from fmtsim.formats.floating import E8M0
 from tests.engines.cuda.cuda_cases import custom
 from tests.engines.cuda.nvrtc import needs_nvrtc, spilled
 from tests.support.bits import assert_same_bits
@@ -198,6 +199,18 @@ def test_chains_that_the_next_block_need_not_cut_again(kept, terms, device):
     numbers = aligned_fp64_mma.floor_of(definition("e4m3", unit=unit), 32, 100)
     assert numbers is not None and numbers.single and numbers.acc_mantissa == kept
     assert check(FP64_MMA, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
+
+
+@pytest.mark.parametrize("block", [4, 8, 16, 32, 64])
+def test_float32_takes_sums_that_it_holds_with_a_bit_to_spare(block):
+    """Products below 4, with scales below 16, in steps of 2^-f: a block of 8 or more is less than 2^21 of them."""
+    for fraction_bits in range(2, 24):
+        for kept, scale, head in ((13, None, 2), (20, None, 2), (21, None, 2), (13, E8M0, 4)):
+            scaled = {"scale": scale, "scale_block": block} if scale else {}
+            unit = Datapath(block=block, fraction_bits=fraction_bits, accumulator=custom(8, kept), **scaled)
+            single = (block << head + fraction_bits) < 1 << 21 and kept <= 20 and block >= 8
+            floor = aligned_fp64_mma.floor_of(definition("e4m3", unit=unit), block, 100)
+            assert floor is not None and floor.single is single, (fraction_bits, kept)
 
 
 @pytest.mark.parametrize(("fmt", "eight"), [("e4m3", True), ("fp16", False)])
