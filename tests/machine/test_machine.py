@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.engines.cpu.cast.words import philox
 from fmtsim.engines.cpu.runtime.jit import kernel
-from fmtsim.machine import mufu, softmax
-from fmtsim.machine.arrays import STRIDED, apply
+from fmtsim.machine import mufu, norm, softmax
+from fmtsim.machine.arrays import STRIDED, apply, fma
 from fmtsim.machine.simulate import simulate
 from fmtsim.support.mufu import approximate_reciprocal
 from tests.machine.cases import FUNCTIONS, all_cases, digest, numbers
@@ -73,6 +73,29 @@ def test_rows_in_pieces_have_the_bits_of_all_at_once(monkeypatch):
     assert [piece.stop for piece in softmax._pieces(x)] == [16, 32, 48]
     assert digest(softmax.forward(x, False, torch.float32)) == digest(whole)
     assert digest(softmax.backward(x, whole, True, torch.float32)) == digest(whole_gradient)
+
+
+@pytest.mark.parametrize(
+    ("rows", "height"), [(1, 1), (63, 1), (64, 8), (127, 8), (128, 16), (255, 16), (256, 32), (270, 32)]
+)
+@pytest.mark.parametrize("centred", [True, False])
+def test_gradients_of_norms_weights_are_dealt_to_threads_by_eight_rows(rows, height, centred):
+    """The threads of a column by the number of rows, each a chain of multiply-adds; then halves."""
+    x, g = (numbers(seed, (rows, 8), "normal", torch.float32) for seed in (1, 2))
+    mean, rstd = (numbers(seed, (rows, 1), "normal", torch.float32) for seed in (3, 4))
+    found = norm.layer_norm_backward(g, x, [8], mean if centred else None, rstd, torch.ones(8), [True] * 3)
+    product = (g * (x - mean if centred else x)).numpy()
+    scaled, added = np.zeros((8, height), np.float32), np.zeros((8, height), np.float32)
+    for row in range(rows):
+        thread = row // 8 % height
+        scaled[:, thread] = fma(product[row], rstd.numpy()[row], scaled[:, thread])
+        added[:, thread] += g.numpy()[row]
+    while height > 1:
+        height //= 2
+        scaled, added = (sums[:, :height] + sums[:, height:] for sums in (scaled, added))
+    assert np.array_equal(found[1].numpy(), scaled[:, 0]) and np.array_equal(found[2].numpy(), added[:, 0])
+    one = norm.layer_norm_backward(g, x, [8], mean if centred else None, rstd, None, [True, False, False])
+    assert torch.equal(one[0], found[0]) and one[1] is one[2] is None
 
 
 # Step by step as the unit's multipliers: an oracle of Python's integers, from the file of coefficients alone.
