@@ -217,15 +217,21 @@ def run_reproduce(arguments: argparse.Namespace) -> int:
         raise ArgumentError("every claim named with --only is slow; leave --quick out")
     if arguments.list:
         names = ("name", "recorded", "says", "source", "notes", "bounds", "slow")
-        record = [{name: getattr(claim, name) for name in names} for claim in claims]
-        rows = [(claim.name, claim.recorded, "slow" if claim.slow else "", claim.says) for claim in claims]
+        record = [{name: getattr(claim, name) for name in names} | {"card": bool(claim.card)} for claim in claims]
+        rows = [
+            (claim.name, claim.recorded, "slow, GPU" if claim.card else "slow" if claim.slow else "", claim.says)
+            for claim in claims
+        ]
         header = ("claim", "recorded", "", "what it says")
         answer(arguments, record, lambda: format_table(header, rows, left=(0, 1, 2, 3)))
         return 0
     if arguments.out is not None:
         check_folder(arguments.out)
+    if arguments.budget is not None and arguments.device is None:
+        raise ArgumentError("--budget is of --device; add that, or leave it out")
     workers = workers_of(arguments)
-    results = _run_all(claims, arguments, workers)
+    run = _run_all if arguments.device is None else _run_on_card
+    results = run(claims, arguments, workers)
     answer(arguments, _record(results), lambda: _text(results, arguments.markdown))
     if arguments.out is not None:
         _write(arguments.out, results)
@@ -261,6 +267,31 @@ def _run_all(claims: Sequence[Claim], arguments: argparse.Namespace, workers: in
             if not quiet and not sys.stderr.isatty():
                 print(f"{result.claim.name}: {ending(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
     return [results[claim.name] for claim in claims]
+
+
+def _run_on_card(claims: Sequence[Claim], arguments: argparse.Namespace, workers: int) -> list[Result]:
+    """Run those of the claims that have a size for a GPU, or all that are named."""
+    from fmtsim.lab.reproduce.card import run_on_card
+
+    if arguments.out is None:
+        raise ArgumentError("--device keeps each training in a folder, and goes on there; pass --out DIR")
+    check_device(arguments.device)
+    claims = [claim for claim in claims if claim.card or arguments.claims]
+    how = {name: getattr(arguments, name) for name in ("device", "seeds", "executor")}
+    with make_progress(False if arguments.quiet else None) as progress:
+        return run_on_card(
+            claims, arguments.out, progress, budget=_seconds(arguments.budget), workers=workers, **how
+        )  # fmt: skip
+
+
+def _seconds(budget: str | None) -> float | None:
+    """Return how long a budget such as 25min is."""
+    if budget is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", budget)
+    if match is None:
+        raise ArgumentError(f"--budget {budget} is no time; pass a number of s, min or h, such as 25min")
+    return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
 def _tell(progress: Progress, done: int, name: str, share: float) -> None:

@@ -2,7 +2,8 @@
 """What experiments share: seeded data, quantised matrices, trainings, progress, and measures of error."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,10 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 
 T = TypeVar("T")
+SHARING: ContextVar[Callable[[Tell, Callable[..., Any], Sequence[Mapping[str, Any]]], list[Any]] | None] = ContextVar(
+    "SHARING", default=None
+)
+"""What runs the trainings of the experiments of this thread; None: the experiment itself."""
 DISTRIBUTIONS = ("uniform", "gauss", "laplace", "t5", "t3", "rare")
 
 
@@ -64,10 +69,20 @@ def through(x: Tensor, quantizer: Quantizer, seed: int = 0) -> tuple[Tensor, Ten
 
 
 def last_loss(steps: int, part: int, *how: Any) -> float:
-    """Return the mean loss over the last ``1/part`` of ``descend(range(steps), *how)``, infinite where one is."""
-    losses = [loss for _, loss in descend(range(steps), *how)]
+    """Return ``last_of`` the losses of ``descend(range(steps), *how)``."""
+    return last_of([loss for _, loss in descend(range(steps), *how)], steps, part)
+
+
+def last_of(losses: Sequence[float], steps: int, part: int) -> float:
+    """Return the mean loss over the last ``1/part`` of the steps, infinite where one is not finite."""
     last = losses[-max(1, steps // part) :]
     return sum(last) / len(last) if math.isfinite(losses[-1]) else math.inf
+
+
+def trainings(tell: Tell, train: Callable[..., T], tasks: Sequence[Mapping[str, Any]]) -> list[T]:
+    """Return what a training gives for each of several settings: one after another, or shared as card.py says."""
+    share = SHARING.get()
+    return [train(**task) for task in told(tell, tasks)] if share is None else share(tell, train, tasks)
 
 
 def told(tell: Tell, items: Sequence[T]) -> Iterator[T]:

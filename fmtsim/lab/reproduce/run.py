@@ -129,7 +129,7 @@ def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None
     measured: list[Measured] = []
     with torch.random.fork_rng(devices=[]):
         try:
-            every = list(_settings(claim, seeds))
+            every = list(seeded(claim, seeds))
             for done, values in enumerate(every):
                 measured.append(claim.measure(lambda part, done=done: tell((done + part) / len(every)), **values))
         except FmtsimError as problem:
@@ -161,7 +161,8 @@ def _run_group(seeds: int | None, names: Sequence[str]) -> list[tuple[str, tuple
     return [(result.claim.name, result.runs, result.seconds, result.error) for result in done]
 
 
-def _settings(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:
+def seeded(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each run of a claim's experiment, which takes no seed, one, or all of them."""
     values = dict(claim.settings)
     if "seeds" in values:
         yield values if seeds is None else values | {"seeds": tuple(range(seeds))}

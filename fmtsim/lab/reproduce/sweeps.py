@@ -2,12 +2,14 @@
 """Claims about trainings over seeds, rates and sizes: tasks in FP8, scaling laws; and speeds of kernels."""
 
 import math
+from dataclasses import replace
+from functools import lru_cache
 
 from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, native, near, settings
-from fmtsim.lab.reproduce.experiment import told
+from fmtsim.lab.reproduce.experiment import trainings
 from fmtsim.lab.training.corpus import Corpus, load_corpus, task_corpus
 from fmtsim.lab.training.scaling_law import Choice, Trained, fit_law
-from fmtsim.lab.training.sweep import SweepConfig, SweepRun, points_of, train_point
+from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, points_of, train_point
 from fmtsim.lab.training.sweep_result import SweepResult, byte_entropy
 
 
@@ -38,20 +40,31 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def swept(
-    tell: Tell, corpus: Corpus, config: SweepConfig, schemes: tuple[str, ...], rates: tuple[float, ...], width: int,
-    steps: int, seeds: tuple[int, ...],
+    tell: Tell, config: SweepConfig, schemes: tuple[str, ...], rates: tuple[float, ...], width: int, steps: int,
+    seeds: tuple[int, ...], *, asks: bool = False,
 ) -> SweepResult:  # fmt: skip
-    """Train every combination and return what ``fmtsim sweep`` makes of the runs."""
+    """Train every combination, on questions if ``asks``, and return what ``fmtsim sweep`` makes of the runs."""
     points = points_of(schemes, rates, (width,), (steps,), seeds)
-    runs: list[SweepRun] = [train_point(config, point, corpus) for point in told(tell, points)]
-    return SweepResult(runs=tuple(runs), entropy=byte_entropy(corpus.train))
+    runs = trainings(tell, run_of, [{"config": config, "point": point, "asks": asks} for point in points])
+    return SweepResult(runs=tuple(runs), entropy=byte_entropy(_corpus(asks, config.context).train))
+
+
+def run_of(config: SweepConfig, point: Point, *, asks: bool, device: str = "cpu") -> SweepRun:
+    """Train one model on a device."""
+    return train_point(replace(config, device=device), point, _corpus(asks, config.context))
+
+
+@lru_cache(maxsize=2)
+def _corpus(asks: bool, context: int) -> Corpus:
+    return task_corpus() if asks else load_corpus(None, context)
 
 
 def tasks(
-    tell: Tell, *, schemes: tuple[str, str], lr: float, width: int, steps: int, batch: int, seeds: tuple[int, ...]
-) -> Measured:
+    tell: Tell, *, schemes: tuple[str, str], lr: float, width: int, steps: int, batch: int, seeds: tuple[int, ...],
+    **sizes: int,
+) -> Measured:  # fmt: skip
     """Train on sums, copies and brackets, and count loss spikes and right answers to held-out questions."""
-    result = swept(tell, task_corpus(), SweepConfig(batch_size=batch), schemes, (lr,), width, steps, seeds)
+    result = swept(tell, SweepConfig(batch_size=batch, **sizes), schemes, (lr,), width, steps, seeds, asks=True)  # type: ignore[arg-type]
     numbers: dict[str, float] = {}
     for group in result.groups():
         name = group["scheme"]
@@ -67,11 +80,12 @@ def tasks(
 
 
 def fewer_bits(
-    tell: Tell, *, schemes: tuple[str, ...], rates: tuple[float, ...], width: int, steps: int, seeds: tuple[int, ...]
-) -> Measured:
+    tell: Tell, *, schemes: tuple[str, ...], rates: tuple[float, ...], width: int, steps: int, seeds: tuple[int, ...],
+    **sizes: int,
+) -> Measured:  # fmt: skip
     """Count failed runs by the bits of operands, and say how well sharpness foretells them."""
-    config = SweepConfig(clip=None, final_rate=1.0)
-    result = swept(tell, load_corpus(None, config.context), config, schemes, rates, width, steps, seeds)
+    config = SweepConfig(clip=None, final_rate=1.0, **sizes)  # type: ignore[arg-type]
+    result = swept(tell, config, schemes, rates, width, steps, seeds)
     failed = {group["scheme"]: 100 * group["failed"] / group["runs"] for group in result.groups()}
     first = schemes[0]
     numbers = {f"{name}, failed runs in %": part for name, part in failed.items()}
@@ -91,6 +105,7 @@ CLAIMS += (
         settings=settings(
             schemes=("bf16", "te_delayed"), lr=8e-3, width=32, steps=300, batch=16, seeds=(0, 1, 2, 3, 4),
         ),
+        card=settings(lr=2e-3, width=256, layers=6, heads=8, context=128, steps=3000, batch=64),
         expected=(
             Expected(name="bf16, right answers, %", low=10.0),
             Expected(name="right answers less in FP8, points", low=2.0),
@@ -110,6 +125,7 @@ CLAIMS += (
         settings=settings(
             schemes=("bf16", "e8m3", "e5m7"), rates=(8e-3, 1.6e-2), width=32, steps=150, seeds=(0, 1, 2, 3, 4),
         ),
+        card=settings(rates=(4e-3, 8e-3), width=256, layers=6, heads=8, context=128, batch_size=32, steps=800),
         expected=(
             *(Expected(name=f"{name}, failed runs in %") for name in ("bf16", "e8m3", "e5m7")),
             Expected(name="e8m3 less bf16, failed runs, points", low=40.0),

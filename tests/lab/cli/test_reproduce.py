@@ -125,3 +125,39 @@ def test_bad_arguments(run, tmp_path, monkeypatch):
     status, _, err = run("--quick")
     assert status == 2
     assert "every claim named with --only is slow; leave --quick out" in err
+
+
+def test_claims_at_the_size_of_a_card_go_on_in_their_folder(run, monkeypatch, tmp_path):
+    sizes = {"schemes": ("bf16", "e8m3"), "rates": (8e-3,), "seeds": (0,), "width": 16, "heads": 2, "steps": 3}
+    small = tuple(
+        dataclasses.replace(claim, card=tuple(sizes.items()) if claim.name == "fewer_bits" else ()) for claim in CLAIMS
+    )
+    monkeypatch.setattr(run_module, "CLAIMS", small)
+    words = ("--device", "cpu", "--workers", "1", "--json", "--out", str(tmp_path))
+    _, text, err = run(*words, "--budget", "1h", "--quiet")
+    (claim,) = json.loads(text)["claims"]
+    assert (claim["claim"], err) == ("fewer_bits", "") and {"plan.json", "claims.md"} < {
+        p.name for p in tmp_path.iterdir()
+    }
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "trainings").iterdir()}
+    assert len(files) == 2
+    next(iter(files)).unlink()
+    status, again, err = run(*words, "--budget", "0s")
+    (stopped,) = json.loads(again)["claims"]
+    assert status == 3 and stopped["error"].startswith("the budget ended before 1 of 2 trainings")
+    run(*words)
+    assert {path: path.stat().st_mtime_ns for path in files if path != next(iter(files))}.items() <= files.items()
+    assert len(list((tmp_path / "trainings").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--device", "cpu"), "--device keeps each training in a folder, and goes on there; pass --out DIR"),
+        (("--budget", "25min"), "--budget is of --device; add that, or leave it out"),
+        (("--device", "cpu", "--out", "{}", "--budget", "25"), "--budget 25 is no time; pass a number of s, min or h"),
+        (("--device", "cpu", "--out", "{}", "--only", "eden"), "eden: no size for a GPU; leave --device or these cla"),
+    ],
+)  # fmt: skip
+def test_what_a_card_needs_is_said(run, words, message, tmp_path):
+    assert f"fmtsim: error: {message}" in run(*(word.format(tmp_path) for word in words))[2]

@@ -15,6 +15,7 @@ from fmtsim.casts.quantize import decode
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.reproduce import gpts, qat, searched, sweeps
+from fmtsim.lab.reproduce.experiment import last_of
 from fmtsim.lab.reproduce.gpts import ablations, mantissa, nvfp4
 from fmtsim.lab.reproduce.multipliers import gates, logarithm_gates, luts, multiplier
 from fmtsim.lab.reproduce.run import CLAIMS
@@ -210,8 +211,8 @@ def test_tiles_become_rows_in_both_products():
 
 
 def losses(table):
-    """Return a stand-in for ``trained`` that looks a loss up by recipe, rate and seed."""
-    return lambda recipe, seed, *, lr, **rest: table(recipe, lr, seed)
+    """Return a stand-in for ``losses_of`` that looks a loss up by recipe, rate and seed."""
+    return lambda recipe, seed, *, lr, **rest: [table(recipe, lr, seed)]
 
 
 def untold(part):
@@ -222,8 +223,8 @@ def test_gaps_are_to_bfloat16_and_parts_cost_what_a_gap_grows_by(monkeypatch):
     def table(recipe, lr, seed):
         return 2.0 * {"amp_bf16": 1.0, "mxfp4": 1.04}.get(recipe.name, 1.02 if recipe.rules else 1.025)
 
-    monkeypatch.setattr(gpts, "trained", losses(table))
-    found = nvfp4(untold, seed=0, lr=1.0)
+    monkeypatch.setattr(gpts, "losses_of", losses(table))
+    found = nvfp4(untold, seed=0, lr=1.0, steps=1)
     assert found.numbers["gap in %"] == pytest.approx(2.0)
     assert found.numbers["MXFP4 less NVFP4, points"] == pytest.approx(2.0)
     assert found.numbers["no tiles, points lost"] == 0
@@ -238,8 +239,8 @@ def test_four_bits_are_trained_with_and_without_their_parts(monkeypatch):
         x, w = recipe.linear.fprop.a, recipe.linear.fprop.b
         return 2.0 + 0.02 * (not x.transforms) + 0.04 * (str(w.gradient).find("k=") < 0)
 
-    monkeypatch.setattr(gpts, "trained", losses(table))
-    found = gpts.four_bits(untold, recipe="fp4_ms", seed=0, lr=1.0).numbers
+    monkeypatch.setattr(gpts, "losses_of", losses(table))
+    found = gpts.four_bits(untold, recipe="fp4_ms", seed=0, lr=1.0, steps=1).numbers
     names = ("both", "no clamp", "no estimator", "neither")
     assert [found[f"{name}, gap in %"] for name in names] == pytest.approx([0, 1, 2, 3])
     assert found["neither less both, points"] == pytest.approx(3)
@@ -250,8 +251,8 @@ def test_a_unit_scaled_model_is_compared_with_itself_in_sixteen_bits(monkeypatch
         eight = "e4m3" in str(recipe.linear.fprop.a)
         return (4.0 if lr == 0.5 else 2.0) * (1.01 if eight and recipe.replace else 1.03 if eight else 1)
 
-    monkeypatch.setattr(gpts, "trained", losses(table))
-    found = gpts.without_scales(untold, recipe="unit_scaling", seed=0, rate=0.5, lr=1.0).numbers
+    monkeypatch.setattr(gpts, "losses_of", losses(table))
+    found = gpts.without_scales(untold, recipe="unit_scaling", seed=0, rate=0.5, lr=1.0, steps=1).numbers
     assert found["unit-scaled, gap in %"] == pytest.approx(1) and found["plain, gap in %"] == pytest.approx(3)
     assert (found["unit-scaled, loss in sixteen bits"], found["plain, loss in sixteen bits"]) == (4, 2)
 
@@ -262,8 +263,8 @@ def test_failed_runs_are_counted(monkeypatch):
             return math.inf
         return 2.0 if recipe.name == "amp_bf16" else 2.1
 
-    monkeypatch.setattr(gpts, "trained", losses(table))
-    found = mantissa(untold, recipes=("amp_bf16", "e8m3"), rates=(1.0, 2.0), seed=0, failed=3.0)
+    monkeypatch.setattr(gpts, "losses_of", losses(table))
+    found = mantissa(untold, recipes=("amp_bf16", "e8m3"), rates=(1.0, 2.0), seed=0, failed=3.0, steps=1)
     assert (found.numbers["amp_bf16, failed runs in %"], found.numbers["e8m3, failed runs in %"]) == (0, 50)
     assert found.numbers["e8m3 less amp_bf16, failed runs, points"] == 50
     assert found.numbers["loss of e8m3 over amp_bf16's, %"] == pytest.approx(5.0)
@@ -272,10 +273,13 @@ def test_failed_runs_are_counted(monkeypatch):
 
 def test_a_training_is_the_same_again_and_stops_where_a_loss_is_not_finite():
     how = {"steps": 3, "batch": 1, "layers": 1, "decay": 0.0, "clip": math.inf}
-    first, second = (gpts.trained.__wrapped__(get_recipe("e8m3"), 1, lr=1e-3, **how) for _ in range(2))
-    assert first == second and math.isfinite(first)
-    assert gpts.trained(get_recipe("e8m3"), 1, lr=1e38, **how) == math.inf
-    assert first != gpts.trained(get_recipe("amp_bf16"), 1, lr=1e-3, **how)
+    first, second = (gpts.losses_of.__wrapped__(get_recipe("e8m3"), 1, lr=1e-3, **how) for _ in range(2))
+    assert first == second and len(first) == 3 and math.isfinite(first[-1])
+    stopped = gpts.losses_of(get_recipe("e8m3"), 1, lr=1e38, **how)
+    assert len(stopped) == 2 and last_of(stopped, 3, 5) == math.inf
+    assert first != gpts.losses_of(get_recipe("amp_bf16"), 1, lr=1e-3, **how)
+    real = gpts.losses_of(get_recipe("e8m3"), 1, lr=1e-3, **how, width=32, heads=2, context=16, real=True)
+    assert len(real) == 3 and real[0] == pytest.approx(math.log(256), rel=0.05) and real[0] != first[0]
 
 
 @pytest.mark.slow
@@ -283,7 +287,8 @@ def test_without_its_parts_the_claim_fails():
     """Two-bit integers in place of NVFP4 do not train within 1 % of bfloat16."""
     coarse = dataclasses.replace(get_recipe("bitnet"), rules=())
     how = {key: value for key, value in SETTINGS["nvfp4_ablation"].items() if key != "seed"}
-    assert gpts.trained(coarse, 0, **how) > 1.01 * gpts.trained(get_recipe("amp_bf16"), 0, **how)
+    two_bits, bf16 = gpts.trained(untold, (coarse, get_recipe("amp_bf16")), 0, how)
+    assert two_bits > 1.01 * bf16
 
 
 def test_points_of_served_formats_become_numbers():

@@ -339,6 +339,8 @@ def declare_reproduce(parser: argparse.ArgumentParser) -> None:
     count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
     count(parser, "--workers", "processes that share slow claims, a CPU thread each (default: one a core)")
     option(parser, "--executor", EXECUTOR, metavar="URL")
+    option(parser, "--device", "run claims that have a size for a GPU on this one, cuda or cuda:1", metavar="DEVICE")
+    option(parser, "--budget", "begin no training there after this time, such as 25min; the same command goes on")
     flag(parser, "--markdown", "print the table in Markdown, with the sources")
     text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
     option(parser, "--out", text, metavar="DIR", type=Path)
