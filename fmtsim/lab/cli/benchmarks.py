@@ -10,7 +10,7 @@ from fmtsim.lab.bench import cpu, gemm, overheads
 from fmtsim.lab.bench.against import Comparison, compared
 from fmtsim.lab.bench.overheads import Overhead
 from fmtsim.lab.bench.timing import Timed
-from fmtsim.lab.cli.machine import processor_name
+from fmtsim.lab.cli.machine import processor
 from fmtsim.lab.cli.options import check_positive, check_threads, chosen_cases
 from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
 from fmtsim.support.errors import ArgumentError
@@ -61,7 +61,7 @@ def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
         return _measured_simulations(arguments)
     results = list(_results(arguments))
     others = [] if arguments.kernels_only else list(_overheads(arguments))
-    machine = {"processor": processor_name(), **versions_of(("torch", "numba")), **origin()}
+    machine = {**processor(), **versions_of(("torch", "numba")), **origin()}
     key, table = ("kernels", cast_table) if arguments.what == "casts" else ("products", product_table)
     record = {"machine": machine, key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
     about = f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n"
@@ -75,7 +75,7 @@ def _measured_simulations(arguments: argparse.Namespace) -> Measured:
 
     cases = each_shown(chosen_cases(simulated.CASES, arguments.only))
     results = [simulated.measure(case, arguments.repeats) for case in cases]
-    machine = {"processor": processor_name(), **versions_of(("torch", "numba", "transformers")), **origin()}
+    machine = {**processor(), **versions_of(("torch", "numba", "transformers")), **origin()}
     header = ["model", "s", "target, s", "plain, s", "ratio", "processor, s"]
     rows = [
         [r.case.name, *(f"{x:.2f}" for x in (r.seconds, r.case.target, r.plain_seconds, r.ratio, r.processor_seconds))]

@@ -101,12 +101,24 @@ def _service(device: torch.device, about: str) -> dict[str, str]:
 
 def processor_name() -> str:
     """Return the processor's model name, or the machine type where the system does not say."""
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _told().get("model name") or platform.processor() or platform.machine()
+
+
+def processor() -> dict[str, Any]:
+    """Return the processor's name and, on Linux, its vector instructions and the caches of its first core."""
+    flags, caches = (_told().get("flags") or _told().get("Features") or "").split(), {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+        caches[f"L{level} {kind.lower()}"] = size
+    vectors = [flag for flag in flags if flag.startswith(_VECTORS)]
+    return {"processor": processor_name(), "instructions": vectors, "caches": caches}
+
+
+def _told() -> dict[str, str]:
+    """Return what Linux says of a processor."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _cpu_engine() -> dict[str, Any]:
@@ -124,6 +136,7 @@ def _cuda_engine() -> dict[str, Any]:
     return {"name": "cuda", "available": reason is None, "reason": reason or "tensors on CUDA devices, by CUDA kernels"}
 
 
+_VECTORS = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16", "i8mm")
 _WITH_GEMM: dict[str, Any] = {"models": [], "shapes": None, "target": None, "no_gradients": False}
 
 

@@ -20,6 +20,7 @@ from fmtsim.lab.bench.gemm import CASES, Case, Result, case_named, measure, prod
 from fmtsim.lab.bench.overheads import Overhead
 from fmtsim.lab.bench.timing import in_turns
 from fmtsim.lab.cli.benchmarks import product_table
+from fmtsim.lab.cli.machine import processor
 from fmtsim.lab.cli.main import BAD_INPUT, main
 
 MEASURED = {  # how figures of docs/performance.md came about: another digest asks for figures measured anew
@@ -290,7 +291,17 @@ def test_json(capsys):
     assert [product["case"] for product in record["products"]] == names
     assert record["products"][0]["shape"] == [16, 16, 128]
     assert record["overheads"] == []
-    assert set(record["machine"]) == {"processor", "torch", "numba", "command", "date"}
+    assert set(record["machine"]) == {"processor", "instructions", "caches", "torch", "numba", "command", "date"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux names instructions and caches")
+def test_a_record_names_vector_instructions_and_caches():
+    from numba.core.registry import cpu_target
+
+    machine, features = processor(), cpu_target.target_context.codegen().magic_tuple()[2]
+    assert ("avx512f" in machine["instructions"]) == ("+avx512f" in features)
+    assert not {"smep", "sse2", "aes"} & set(machine["instructions"])
+    assert all(size.rstrip("KM").isdecimal() for size in machine["caches"].values())
 
 
 def test_text(capsys):
