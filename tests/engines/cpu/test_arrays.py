@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.pool import array_of
+from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
 
 
@@ -32,3 +34,19 @@ def test_an_array_is_the_tensors_memory(ranks):
         assert np.array_equal(array_of(view), view.numpy()) and array_of(view).strides == view.numpy().strides
     made = array_of(torch.full((1000,), 3.0))  # the array keeps the tensor alive
     assert (made == 3).all() and made.flags.writeable
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "stochastic"])
+def test_stores_past_the_caches_write_the_same_values(rounding, monkeypatch):
+    x = normal(40, 129, seed=0)
+    for name, overflow in (("e4m3", "saturate"), ("e4m3", "ieee"), ("bf16", "ieee")):
+        results = []
+        for least in (1 << 40, 0):
+            monkeypatch.setattr(pool, "_LARGE", least)
+            out = torch.empty(x.numel() + 32)[16:-16].view(x.shape)
+            out.fill_(-7.0)
+            assert pool.past_caches(x, out) == (least == 0 and out.data_ptr() % 64 == 0)
+            generator = 3 if rounding == "stochastic" else None
+            results.append(fmtsim.quantize(x, name, rounding=rounding, overflow=overflow, generator=generator, out=out))
+        assert_same_bits(results[1], results[0])
+    assert not pool.past_caches(x, x) and not pool.past_caches(x, out.view(-1)[1:])

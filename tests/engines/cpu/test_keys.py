@@ -64,7 +64,8 @@ BLOCKS = {
     "encode_tabled",
     "encode_stochastic",
 }
-SCALARS = {"nearest_saturating", "nearest_special", "nearest_linear", "nearest_flushed", "stochastic_flat"}
+STOCHASTIC = {"stochastic_saturating", "stochastic_special", "stochastic_linear"}
+SCALARS = {"nearest_saturating", "nearest_special", "nearest_linear", "nearest_flushed", *STOCHASTIC}
 LOOKUPS = {"code_by_table", "round_by_table"}
 ROUNDED = {"round_panels", "block_scaled_panels"}
 ALL = {*BLOCKS, *SCALARS, *ROUNDED, "convert_rows", "multiply_add", "_ln"}
@@ -81,7 +82,7 @@ EDITS = [
 MORE_EDITS = [
     # through four functions
     ("cpu/cast/words.py", "0x9E3779B9", "0x9E3779BB",
-     {"stochastic_flat", "quantize_stochastic", "truncate_panels", *ROUNDED},
+     {*STOCHASTIC, "quantize_stochastic", "truncate_panels", *ROUNDED},
      {"quantize_binary", "nearest_special", "pack_rows", "_exp"}),
     # a constant
     ("cpu/cast/scales.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),

@@ -106,7 +106,7 @@ def round_blocks(
             _times(*arrays, y.reshape(-1, columns), *how, first, last, first)
             target = out[first:last].view(-1)
             values = target if direct else torch.from_numpy(scratch("rounded", size, np.float32))
-            cast(torch.from_numpy(y), values, first * columns)
+            cast(torch.from_numpy(y), values, first * columns, False)
             if not direct:
                 target.copy_(values)
 

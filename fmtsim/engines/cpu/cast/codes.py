@@ -34,6 +34,7 @@ from fmtsim.spec.cast import CastSpec, EncodedParts
 
 _MAGNITUDE = int32(0x7FFFFFFF)
 _INF, _NAN = int32(0x7F800000), int32(0x7FC00000)
+SHIFT = int32(31)  # numba shifts in 64 bits, LLVM in 32 where it sees that no place is lost
 
 
 class Coding(NamedTuple):
@@ -96,7 +97,7 @@ def code_of_value(value, c):
     sign = bits >> int32(31)
     # 1. the magnitude's code: last places below the smallest normal value, leading bits above
     count = int32(bits32(np.float32(float32_of(magnitude) + c.magic)) - bits32(c.magic))
-    code = int32((magnitude >> c.drop) - c.base) if magnitude >= c.smallest else count
+    code = int32((magnitude >> (c.drop & SHIFT)) - c.base) if magnitude >= c.smallest else count
     if magnitude == _INF:
         code = c.inf_code
     # 2. the sign: two's complement, or a bit; NaN has neither
@@ -110,7 +111,7 @@ def value_of_code(code, c):
     """Return the float32 value of a code of a float format whose codes above Inf, or at ``nan_code``, are NaN."""
     code = int32(code)
     magnitude = code & (c.mask >> int32(1))
-    normal = int32((magnitude + c.base) << c.drop)
+    normal = int32((magnitude + c.base) << (c.drop & SHIFT))
     count = bits32(np.float32(float32_of(int32(bits32(c.magic) + magnitude)) - c.magic))
     bits = normal if normal >= c.smallest else count
     if c.inf_code != int32(0) and magnitude == c.inf_code:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy import float32, int32, uint32
+from numpy import float32, int32, uint32, uint64
 
 from fmtsim.engines.cpu.cast.codes import (
+    SHIFT,
     code_by_table,
     code_flat,
     coding_of,
@@ -32,16 +33,18 @@ from fmtsim.engines.cpu.cast.codes import (
 from fmtsim.engines.cpu.cast.grid import Grid, grid_of
 from fmtsim.engines.cpu.cast.words import fill_words, words_of
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, prefetch
-from fmtsim.engines.cpu.runtime.pool import array_of, scratch
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, min32, prefetch, whole_part
+from fmtsim.engines.cpu.runtime.pool import array_of, past_caches, scratch
+from fmtsim.engines.cpu.runtime.strips import fence, put
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import ElementFormat, IntFormat
 from fmtsim.rounding.modes import RULES, Mode
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, in_one_order
 
 _AT_ONCE = 1 << 16  # elements that pass through a float32 scratch at once
-Cast = Callable[[torch.Tensor, torch.Tensor, int], None]
-"""``cast(x, out, start)`` writes values or codes of float32 elements; ``start`` is the first one's index."""
+Cast = Callable[[torch.Tensor, torch.Tensor, int, bool], None]
+"""``cast(x, out, start, streams)`` writes values or codes of float32 elements, of which the first has index ``start``;
+``streams`` lets values go past the caches, to where a cache line begins."""
 
 
 def quantizer(spec: CastSpec) -> Callable[[torch.Tensor, CastSpec, Random, torch.Tensor], None] | None:
@@ -60,15 +63,16 @@ def _quantize(fixed: Cast | None, x: torch.Tensor, spec: CastSpec, random: Rando
         source, target = in_one_order(x, out, ordered=random is not None)
     cast = fixed or caster(spec, random, x.shape)
     assert cast is not None
+    streams = past_caches(source, target)
 
     def part(start: int, stop: int) -> None:
         if source.dtype == target.dtype == torch.float32:
-            cast(source[start:stop], target[start:stop], start)
+            cast(source[start:stop], target[start:stop], start, streams)
             return
         for first in range(start, stop, _AT_ONCE):
             piece = source[first : min(first + _AT_ONCE, stop)].float()
             result = torch.empty_like(piece)
-            cast(piece, result, first)
+            cast(piece, result, first, False)
             store(result, target[first : first + piece.numel()])
 
     pool.run(part, source.numel(), align=64)
@@ -91,7 +95,7 @@ def _encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     def part(start: int, stop: int) -> None:
         for first in range(start, stop, _AT_ONCE):
             piece = source[first : min(first + _AT_ONCE, stop)].float()
-            cast(piece, codes[first : first + piece.numel()], first)
+            cast(piece, codes[first : first + piece.numel()], first, False)
 
     pool.run(part, source.numel(), align=64)
     return EncodedParts(codes.view(x.shape))
@@ -119,15 +123,16 @@ def caster(spec: CastSpec, random: Random, shape: torch.Size) -> Cast | None:
             return None
         with np.errstate(over="ignore"):
             values = values_of(fmt).astype(np.float32)
-        return lambda piece, result, _: round_by_table(array_of(piece), result.numpy(), table, values)
+        return lambda piece, result, *_: round_by_table(array_of(piece), result.numpy(), table, values)
     if mode == "stochastic":
         words = words_of(spec.rounding, random, shape)
-        return lambda piece, result, start: stochastic_flat(array_of(piece), result.numpy(), grid, words, start)
+        draws = stochastic_kernel(grid)
+        return lambda piece, result, *at: draws(array_of(piece), result.numpy(), grid, words, *at)
     if mode == "nearest_even":
         kernel = nearest_kernel(grid)
-        return lambda piece, result, _: kernel(array_of(piece), result.numpy(), grid)
+        return lambda piece, result, _, streams: kernel(array_of(piece), result.numpy(), grid, streams)
     direction = direction_of(mode)
-    return lambda piece, result, _: directed_flat(array_of(piece), result.numpy(), grid, direction)
+    return lambda piece, result, *_: directed_flat(array_of(piece), result.numpy(), grid, direction)
 
 
 def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
@@ -136,13 +141,13 @@ def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
     coding = coding_of(fmt)
     if coding is None or grid_for(fmt, spec) is None:
         table = table_of(fmt, spec.rounding, spec.overflow)
-        return lambda piece, codes, _: code_by_table(array_of(piece), codes.numpy(), table)
+        return lambda piece, codes, *_: code_by_table(array_of(piece), codes.numpy(), table)
     cast = caster(spec, random, shape)
     assert cast is not None
 
-    def code(piece: torch.Tensor, codes: torch.Tensor, start: int) -> None:
+    def code(piece: torch.Tensor, codes: torch.Tensor, start: int, _: bool) -> None:
         values = torch.from_numpy(scratch("values", piece.numel(), np.float32))
-        cast(piece, values, start)
+        cast(piece, values, start, False)
         code_flat(values.numpy(), codes.numpy(), coding)
 
     return code
@@ -151,7 +156,8 @@ def _coder(spec: CastSpec, random: Random, shape: torch.Size) -> Cast:
 _INF = int32(0x7F800000)
 _MAGNITUDE = int32(0x7FFFFFFF)
 _EXPONENT = int32(0x7F800000)
-_CHUNK = 256  # elements
+_STEPS, _PLACE = int32((277 << 23) - (1 << 32)), int32(23 << 23)  # exponents of 2**(254 + 23) and 2**23, in place
+_CHUNK = 128  # elements
 
 
 class Direction(NamedTuple):
@@ -178,12 +184,13 @@ def direction_of(mode: Mode) -> Direction:
 @device
 def _directed(significand, drop, positive, d):
     """Return the significand in units of the last place, ``drop`` bits (1 to 25) above its own."""
+    drop &= SHIFT
     # 1. the threshold of this sign and parity: bits of the addends half a place, and half a place less one
     odd = int32(significand >> drop) & int32(1)
     high = int32((d.high_positive if positive else d.high_negative) >> odd) & int32(1)
     low = int32((d.low_positive if positive else d.low_negative) >> odd) & int32(1)
     # 2. 0, half - 1, half or 2 * half - 1 is added, and the bits below the last place are dropped
-    half = int32(int32(1) << int32(drop - int32(1)))
+    half = int32(int32(1) << (int32(drop - int32(1)) & SHIFT))
     addend = int32(half & int32(-high)) + int32(int32(half - int32(1)) & int32(-low))
     return int32(uint32(int32(significand + addend)) >> uint32(drop))
 
@@ -196,10 +203,10 @@ def directed_flat(x, y, g, d):
         magnitude = limited(bits, g.limit, g.limit_negative)
         positive = bits >= int32(0)
         if g.by_bits:
-            rounded = float32_of(int32(_directed(magnitude, g.drop, positive, d) << g.drop))
+            rounded = float32_of(int32(_directed(magnitude, g.drop, positive, d) << (g.drop & SHIFT)))
         else:
             exponent, significand, drop = unpack(magnitude, g)
-            steps = _directed(significand, min(drop, int32(25)), positive, d)
+            steps = _directed(significand, min32(drop, int32(25)), positive, d)
             rounded = place_steps(steps, exponent, drop)
         if g.special and (bits & _MAGNITUDE) == _INF:
             rounded = np.float32(np.inf)  # the limits hold finite numbers back, not Inf
@@ -212,7 +219,7 @@ def limited(bits, limit, limit_negative):
 
     The largest value is on the grid: what lies above it rounds to it or beyond, whatever the random word.
     """
-    return min(bits & _MAGNITUDE, limit if bits >= int32(0) else limit_negative)
+    return min32(bits & _MAGNITUDE, limit if bits >= int32(0) else limit_negative)
 
 
 @device
@@ -229,7 +236,7 @@ def finish(rounded, bits, g, special):
 def magic_addition(magnitude, min_binade, magic_shift):
     """Round the bits of a magnitude to nearest even by magic addition; its binade plus the shift stays finite."""
     # below the smallest normal value the binade, and so the last place, is constant
-    magic = float32_of(int32(max(magnitude & _EXPONENT, min_binade) + magic_shift))
+    magic = float32_of(int32(max32(magnitude & _EXPONENT, min_binade) + magic_shift))
     return float32(float32(float32_of(magnitude) + magic) - magic)
 
 
@@ -247,7 +254,7 @@ def nearest_bits(x, g, flush):
     bits = bits32(x)
     magnitude = limited(bits, g.limit, g.limit_negative)
     # 1. half a last place less one, and one more where the code is odd; the carry runs into the exponent
-    odd = ((magnitude >> g.drop) + g.parity) & int32(1)
+    odd = int32((magnitude >> (g.drop & SHIFT)) + g.parity) & int32(1)
     rounded = int32(magnitude + g.half_place + odd) & g.keep_mask
     # 2. below the smallest normal value, or between the two smallest, the midpoint decides
     if flush and magnitude < g.flush_below:
@@ -256,49 +263,37 @@ def nearest_bits(x, g, flush):
 
 
 @device
-def stochastic_bits(x, word, g):
+def stochastic_bits(x, word, g, special):
     """Round float32 x stochastically with 32 random bits, on its bit pattern."""
     bits = bits32(x)
     magnitude = limited(bits, g.limit, g.limit_negative)
-    rounded = int32(magnitude + int32(word >> uint32(int32(32) - g.drop))) & g.keep_mask
-    return finish(float32_of(rounded), bits, g, True)
+    rounded = int32(magnitude + int32(word >> uint32(-g.drop & SHIFT))) & g.keep_mask
+    return finish(float32_of(rounded), bits, g, special)
 
 
 @device
-def stochastic_shift(x, word, g):
-    """Round float32 x stochastically with 32 random bits, on the integer significand; fewer than 32 bits are dropped.
-
-    A zero passes too: it has no bits to drop.
-    """
+def stochastic_steps(x, word, g, special):
+    """Round float32 x stochastically with 32 random bits, as a number of steps of the last place."""
     bits = bits32(x)
-    exponent, significand, drop = unpack(limited(bits, g.limit, g.limit_negative), g)
-    near = min(drop, int32(31))
-    steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
-    return finish(place_steps(steps, exponent, drop), bits, g, True)
-
-
-@device
-def stochastic_deep(x, word, g):
-    """Round like ``stochastic_shift`` where 32 bits and more may be dropped: there only a carry out of them counts."""
-    bits = bits32(x)
-    exponent, significand, drop = unpack(limited(bits, g.limit, g.limit_negative), g)
-    # 1. up to 31 dropped bits: add as many leading random bits to them, and drop
-    near = min(drop, int32(31))
-    steps = int32(uint32(uint32(significand) + uint32(word >> uint32(int32(32) - near))) >> uint32(near))
-    # 2. 32 and more: one step where the leading bits of the significand and the word carry out of 32
-    far = min(max(int32(drop - int32(32)), int32(0)), int32(31))
-    room = int32(~int32(word))  # significand + word reaches 2**32 when the significand exceeds ~word, unsigned
-    carry = int32(int32(significand >> far) > (room if room >= int32(0) else _MAGNITUDE))
-    return finish(place_steps(steps if drop < int32(32) else carry, exponent, drop), bits, g, True)
+    magnitude = limited(bits, g.limit, g.limit_negative)
+    # 1. the magnitude in steps: both products with powers of two are exact, but for what is far below 2**-32 of a step
+    binade = max32(magnitude & _EXPONENT, g.min_binade)
+    steps = float32(float32_of(magnitude) * float32_of(int32(_STEPS - g.magic_shift - binade)))
+    whole = np.floor(steps)
+    # 2. one more where the first 32 bits of the fraction and the word carry
+    fraction = whole_part(float32(float32(steps - whole) * float32(4294967296.0)))
+    whole = float32(whole + float32(1)) if fraction > ~word else whole
+    rounded = float32(whole * float32_of(int32(binade + g.magic_shift - _PLACE)))
+    return finish(rounded, bits, g, special)
 
 
 @device
 def unpack(magnitude, g):
     """Split a float32 magnitude into exponent field, significand and the number of bits to drop."""
     # subnormal numbers have the field of the smallest normal ones, and no leading one
-    exponent = max(int32(magnitude >> int32(23)), int32(1))
+    exponent = max32(int32(magnitude >> int32(23)), int32(1))
     significand = (magnitude & int32(0x7FFFFF)) | (int32(0x800000) if magnitude >= int32(0x800000) else int32(0))
-    drop = int32(g.drop + max(int32(g.min_biased - exponent), int32(0)))
+    drop = int32(g.drop + max32(int32(g.min_biased - exponent), int32(0)))
     return exponent, significand, drop
 
 
@@ -312,19 +307,27 @@ def place_steps(steps, exponent, drop):
 def _prefetch(x, base):
     """Prefetch the cache lines of a later chunk while this one is rounded."""
     for i in range(base, base + _CHUNK, 16):
-        prefetch(x, i + 4 * _CHUNK)
+        prefetch(x, i + 8 * _CHUNK)
 
 
 def _nearest(rounded, option):  # type: ignore[no-untyped-def]
     """Return a kernel that quantises float32 x into float32 y to nearest even; one for each option compiles fast."""
 
     @kernel
-    def flat(x, y, g):  # type: ignore[no-untyped-def]
+    def flat(x, y, g, streams):  # type: ignore[no-untyped-def]
+        buffer = np.empty(_CHUNK, np.float32)
         for base in range(0, x.size, _CHUNK):
             _prefetch(x, base)
-            part, result = x[base : base + _CHUNK], y[base : base + _CHUNK]
-            for i in range(part.size):
-                result[i] = rounded(part[i], g, option)
+            first, count = uint64(base), min(_CHUNK, x.size - base)
+            if count == _CHUNK:
+                for i in range(_CHUNK):
+                    buffer[i] = rounded(x[first + uint64(i)], g, option)
+                for i in range(0, _CHUNK, 16):
+                    put(buffer, i, y, base + i, streams)
+            else:
+                for i in range(count):
+                    y[first + uint64(i)] = rounded(x[first + uint64(i)], g, option)
+        fence()
 
     return flat
 
@@ -340,26 +343,35 @@ def nearest_kernel(g):  # type: ignore[no-untyped-def]
     return nearest_special if g.special else nearest_saturating
 
 
-@kernel
-def stochastic_flat(x, y, g, w, start):
-    """Quantise elements ``start ...`` (a multiple of 64) of a float32 tensor, given as x, into y, stochastically."""
-    words = np.empty(64, np.uint32)
-    for base in range(0, x.size, 64):  # 64 elements share 16 Philox counters
-        count = min(64, x.size - base)
-        fill_words(start + base, count, w, words)
-        part, result = x[base : base + count], y[base : base + count]
-        if g.by_bits:
-            for j in range(count):
-                result[j] = stochastic_bits(part[j], words[j], g)
-            continue
-        # rounding with 32 and more dropped bits is slower: only for chunks that need it
-        deep = int32(0)
-        for j in range(count):
-            magnitude = bits32(part[j]) & _MAGNITUDE
-            deep |= int32((magnitude < g.deep_below) & (magnitude != int32(0)))
-        if deep:
-            for j in range(count):
-                result[j] = stochastic_deep(part[j], words[j], g)
-        else:
-            for j in range(count):
-                result[j] = stochastic_shift(part[j], words[j], g)
+def _stochastic(rounded, special):  # type: ignore[no-untyped-def]
+    """Return a kernel that rounds elements ``start ...`` (a multiple of 64) of a tensor, as float32 x, into y."""
+
+    @kernel
+    def flat(x, y, g, w, start, streams):  # type: ignore[no-untyped-def]
+        buffer, words = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.uint32)
+        for base in range(0, x.size, _CHUNK):
+            _prefetch(x, base)
+            first, count = uint64(base), min(_CHUNK, x.size - base)
+            fill_words(start + base, count, w, words)
+            if count == _CHUNK:
+                for i in range(_CHUNK):
+                    buffer[i] = rounded(x[first + uint64(i)], words[i], g, special)
+                for i in range(0, _CHUNK, 16):
+                    put(buffer, i, y, base + i, streams)
+            else:
+                for i in range(count):
+                    y[first + uint64(i)] = rounded(x[first + uint64(i)], words[i], g, special)
+        fence()
+
+    return flat
+
+
+stochastic_saturating, stochastic_special = _stochastic(stochastic_steps, False), _stochastic(stochastic_steps, True)
+stochastic_linear = _stochastic(stochastic_bits, True)
+
+
+def stochastic_kernel(g):  # type: ignore[no-untyped-def]
+    """Return the kernel that rounds stochastically on a grid."""
+    if g.by_bits:
+        return stochastic_linear
+    return stochastic_special if g.special else stochastic_saturating

@@ -28,7 +28,6 @@ class Grid(NamedTuple):
         min_binade: Exponent field of the smallest normal value, in place.
         magic_shift: Exponent distance of the magic number, in place.
         min_biased: Exponent field of the smallest normal value.
-        deep_below: Bits of the magnitude below which 32 mantissa bits and more are dropped.
         drop: float32 mantissa bits that the format lacks.
         half_place, keep_mask, parity: Half a last place less one, the kept bits, and what to add for even codes.
         flush_below, flush_half, flush_to: Magnitudes (bits) below the first become the first, or the third where they
@@ -48,7 +47,6 @@ class Grid(NamedTuple):
     min_binade: np.int32
     magic_shift: np.int32
     min_biased: np.int32
-    deep_below: np.int32
     drop: np.int32
     half_place: np.int32
     keep_mask: np.int32
@@ -102,6 +100,8 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
         return None
     if not nearest and not linear and min_exponent < mantissa_bits - 126:
         return None
+    if mode == "stochastic" and not linear and fmt.max_exponent > 125:  # steps are counted by normal factors
+        return None
     rule = RULES[mode]
     if mantissa_bits == 0 and not nearest and rule.looks_at_parity:  # the kernels see that of the significand
         return None
@@ -126,7 +126,10 @@ def _build(
     negative_zero = isinstance(fmt, FloatFormat) and fmt.has_negative_zero
     has_zero = not isinstance(fmt, FloatFormat) or fmt.has_zero
     parity = (has_zero - _F32_BIAS - shape.min_exponent) & 1 if shape.mantissa_bits == 0 else 0
-    beyond = _bits(math.inf) if by_bits or mode != "nearest_even" else np.int32((0x7F000000 - shift) | 0x7FFFFF)
+    if mode == "stochastic" and not by_bits:
+        beyond = _bits(math.ldexp(1.0, fmt.max_exponent + 1))  # stays there, whatever the word
+    else:
+        beyond = _bits(math.inf) if by_bits or mode != "nearest_even" else np.int32((0x7F000000 - shift) | 0x7FFFFF)
     rule = RULES[mode]
     smallest, tie, low = _flush_points(shape.min_exponent, has_zero) if flush else (0.0, 0.0, 0.0)
     return Grid(
@@ -142,7 +145,6 @@ def _build(
         min_binade=np.int32(max(shape.min_exponent + _F32_BIAS, 0) << 23),
         magic_shift=np.int32(shift),
         min_biased=np.int32(shape.min_exponent + _F32_BIAS),
-        deep_below=np.int32(max(shape.min_exponent + _F32_BIAS + drop - 31, 1) << 23),
         drop=np.int32(drop),
         half_place=np.int32((place >> 1) - 1),
         keep_mask=np.int32(-place),

@@ -31,7 +31,7 @@ from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
 
 _NO_GRID = grid_of(E8M0, "saturate", "nearest_even")  # stands in for one that a kernel does not look at
 _LOWEST_PLACE = -90  # exponent: what a product with a power of two loses below 2**-126 is far below such a last place
-_GROUP = 2048  # columns that go through the steps of a kernel together
+_GROUP = 512  # columns that go through the steps of a kernel together
 _PANEL, _LEAST = 8192, 64  # elements, and columns, of blocks of one column that do
 _SPAN = 4096  # columns a task when one scale covers the tensor
 _NONE = torch.empty((0, 0), dtype=torch.float32)
@@ -102,7 +102,7 @@ def _encoding(spec: CastSpec) -> Prepared | None:
                 spec, g, lambda x, _, z, s, w, p, at, *to: kernels.encode_stochastic(x, z, s, g, c, p, sg, w, at, *to)
             )
         return _prepared(
-            spec, g, lambda x, _, z, s, __, p, at, *to: kernels.encode_nearest(x, z, s, g, c, p, sg, at, *to)
+            spec, g, lambda x, _, z, s, __, p, at, *to: kernels.encode_nearest(x, z, s, (g, c), p, sg, at, *to)
         )
     # Elements without a grid: by a table of codes, under real scales.
     scale_grid = _scale_grid(fmt)

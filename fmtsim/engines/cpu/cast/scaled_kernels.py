@@ -14,7 +14,7 @@ import numpy as np
 from numpy import float32, int32, int64, uint64
 
 from fmtsim.engines.cpu.cast.codes import code_of_number, code_of_value
-from fmtsim.engines.cpu.cast.elements import stochastic_deep
+from fmtsim.engines.cpu.cast.elements import stochastic_steps
 from fmtsim.engines.cpu.cast.scales import (
     AMAX,
     binary_scales,
@@ -29,23 +29,30 @@ from fmtsim.engines.cpu.cast.words import fill_words
 from fmtsim.engines.cpu.runtime.jit import device, float32_of, kernel, prefetch
 
 _ONE = float32(1)
+_WIDEST = 512  # columns
 _SCALE_OF_ZEROS = int32(0x00400000)  # 2**-127: the lowest power of two
 
 
 @device
 def _room(layout):
-    """Return room for amaxes, exponents, scales and factors of a group: one a block, or one a strip of 16 elements."""
-    strips = max(layout.inner * layout.group // 16 + 1, layout.group)
-    exponents = np.empty(layout.group, np.int32), np.empty(strips, np.int32)
-    return *exponents, np.empty(strips, np.float32), np.empty(strips, np.float32)
+    """Return room for amaxes, exponents, scales and factors of a group's blocks, and for amaxes of strips of 16."""
+    exponents = np.empty(layout.group, np.int32), np.empty(layout.group, np.int32)
+    reals = np.empty(layout.group, np.float32), np.empty(layout.group, np.float32)
+    return *exponents, *reals, np.empty(layout.inner * layout.group // 16 + 1, np.int32)
 
 
 @device
-def _any_scales(x, r0, r1, k0, k1, p, sg, layout, room):
+def _lanes(layout):
+    """Return how many columns of a group have a number of their own: one block of many columns needs few."""
+    return layout.inner * layout.group if layout.group > 1 else min(layout.inner, _WIDEST)
+
+
+@device
+def _any_scales(x, columns, r0, r1, k0, size, p, sg, layout, room):
     """Write scales and factors of a group's blocks under a rule of either kind; return how many must be left."""
-    amaxes, shifts, scales, factors = room
-    count = (k1 - k0 + layout.inner - 1) // layout.inner
-    largest_magnitudes(x, r0, r1, k0, k1, layout, amaxes)
+    amaxes, shifts, scales, factors, strips = room
+    count = (size + layout.inner - 1) // layout.inner
+    largest_magnitudes(x, columns, r0, r1, k0, size, layout, amaxes, strips)
     if p.rule == AMAX:
         return real_scales(amaxes, scales, factors, count, p, sg)
     refused = binary_scales(amaxes, shifts, count, p, layout)
@@ -72,64 +79,50 @@ def _real_value(value, scale, factor, p, g):
     return float32(float32(code_value * scale) * p.decode_scale)
 
 
-@device
-def _binary_row(x, y, inner, ahead, shifts, g):
-    """Quantise a row under power-of-two scales; the group ``ahead`` elements further is prefetched."""
-    if inner == 1:
-        for i in range(x.size):
-            y[i] = _binary_value(x[i], shifts[i], g)
-        return
-    strips = x.size // 16 if inner % 16 == 0 else 0
-    for strip in range(strips):
-        prefetch(x, 16 * strip + ahead)
-        base = uint64(16 * strip)
-        shift = shifts[strip]
-        for j in range(16):
-            k = base + uint64(j)
-            y[k] = _binary_value(x[k], shift, g)
-    width = 16 if inner % 16 == 0 else inner
-    for i in range(16 * strips, x.size):
-        y[i] = _binary_value(x[i], shifts[i // width], g)
+# Rows of groups are places of flat arrays: slices of numba's arrays are counted references, an atomic operation each.
 
 
 @device
-def _real_row(x, y, inner, ahead, scales, factors, p, g):
-    """Quantise a row under real scales, like ``_binary_row``."""
-    if inner == 1:
-        for i in range(x.size):
-            y[i] = _real_value(x[i], scales[i], factors[i], p, g)
-        return
-    strips = x.size // 16 if inner % 16 == 0 else 0
-    for strip in range(strips):
-        prefetch(x, 16 * strip + ahead)
-        base = uint64(16 * strip)
-        scale, factor = scales[strip], factors[strip]
-        for j in range(16):
-            k = base + uint64(j)
-            y[k] = _real_value(x[k], scale, factor, p, g)
-    width = 16 if inner % 16 == 0 else inner
-    for i in range(16 * strips, x.size):
-        y[i] = _real_value(x[i], scales[i // width], factors[i // width], p, g)
+def _prefetch(x, first, size, layout):
+    """Prefetch the cache lines that lie a group behind these elements."""
+    for i in range(first, first + size, 16):
+        prefetch(x, i + layout.inner * layout.group)
 
 
 @device
-def _stochastic_row(x, y, inner, words, scales, factors, decode_scale, g):
-    """Quantise a row stochastically with its random words.
+def _binary_row(x, y, first, size, shifts, g, layout):
+    """Quantise ``size`` elements from ``first`` on under the exponents of ``shifts``: an element's, or of all."""
+    for start in range(0, size, shifts.size):
+        base, count = uint64(first + start), min(shifts.size, size - start)
+        _prefetch(x, first + start, count, layout)
+        for i in range(count):
+            y[base + uint64(i)] = _binary_value(x[base + uint64(i)], shifts[i], g)
+
+
+@device
+def _real_row(x, y, first, size, scales, factors, p, g, layout):
+    """Quantise elements under real scales, like ``_binary_row``."""
+    for start in range(0, size, scales.size):
+        base, count = uint64(first + start), min(scales.size, size - start)
+        _prefetch(x, first + start, count, layout)
+        for i in range(count):
+            y[base + uint64(i)] = _real_value(x[base + uint64(i)], scales[i], factors[i], p, g)
+
+
+@device
+def _stochastic_row(x, y, first, to, size, words, scales, factors, decode_scale, g, layout):
+    """Quantise elements stochastically to ``to`` and on, like ``_binary_row``; ``fill_words`` laid the words.
 
     A product with a power of two that underflows has no bit within 2**-32 of the last place: it rounds to zero.
     """
-    if inner == 1:
-        for i in range(x.size):
-            value = stochastic_deep(float32(x[i] * factors[i]), words[i], g)
-            y[i] = float32(float32(value * scales[i]) * decode_scale)
-        return
-    for b in range((x.size + inner - 1) // inner):
-        first, last = b * inner, min((b + 1) * inner, x.size)
-        xs, ys, ws = x[first:last], y[first:last], words[first:last]
-        scale, factor = scales[b], factors[b]
-        for i in range(xs.size):
-            value = stochastic_deep(float32(xs[i] * factor), ws[i], g)
-            ys[i] = float32(float32(value * scale) * decode_scale)
+    for start in range(0, size, scales.size):
+        base, count = uint64(first + start), min(scales.size, size - start)
+        target, word = uint64(to + start), uint64((first & 63) + start)
+        _prefetch(x, first + start, count, layout)
+        for i in range(count):
+            j = uint64(i)
+            value = stochastic_steps(float32(x[base + j] * factors[j]), words[word + j], g, False)
+            y[target + j] = float32(float32(value * scales[j]) * decode_scale)
 
 
 # Binary and real scales have a kernel each: to nearest, a power of two moves the grid instead of the element, which
@@ -139,52 +132,60 @@ def _stochastic_row(x, y, inner, words, scales, factors, decode_scale, g):
 @kernel
 def quantize_binary(x, y, g, p, layout, start, stop):
     """Quantise groups of blocks to nearest even under power-of-two scales."""
-    inner, ahead = layout.inner, layout.inner * layout.group
-    amaxes, shifts, _, _ = _room(layout)
+    flat, values, columns = x.reshape(-1), y.reshape(-1), x.shape[1]
+    amaxes, shifts, _, _, strips = _room(layout)
+    lanes = np.empty(_lanes(layout), np.int32)
     for group in range(start, stop):
-        r0, r1, k0, k1 = bounds(group, x.shape, layout)
+        r0, r1, k0, size = bounds(group, x.shape, layout)
         # 1. statistic
-        largest_magnitudes(x, r0, r1, k0, k1, layout, amaxes)
+        largest_magnitudes(flat, columns, r0, r1, k0, size, layout, amaxes, strips)
         # 2. scale
-        if binary_scales(amaxes, shifts, (k1 - k0 + inner - 1) // inner, p, layout):
-            return int64(group)
-        per_lane(shifts, inner, k1 - k0)
+        if binary_scales(amaxes, shifts, (size + layout.inner - 1) // layout.inner, p, layout):
+            stop = group
+            break
+        per_lane(shifts, lanes, layout.inner)
         # 3. element
         for r in range(r0, r1):
-            _binary_row(x[r, k0:k1], y[r, k0:k1], inner, ahead, shifts, g)
+            _binary_row(flat, values, r * columns + k0, size, lanes, g, layout)
     return int64(stop)
 
 
 @kernel
 def quantize_real(x, y, g, p, sg, layout, start, stop):
     """Quantise groups of blocks to nearest even under real scales."""
-    inner, ahead = layout.inner, layout.inner * layout.group
-    amaxes, _, scales, factors = _room(layout)
+    flat, values, columns = x.reshape(-1), y.reshape(-1), x.shape[1]
+    amaxes, _, scales, factors, strips = _room(layout)
+    scale_lanes, factor_lanes = np.empty(_lanes(layout), np.float32), np.empty(_lanes(layout), np.float32)
     for group in range(start, stop):
-        r0, r1, k0, k1 = bounds(group, x.shape, layout)
-        largest_magnitudes(x, r0, r1, k0, k1, layout, amaxes)
-        if real_scales(amaxes, scales, factors, (k1 - k0 + inner - 1) // inner, p, sg):
-            return int64(group)
-        per_lane(scales, inner, k1 - k0)
-        per_lane(factors, inner, k1 - k0)
+        r0, r1, k0, size = bounds(group, x.shape, layout)
+        largest_magnitudes(flat, columns, r0, r1, k0, size, layout, amaxes, strips)
+        if real_scales(amaxes, scales, factors, (size + layout.inner - 1) // layout.inner, p, sg):
+            stop = group
+            break
+        per_lane(scales, scale_lanes, layout.inner)
+        per_lane(factors, factor_lanes, layout.inner)
         for r in range(r0, r1):
-            _real_row(x[r, k0:k1], y[r, k0:k1], inner, ahead, scales, factors, p, g)
+            _real_row(flat, values, r * columns + k0, size, scale_lanes, factor_lanes, p, g, layout)
     return int64(stop)
 
 
 @kernel
 def quantize_stochastic(x, y, g, p, sg, w, layout, start, stop):
     """Quantise groups of blocks stochastically under scales of either kind."""
-    inner, columns = layout.inner, x.shape[1]
-    room, buffer = _room(layout), np.empty(inner * layout.group + 128, np.uint32)
+    flat, values, columns = x.reshape(-1), y.reshape(-1), x.shape[1]
+    room, words = _room(layout), np.empty(layout.inner * layout.group + 128, np.uint32)
+    scales, factors = np.empty(_lanes(layout), np.float32), np.empty(_lanes(layout), np.float32)
     for group in range(start, stop):
-        r0, r1, k0, k1 = bounds(group, x.shape, layout)
-        if _any_scales(x, r0, r1, k0, k1, p, sg, layout, room):
-            return int64(group)
+        r0, r1, k0, size = bounds(group, x.shape, layout)
+        if _any_scales(flat, columns, r0, r1, k0, size, p, sg, layout, room):
+            stop = group
+            break
+        per_lane(room[2], scales, layout.inner)
+        per_lane(room[3], factors, layout.inner)
         for r in range(r0, r1):
-            fill_words(r * columns + k0, k1 - k0, w, buffer)
-            words = buffer[(r * columns + k0) & 63 :]
-            _stochastic_row(x[r, k0:k1], y[r, k0:k1], inner, words, room[2], room[3], p.decode_scale, g)
+            at = r * columns + k0
+            fill_words(at, size, w, words)
+            _stochastic_row(flat, values, at, at, size, words, scales, factors, p.decode_scale, g, layout)
     return int64(stop)
 
 
@@ -193,83 +194,73 @@ def quantize_stochastic(x, y, g, p, sg, w, layout, start, stop):
 
 
 @device
-def _stored_scales(x, steps, r0, r1, k0, k1, p, sg, layout, room):
+def _stored_scales(x, columns, steps, r0, r1, k0, size, p, sg, layout, room):
     """Do what ``_any_scales`` does, and write the scales to ``steps``."""
-    amaxes, _, scales, _ = room
-    refused = _any_scales(x, r0, r1, k0, k1, p, sg, layout, room)
+    amaxes, _, scales, _, _ = room
+    refused = _any_scales(x, columns, r0, r1, k0, size, p, sg, layout, room)
     row, first = r0 // layout.outer, k0 // layout.inner
-    for b in range((k1 - k0 + layout.inner - 1) // layout.inner):
+    for b in range((size + layout.inner - 1) // layout.inner):
         is_lowest = p.rule != AMAX and amaxes[b] == int32(0)
         steps[row, first + b] = float32_of(_SCALE_OF_ZEROS) if is_lowest else scales[b]
     return refused
 
 
 @device
-def _scaled_row(x, y, inner, ahead, factors):
-    """Multiply a row by its factors; the group ``ahead`` elements further is prefetched."""
-    strips = x.size // 16 if inner % 16 == 0 else 0
-    for strip in range(strips):
-        prefetch(x, 16 * strip + ahead)
-        base = uint64(16 * strip)
-        factor = factors[strip]
-        for j in range(16):
-            y[base + uint64(j)] = float32(x[base + uint64(j)] * factor)
-    width = 16 if inner % 16 == 0 else inner
-    for i in range(16 * strips, x.size):
-        y[i] = float32(x[i] * factors[i // width])
+def _scaled_row(x, y, first, size, factors, layout):
+    """Multiply elements from ``first`` on by their factors: an element's, or that of all."""
+    for start in range(0, size, factors.size):
+        base, to, count = uint64(first + start), uint64(start), min(factors.size, size - start)
+        _prefetch(x, first + start, count, layout)
+        for i in range(count):
+            y[to + uint64(i)] = float32(x[base + uint64(i)] * factors[i])
 
 
-@kernel
-def encode_nearest(x, codes, steps, g, c, p, sg, layout, start, stop):
-    """Encode groups of blocks, rounding to nearest even."""
-    inner, ahead = layout.inner, layout.inner * layout.group
-    room, values = _room(layout), np.empty(ahead, np.float32)
-    for group in range(start, stop):
-        r0, r1, k0, k1 = bounds(group, x.shape, layout)
-        if _stored_scales(x, steps, r0, r1, k0, k1, p, sg, layout, room):
-            return int64(group)
-        per_lane(room[3], inner, k1 - k0)
-        for r in range(r0, r1):
-            row, result = values[: k1 - k0], codes[r, k0:k1]
-            _scaled_row(x[r, k0:k1], row, inner, ahead, room[3])
-            for i in range(row.size):
-                result[i] = code_of_value(saturated(row[i], g.min_binade, g.limit, g.limit_negative, g), c)
-    return int64(stop)
+def _encoder(code_of):  # type: ignore[no-untyped-def]
+    """Return a kernel that encodes groups of blocks; ``code_of(element, how)`` takes elements times their factors."""
+
+    @kernel
+    def encode(x, codes, steps, how, p, sg, layout, start, stop):  # type: ignore[no-untyped-def]
+        flat, columns, values = x.reshape(-1), x.shape[1], np.empty(layout.inner * layout.group, np.float32)
+        room, factors = _room(layout), np.empty(_lanes(layout), np.float32)
+        for group in range(start, stop):
+            r0, r1, k0, size = bounds(group, x.shape, layout)
+            if _stored_scales(flat, columns, steps, r0, r1, k0, size, p, sg, layout, room):
+                return int64(group)
+            per_lane(room[3], factors, layout.inner)
+            for r in range(r0, r1):
+                result = codes[r, k0 : k0 + size]
+                _scaled_row(flat, values, r * columns + k0, size, factors, layout)
+                for i in range(size):
+                    result[i] = code_of(values[i], how)
+        return int64(stop)
+
+    return encode
 
 
-@kernel
-def encode_tabled(x, codes, steps, table, p, sg, layout, start, stop):
-    """Encode groups of blocks by a table of codes."""
-    inner, ahead = layout.inner, layout.inner * layout.group
-    room, values = _room(layout), np.empty(ahead, np.float32)
-    for group in range(start, stop):
-        r0, r1, k0, k1 = bounds(group, x.shape, layout)
-        if _stored_scales(x, steps, r0, r1, k0, k1, p, sg, layout, room):
-            return int64(group)
-        per_lane(room[3], inner, k1 - k0)
-        for r in range(r0, r1):
-            row, result = values[: k1 - k0], codes[r, k0:k1]
-            _scaled_row(x[r, k0:k1], row, inner, ahead, room[3])
-            for i in range(row.size):
-                result[i] = code_of_number(row[i], table)
-    return int64(stop)
+@device
+def _nearest_code(element, how):
+    g, c = how
+    return code_of_value(saturated(element, g.min_binade, g.limit, g.limit_negative, g), c)
+
+
+encode_nearest, encode_tabled = _encoder(_nearest_code), _encoder(code_of_number)
 
 
 @kernel
 def encode_stochastic(x, codes, steps, g, c, p, sg, w, layout, start, stop):
     """Encode groups of blocks, rounding stochastically."""
-    inner, size = layout.inner, layout.inner * layout.group
-    room, values, buffer = _room(layout), np.empty(size, np.float32), np.empty(size + 128, np.uint32)
-    ones = np.full(layout.group, _ONE)
+    flat, columns, values = x.reshape(-1), x.shape[1], np.empty(layout.inner * layout.group, np.float32)
+    room, words = _room(layout), np.empty(layout.inner * layout.group + 128, np.uint32)
+    ones, factors = np.full(_lanes(layout), _ONE), np.empty(_lanes(layout), np.float32)
     for group in range(start, stop):
-        r0, r1, k0, k1 = bounds(group, x.shape, layout)
-        if _stored_scales(x, steps, r0, r1, k0, k1, p, sg, layout, room):
+        r0, r1, k0, size = bounds(group, x.shape, layout)
+        if _stored_scales(flat, columns, steps, r0, r1, k0, size, p, sg, layout, room):
             return int64(group)
+        per_lane(room[3], factors, layout.inner)
         for r in range(r0, r1):
-            fill_words(r * x.shape[1] + k0, k1 - k0, w, buffer)
-            words = buffer[(r * x.shape[1] + k0) & 63 :]
-            row, result = values[: k1 - k0], codes[r, k0:k1]
-            _stochastic_row(x[r, k0:k1], row, inner, words, ones, room[3], _ONE, g)
-            for i in range(row.size):
-                result[i] = code_of_value(row[i], c)
+            at, result = r * columns + k0, codes[r, k0 : k0 + size]
+            fill_words(at, size, w, words)
+            _stochastic_row(flat, values, at, 0, size, words, ones, factors, _ONE, g, layout)
+            for i in range(size):
+                result[i] = code_of_value(values[i], c)
     return int64(stop)

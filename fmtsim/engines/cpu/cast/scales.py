@@ -7,7 +7,8 @@ import numpy as np
 from numpy import float32, int32, uint64
 
 from fmtsim.engines.cpu.cast.elements import limited, magic_addition, nearest_magic
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, max32, min32
+from fmtsim.engines.cpu.runtime.strips import repeat, strip_amaxes
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.spec import FloatFormat, IntFormat
 
@@ -95,28 +96,42 @@ class Layout(NamedTuple):
 
 
 @device
-def _raise_amaxes(x, inner, amaxes):
-    """Raise ``amaxes`` to the largest magnitudes of a row's blocks, as float32 bits (NaN and Inf are the largest)."""
+def _raise_amaxes(x, first, size, inner, amaxes, strips):
+    """Raise ``amaxes`` to the largest magnitudes of blocks of a row, as float32 bits (NaN and Inf are the largest)."""
+    start = uint64(first)
     if inner == 1:
-        for i in range(x.size):
-            amaxes[i] = max(amaxes[i], bits32(x[i]) & _MAGNITUDE)
+        for i in range(size):
+            amaxes[i] = max32(amaxes[i], bits32(x[start + uint64(i)]) & _MAGNITUDE)
         return
-    if inner == 16:
-        for b in range(x.size // 16):
-            base = uint64(16 * b)
-            amax = int32(0)
+    whole = size // inner
+    if inner % 16 == 0:
+        # 1. those of strips of 16 lanes, 16 strips at a time
+        count, each = size // 16, inner // 16
+        for strip in range(0, count - 15, 16):
+            strip_amaxes(x, first + 16 * strip, strips, strip)
+        for strip in range(count - count % 16, count):
+            base, amax = start + uint64(16 * strip), int32(0)
             for j in range(16):
-                amax = max(amax, bits32(x[base + uint64(j)]) & _MAGNITUDE)
-            amaxes[b] = max(amaxes[b], amax)
+                amax = max32(amax, bits32(x[base + uint64(j)]) & _MAGNITUDE)
+            strips[strip] = amax
+        # 2. of blocks
+        if each == 1:
+            for b in range(whole):
+                amaxes[b] = max32(amaxes[b], strips[b])
+        else:
+            for b in range(whole):
+                amax = amaxes[b]
+                for j in range(each):
+                    amax = max32(amax, strips[uint64(b * each + j)])
+                amaxes[b] = amax
     else:
-        for b in range(x.size // inner):
-            block = x[b * inner : b * inner + inner]
-            amax = int32(0)
+        for b in range(whole):
+            base, amax = start + uint64(b * inner), int32(0)
             for j in range(inner):
-                amax = max(amax, bits32(block[j]) & _MAGNITUDE)
-            amaxes[b] = max(amaxes[b], amax)
-    for i in range(x.size - x.size % inner, x.size):  # the last block may be short
-        amaxes[x.size // inner] = max(amaxes[x.size // inner], bits32(x[i]) & _MAGNITUDE)
+                amax = max32(amax, bits32(x[base + uint64(j)]) & _MAGNITUDE)
+            amaxes[b] = max32(amaxes[b], amax)
+    for i in range(whole * inner, size):  # the last block may be short
+        amaxes[whole] = max32(amaxes[whole], bits32(x[start + uint64(i)]) & _MAGNITUDE)
 
 
 @device
@@ -151,7 +166,7 @@ def real_scales(amaxes, scales, factors, count, p, sg):
     step = float32(p.encode_scale * p.reciprocal_max)
     for b in range(count):
         refused += int32(amaxes[b] >= _INF)
-        amax = float32_of(min(amaxes[b], int32(_INF - int32(1))))
+        amax = float32_of(min32(amaxes[b], int32(_INF - int32(1))))
         factors[b] = amax
         # 1. the scale as a real number, each operation rounded to float32
         if p.arithmetic == TWO_LEVEL:
@@ -192,27 +207,41 @@ def saturated(value, min_binade, limit, limit_negative, g):
 
 
 @device
-def per_lane(values, inner, size):
-    """Repeat, in place, a value a block to one a strip, the last first: strips are 16 lanes, or a whole odd block."""
-    strips = inner // 16
-    if inner % 16 == 0 and strips > 1:
-        for strip in range((size + 15) // 16 - 1, -1, -1):
-            values[strip] = values[strip // strips]
+def per_lane(values, lanes, inner):
+    """Repeat a value a block to one a column of the group; lanes that are fewer than these serve one block."""
+    if inner >= lanes.size:
+        lanes[:] = values[0]
+        return
+    count, each = lanes.size // inner, inner // 16
+    if inner % 16:
+        for b in range(count):
+            for j in range(inner):
+                lanes[uint64(b * inner + j)] = values[b]
+    elif each == 1:
+        for b in range(count):
+            repeat(values[uint64(b)], lanes, 16 * b)
+    else:
+        for b in range(count):
+            for strip in range(each):
+                repeat(values[uint64(b)], lanes, 16 * (b * each + strip))
 
 
 @device
 def bounds(group, shape, layout):
-    """Return the rows and columns of a group of blocks."""
+    """Return the rows of a group of blocks, its first column and its columns."""
     width = layout.inner * layout.group
     across = (shape[1] + width - 1) // width
     r0, k0 = (group // across) * layout.outer, (group % across) * width
-    return r0, min(r0 + layout.outer, shape[0]), k0, min(k0 + width, shape[1])
+    return r0, min(r0 + layout.outer, shape[0]), k0, min(width, shape[1] - k0)
 
 
 @device
-def largest_magnitudes(x, r0, r1, k0, k1, layout, amaxes):
-    """Write the largest magnitudes of a group's blocks, as bits; the preset one where all blocks share it."""
+def largest_magnitudes(x, columns, r0, r1, k0, size, layout, amaxes, strips):
+    """Write the largest magnitudes of a group's blocks, as bits; the preset one where all blocks share it.
+
+    x is flat, with ``columns`` a row; ``strips`` is room for one number a strip of 16 elements.
+    """
     amaxes[:] = max(layout.preset, int32(0))
     if layout.preset < int32(0):
         for r in range(r0, r1):
-            _raise_amaxes(x[r, k0:k1], layout.inner, amaxes)
+            _raise_amaxes(x, r * columns + k0, size, layout.inner, amaxes, strips)

@@ -6,7 +6,7 @@ import torch
 from numpy import float32, float64, int32
 
 from fmtsim.engines.cpu.runtime import pool
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, subroutine
+from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, subroutine
 from fmtsim.engines.cpu.runtime.pool import array_of, scratch
 from fmtsim.formats.scaling import Statistic
 
@@ -66,13 +66,13 @@ def finite_amax(x):
     """Return the largest finite magnitude of float32 x, and whether it holds NaN or Inf."""
     top = int32(0)
     for i in range(x.size):
-        top = max(top, bits32(x[i]) & _MAGNITUDE)
+        top = max32(top, bits32(x[i]) & _MAGNITUDE)
     if top < _INF:
         return float32_of(top), False
     top = int32(0)
     for i in range(x.size):  # seldom: look again, at finite elements alone
         bits = bits32(x[i]) & _MAGNITUDE
-        top = max(top, bits if bits < _INF else int32(0))
+        top = max32(top, bits if bits < _INF else int32(0))
     return float32_of(top), True
 
 
@@ -90,14 +90,14 @@ def _block_amax(x, out, largest, rows, columns, start, stop):
                 part, top = line[j * columns : (j + 1) * columns], int32(0)
                 for i in range(part.size):
                     size = bits32(part[i]) & _MAGNITUDE
-                    top = max(top, size if size < _INF else int32(0))
+                    top = max32(top, size if size < _INF else int32(0))
                 out[b, j] = top
             continue
         _raise(x, largest, first, last)
         for j in range(out.shape[1]):
             part, top = largest[j * columns : (j + 1) * columns], int32(0)
             for i in range(part.size):
-                top = max(top, part[i])
+                top = max32(top, part[i])
             out[b, j] = top
 
 
@@ -109,7 +109,7 @@ def _raise(x, largest, first, last):
         line = x[row]
         for i in range(line.size):
             size = bits32(line[i]) & _MAGNITUDE
-            largest[i] = max(largest[i], size if size < _INF else int32(0))
+            largest[i] = max32(largest[i], size if size < _INF else int32(0))
 
 
 @kernel

@@ -16,7 +16,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import Random, RandomKey
 
 _M0, _M1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
-_W0, _W1 = uint32(0x9E3779B9), uint32(0xBB67AE85)
+_W0, _W1 = uint64(0x9E3779B9), uint64(0xBB67AE85)
 _LOW = uint64(0xFFFFFFFF)
 _32 = uint64(32)
 
@@ -24,14 +24,15 @@ _32 = uint64(32)
 @device
 def philox(counter, o0, o1, k0, k1):
     """Return the four words at a 64-bit counter, for the offset words o0, o1 and the key words k0, k1."""
-    w0, w1, w2, w3 = uint32(counter & _LOW), uint32(counter >> _32), o0, o1
+    # Words stay in the low halves of 64 bits, whose upper halves nothing reads: a product is one instruction, and its
+    # low half needs none.
+    w0, w1, w2, w3 = counter, counter >> _32, uint64(o0), uint64(o1)
+    k0, k1 = uint64(k0), uint64(k1)
     for _ in range(10):
-        # 32 x 32 bits: the high and the low half of each product go to different words
-        p0, p1 = _M0 * uint64(w0), _M1 * uint64(w2)
-        w0, w2 = uint32(uint32(p1 >> _32) ^ w1 ^ k0), uint32(uint32(p0 >> _32) ^ w3 ^ k1)
-        w1, w3 = uint32(p1 & _LOW), uint32(p0 & _LOW)
-        k0, k1 = uint32(k0 + _W0), uint32(k1 + _W1)
-    return w0, w1, w2, w3
+        p0, p1 = _M0 * (w0 & _LOW), _M1 * (w2 & _LOW)
+        w0, w1, w2, w3 = (p1 >> _32) ^ w1 ^ k0, p1, (p0 >> _32) ^ w3 ^ k1, p0
+        k0, k1 = k0 + _W0, k1 + _W1
+    return uint32(w0 & _LOW), uint32(w1 & _LOW), uint32(w2 & _LOW), uint32(w3 & _LOW)
 
 
 @device

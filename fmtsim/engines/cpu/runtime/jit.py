@@ -120,6 +120,33 @@ bits64 = _bitcast(types.float64, types.int64, ir.IntType(64))
 float64_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 
 
+def _choice(name: str) -> Callable:
+    """Return LLVM's minimum or maximum of two int32; Python's, in compiled code, computes in 64 bits."""
+
+    @intrinsic
+    def choose(typing_context, a, b):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)] * 2)
+            return builder.call(builder.module.declare_intrinsic(f"llvm.{name}", [ir.IntType(32)], kind), args)
+
+        return types.int32(types.int32, types.int32), generate
+
+    return choose
+
+
+min32, max32 = _choice("smin"), _choice("smax")
+
+
+@intrinsic
+def whole_part(typing_context, x):  # type: ignore[no-untyped-def]
+    """Return the integer part of a float32 of 0 to below 2**32 as uint32, in 32 bits."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.fptoui(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
 @intrinsic
 def fma32(typing_context, x, y, z):  # type: ignore[no-untyped-def]
     """Return x y + z of float32, rounded once."""

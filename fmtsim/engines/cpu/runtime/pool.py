@@ -109,6 +109,17 @@ def array_of(tensor: torch.Tensor) -> np.ndarray:
     return np.from_dlpack(tensor) if ranks and tensor.numel() else tensor.numpy()
 
 
+_LARGE = 32 << 20  # bytes
+
+
+def past_caches(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Return True where stores to ``out`` had better go past the caches: it exceeds them, and is no line that was read.
+
+    A plain store reads its line first on many machines.
+    """
+    return out.nbytes >= _LARGE and out.data_ptr() % _LINE == 0 and out.data_ptr() != x.data_ptr()
+
+
 _KEPT = 32 << 20  # bytes of a buffer that is kept
 _LINE = 64
 _local = threading.local()
