@@ -56,5 +56,10 @@ class _Package(ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (
+            "fmtsim",
+        )  # cloudpickle, of functions that name the package, knows ModuleType alone
+
 
 sys.modules[__name__].__class__ = _Package

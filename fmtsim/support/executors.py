@@ -34,6 +34,7 @@ AnyExecutor = Executor | str | None  # or the URL of a cluster; None: processes 
 TIMEOUT: Final = 10  # seconds in which a cluster has to answer; Ray takes up to thirty where another server does
 UNDER_WAY: Final = 1000  # tasks that an executor has at once, and that a cluster's scheduler has to hold
 _SILENT: Final = Progress()
+_VERSIONS: Final = f"fmtsim {fmtsim.__version__} with torch {torch.__version__}"
 _PACKAGES: Final = {"dask": "distributed", "ray": "ray"}
 _DIED: Final = "a process died, from lack of memory perhaps; pass fewer --workers"
 _LOST: Final = "the executor lost a task; read the logs of its workers, which need this fmtsim, and start again"
@@ -43,9 +44,8 @@ class Tasks:
     """Run tasks; ``open_tasks`` makes one."""
 
     def __init__(self, send: Any, share: Callable[[bytes], Any], state: Any, threads: int, died: str) -> None:
-        self._send, self._threads, self._died = send, threads, died
-        self._state = state if send is None else share(_packed((_versions(), state)))
-        self.futures = WeakSet[Future[Any]]()
+        self._send, self._threads, self._died, self.futures = send, threads, died, WeakSet[Future[Any]]()
+        self._state = state if send is None else share(_packed((_VERSIONS, state)))
 
     def submit(self, work: Callable[[Any, T], R], task: T) -> "Future[Any]":
         """Hand over ``work(state, task)``; ``result`` has what it returns."""
@@ -159,11 +159,9 @@ def _opened(executor: AnyExecutor, workers: int, stack: ExitStack) -> tuple[Any,
 
 def _follow() -> None:
     """End this process with the one that began it: a killed pool tells its processes nothing, and they would wait."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
     def end() -> None:
-        parent.join()
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a worker has a parent
         os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()
@@ -191,13 +189,9 @@ def _run(state: Any, job: Any, threads: int) -> tuple[Any, Exception | None]:
 @lru_cache(maxsize=1)
 def _state_of(data: bytes) -> Any:
     versions, state = _unpacked(data)
-    if versions != _versions():
-        raise DeviceError(f"a worker has {_versions()}, and this process {versions}; install equal versions")
+    if versions != _VERSIONS:
+        raise DeviceError(f"a worker has {_VERSIONS}, and this process {versions}; install equal versions")
     return state
-
-
-def _versions() -> str:
-    return f"fmtsim {fmtsim.__version__} with torch {torch.__version__}"
 
 
 def _packed(content: Any) -> bytes:

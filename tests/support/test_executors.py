@@ -2,6 +2,7 @@
 """Tasks by any executor: the same results, the errors of tasks, and the executor's own."""
 
 import importlib.util
+import pickle
 import threading
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+import fmtsim
 from fmtsim.support import executors
 from fmtsim.support.errors import ArgumentError, DeviceError, FormatError
 from fmtsim.support.executors import open_tasks
@@ -70,6 +72,14 @@ def test_the_error_of_a_task_has_the_traceback_of_its_process(kind, executor):
     assert ("in process " in notes and "in wrong\n" in notes) == (executor is not None)
 
 
+def test_a_function_may_name_the_package():
+    pytest.importorskip("cloudpickle")
+    work = lambda state, task: fmtsim.__name__ + task  # noqa: E731
+    with ThreadPoolExecutor(1) as pool, open_tasks(work, pool) as tasks:
+        assert tasks.result(tasks.submit(work, "!")) == "fmtsim!"
+    assert pickle.loads(pickle.dumps(fmtsim)) is fmtsim
+
+
 active = []
 
 
@@ -98,7 +108,7 @@ def test_what_cannot_be_sent_is_told(monkeypatch):
 
 def test_a_worker_with_another_version_is_refused(monkeypatch):
     with ThreadPoolExecutor(1) as pool, open_tasks(1, pool) as tasks:
-        monkeypatch.setattr(executors, "_versions", lambda: "fmtsim 9")
+        monkeypatch.setattr(executors, "_VERSIONS", "fmtsim 9")
         with pytest.raises(DeviceError, match="a worker has fmtsim 9, and this process fmtsim .*; install equal"):
             list(tasks.each_done(scaled, [1]))
 
