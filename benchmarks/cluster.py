@@ -2,6 +2,8 @@
 """Time a sweep on Dask workers of this machine, one thread each: several workers over one, in turns.
 
 python benchmarks/cluster.py [--workers 2] [--runs 32] [--steps 100] [--width 64] [--repeats 3] [--record FILE]
+
+With --sleep SECONDS the tasks only sleep: what the cluster and fmtsim take for themselves, on a machine that is busy.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from fmtsim.lab.cli.output import versions_of, write_json
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.sweep import SweepConfig, points_of
 from fmtsim.lab.training.sweep_folder import run_sweep
+from fmtsim.support.executors import open_tasks
 from fmtsim.support.progress import Progress
 
 
@@ -26,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"workers": 2, "runs": 32, "steps": 100, "width": 64, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sleep", type=float)
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
     config = SweepConfig()
@@ -44,6 +48,13 @@ def main() -> None:
                 warm = points_of(["bf16"], [4e-3], [given.width], [1], range(2 * count))
                 with Client(cluster) as client:  # every worker imports torch and compiles before it is timed
                     client.wait_for_workers(count)
+                if given.sleep:
+                    with open_tasks(None, url) as tasks:
+                        list(tasks.each_done(lambda _, seconds: time.sleep(seconds), [0.0] * 2 * count))
+                        began = time.perf_counter()
+                        list(tasks.each_done(lambda _, seconds: time.sleep(seconds), [given.sleep] * given.runs))
+                        seconds[count].append(time.perf_counter() - began)
+                    continue
                 run_sweep(config, warm, corpus, Path(folder, "warm"), Progress(), executor=url)
                 began = time.perf_counter()
                 runs = run_sweep(config, points, corpus, Path(folder, "sweep"), Progress(), executor=url)
@@ -54,9 +65,8 @@ def main() -> None:
           f"torch {torch.__version__}")  # fmt: skip
     for count, times in seconds.items():
         print(f"{count} workers: {medians[count]:.1f} s (of {', '.join(f'{t:.1f}' for t in times)})")
-    print(
-        f"{medians[1] / medians[given.workers]:.2f} times as fast; losses equal: {all(x == losses[0] for x in losses)}"
-    )
+    equal = "" if given.sleep else f"; losses equal: {all(x == losses[0] for x in losses)}"
+    print(f"{medians[1] / medians[given.workers]:.2f} times as fast{equal}")
     if given.record:
         record = vars(given) | {"record": None, "seconds": seconds, "load": load, "cores": os.cpu_count()}
         write_json(given.record, record | {"versions": versions_of(("fmtsim", "torch", "distributed"))})
