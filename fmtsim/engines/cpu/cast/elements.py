@@ -310,12 +310,19 @@ def _prefetch(x, base):
         prefetch(x, i + 8 * _CHUNK)
 
 
+@device
+def _aligned():
+    """Return room for a chunk from a cache line on: with vectors across lines, kernels take a sixth longer on AMD."""
+    whole = np.empty(_CHUNK + 16, np.float32)
+    return whole[(-whole.ctypes.data % 64) // 4 :]
+
+
 def _nearest(rounded, option):  # type: ignore[no-untyped-def]
     """Return a kernel that quantises float32 x into float32 y to nearest even; one for each option compiles fast."""
 
     @kernel
     def flat(x, y, g, streams):  # type: ignore[no-untyped-def]
-        buffer = np.empty(_CHUNK, np.float32)
+        buffer = _aligned()
         for base in range(0, x.size, _CHUNK):
             _prefetch(x, base)
             first, count = uint64(base), min(_CHUNK, x.size - base)
@@ -348,7 +355,7 @@ def _stochastic(rounded, special):  # type: ignore[no-untyped-def]
 
     @kernel
     def flat(x, y, g, w, start, streams):  # type: ignore[no-untyped-def]
-        buffer, words = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.uint32)
+        buffer, words = _aligned(), np.empty(_CHUNK, np.uint32)
         for base in range(0, x.size, _CHUNK):
             _prefetch(x, base)
             first, count = uint64(base), min(_CHUNK, x.size - base)
