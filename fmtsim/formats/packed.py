@@ -87,6 +87,10 @@ class PackedFormat(Displayed):
 
     def __post_init__(self) -> None:
         check_types(self, FormatError)
+        if self.elements < 1 or self.bytes < 1:
+            raise FormatError(
+                f"format {shown(self.name)}: elements={self.elements}, bytes={self.bytes}; a block has 1 or more of both"
+            )
         size = sum(field.size for field in self.layout)
         if self.fields and size != self.bytes:
             raise FormatError(

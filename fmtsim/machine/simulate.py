@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fmtsim.machine.autocast import gpu_autocast, registered, to_lower
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
-from fmtsim.support.errors import ArgumentError, CoverageWarning, did_you_mean, shown
+from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError, did_you_mean, shown
 from fmtsim.support.records import checked
 from fmtsim.support.table import aligned
 
@@ -291,6 +291,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 composed, product = packet in operators.COMPOSED, packet in operators.PRODUCTS
                 first = (self,) if composed else (self.target,) if product else ()
                 result = _called(handler, *first, *args, **kwargs)
+        except DtypeError as error:  # of a TypeError behind x @ y torch makes one of its own, which says nothing
+            raise ArgumentError(str(error)) from error
         except (UnknownOrder, Nondeterministic, Guess) as reason:
             self._note(name, reason)
             return reason.args[1] if len(reason.args) > 1 else func(*args, **kwargs)

@@ -69,6 +69,10 @@ REFUSED = {
         lambda: linear().to("meta")(torch.ones(2, 64, dtype=BF16, device="meta")),
         r"in the model \(Linear\) has a tensor on meta; simulate computes on the CPU: move model and batch there",
     ),
+    "FP8 by an operator": (  # a DtypeError is a TypeError, of which torch would make one of its own
+        lambda: numbers(4, 64).to(torch.float8_e5m2) @ numbers(4, 64).to(torch.float8_e5m2).mT,
+        "torch.mm does not take torch.float8_e5m2; call fmtsim.scaled_mm, or name a unit as target=",
+    ),
     "nested": (nested, "simulate runs inside another simulate; leave one of them out"),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fmtsim.casts.arguments import check_together
 from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.products.explanation import factors
-from fmtsim.gemm.products.operands import check_operands, check_tensor, matrix_layout, operand_format
+from fmtsim.gemm.products.operands import FLOATS, check_operands, check_tensor, matrix_layout, operand_format
 from fmtsim.gemm.products.operator import OUT_DTYPES
 from fmtsim.gemm.products.resolver import call_name
 from fmtsim.gemm.products.scales import read_scales
@@ -258,6 +258,8 @@ def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, sca
     if y.dtype not in (*OUT_DTYPES, torch.int32):
         names = ", ".join(dtype_name(dtype) for dtype in (*OUT_DTYPES, torch.int32))
         raise DtypeError(f"y has dtype {y.dtype}; pass the result as the kernel wrote it: {names}")
+    if bias is not None and bias.dtype not in FLOATS:
+        raise DtypeError(f"bias has dtype {bias.dtype}; pass it as the kernel added it: 16 bits, float32 or float64")
     for name, x in (("a", a), ("b", b)):
         operand_format(name, x)
     layouts = matrix_layout(a), matrix_layout(b, transposed=True)

@@ -289,6 +289,8 @@ Y = torch.zeros(4, 4)
         ((A, B, Y.long()), {}, DtypeError, r"y has dtype torch.int64; pass the result as the kernel wrote it"),
         ((A, B, Y), {"target": "h20"}, ArgumentError, r"unknown target 'h20'; did you mean 'h200'"),
         ((A, B, Y), {"bias": torch.ones(3)}, ArgumentError, r"bias has 3 elements; y has 4 columns"),
+        ((A, B, Y), {"bias": torch.ones(4, dtype=torch.uint8).view(torch.float8_e5m2)}, DtypeError,
+         r"bias has dtype torch.float8_e5m2; pass it as the kernel added it: 16 bits, float32 or float64"),
         ((A, B, Y), {"scale_a": torch.tensor(2.0)}, ArgumentError, r"scale_a and scale_b belong together"),
         ((A, B, Y), {"scale_a": torch.tensor(2.0), "scale_b": 1.0}, DtypeError, r"scale_b is float, not a tensor"),
         ((A, B, Y.to("meta")), {}, ArgumentError, r"y has no numbers .it is fake, or on .* meta.; pass the"),
