@@ -89,7 +89,7 @@ class PackedFormat(Displayed):
         check_types(self, FormatError)
         if self.elements < 1 or self.bytes < 1:
             raise FormatError(
-                f"format {shown(self.name)}: elements={self.elements}, bytes={self.bytes}; a block has 1 or more of both"
+                f"format {shown(self.name)}: elements={self.elements}, bytes={self.bytes}; a block has 1 or more"
             )
         size = sum(field.size for field in self.layout)
         if self.fields and size != self.bytes:

@@ -207,7 +207,7 @@ BAD = [
     (lambda: fmtsim.encode(torch.ones(256), "iq3_s"), FormatError,
      r"iq3_s can be decoded, not encoded: its codebook search is not part of fmtsim; choose"),
     (lambda: PackedFormat(name="x", elements=0, bytes=3), FormatError,
-     "format 'x': elements=0, bytes=3; a block has 1 or more of both"),
+     "format 'x': elements=0, bytes=3; a block has 1 or more"),
     (lambda: PackedFormat(name="x", elements=32, bytes=3, fields=(("d", 16, 1, 1, 2),)), FormatError,
      r"format 'x': fields have 2 bytes, not bytes=3; choose 2"),
     (lambda: fmtsim.explain(1.0, "q4_0"), FormatError,
