@@ -63,7 +63,7 @@ def losses_of(
 
 def trained(tell: Tell, recipes: Sequence[Recipe], seed: int, how: Mapping[str, Any]) -> list[float]:
     """Return the mean loss over the last fifth of the training of each recipe, infinite where a loss is not finite."""
-    every = trainings(tell, losses_of, [{"recipe": recipe, "seed": seed} | how for recipe in recipes])
+    every = trainings(tell, losses_of, [{"recipe": recipe, "seed": seed} | dict(how) for recipe in recipes])
     return [last_of(losses, how["steps"], 5) for losses in every]
 
 
