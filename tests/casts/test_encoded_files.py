@@ -48,6 +48,17 @@ def assert_flips_are_noticed(path, positions):
             Encoded.load(path)
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4", "int8_1x16_floor"])
+def test_a_file_has_as_many_bytes_as_its_codes(name, tmp_path):
+    encoded = make(name)
+    encoded.save(tmp_path / "x.safetensors")
+    assert torch.equal(Encoded.load(tmp_path / "x.safetensors").codes, encoded.codes)
+    content = (tmp_path / "x.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    start, end = header["codes"]["data_offsets"]
+    assert end - start == 4 * 32 * encoded.format.bits // 8
+
+
 def test_flipped_bits_are_noticed(saved):
     assert_flips_are_noticed(saved, lambda size: range(0, 8 * size, 25))
 
@@ -105,6 +116,7 @@ def set_entry(name, key, value):
         (lambda header, _: header["__metadata__"].pop("shape") and None, DataError,
          "the metadata is not that of an encoded tensor: 'shape'"),
         (set_metadata("shape", "[2, -16]"), DataError, "shape '[2, -16]' in the metadata; expected a list of sizes"),
+        (set_metadata("shape", f"[{1 << 63}]"), DataError, f"shape '[{1 << 63}]' in the metadata; expected a list of"),
         (set_metadata("dim", "0"), DataError, "dim 0 in the metadata; expected -2 to -1"),
         (set_metadata("dim", "x"), DataError, "the metadata is not that of an encoded tensor: invalid literal"),
         (set_metadata("shape", "[2, 32]"), CodeError,

@@ -115,3 +115,12 @@ def test_another_number_of_processes_goes_on_with_the_scales_of_the_first(monkey
     monkeypatch.setattr(run_record.dist, "all_gather_object", gather)
     assert run_record.gathered(states[1]) == [None, states[1]]
     assert run_record.gathered(None) == [None] and run_record.gathered({"layers": {}}) == [{"layers": {}}]
+
+
+def test_a_state_of_a_run_has_its_keys_and_no_others(monkeypatch):
+    monkeypatch.setattr(run_record.Observation, "of_state", lambda state: None)
+    state = dict.fromkeys(run_record._KEYS, [None])
+    assert run_record.checked_state(state, "the file") == state
+    for wrong in (state | {"extra": 1}, state | {"recipe_states": []}, {"losses": []}, [*state]):
+        with pytest.raises(run_record.DataError, match="the file holds something else than the state of a run"):
+            run_record.checked_state(wrong, "the file")
