@@ -213,6 +213,8 @@ def run_reproduce(arguments: argparse.Namespace) -> int:
     claims = [claim for claim in get_claims(arguments.claims) if not (arguments.quick and claim.slow)]
     if arguments.seeds is not None and arguments.seeds < 1:
         raise ArgumentError(f"--seeds {arguments.seeds} runs nothing; choose 1 or more")
+    if arguments.first_seed < 0:
+        raise ArgumentError(f"--first-seed {arguments.first_seed} is negative; choose 0 or more")
     if not claims:
         raise ArgumentError("every claim named with --only is slow; leave --quick out")
     if arguments.list:
@@ -251,15 +253,15 @@ def _text(results: Sequence[Result], as_markdown: bool) -> str:
 
 def _run_all(claims: Sequence[Claim], arguments: argparse.Namespace, workers: int) -> list[Result]:
     """Run claims below a bar on a terminal; elsewhere a line says how each one ended."""
-    results, seeds, quiet, executor = {}, arguments.seeds, arguments.quiet, arguments.executor
+    results, quiet, executor = {}, arguments.quiet, arguments.executor
+    seeds = {"seeds": arguments.seeds, "first_seed": arguments.first_seed}
     with make_progress(False if quiet else None, transient=True) as progress:
         progress.stage("claims", len(claims))
         if executor is not None or (workers > 1 and sum(claim.slow for claim in claims) > 1):
-            every = run_claims(claims, workers, seeds=seeds, executor=executor)
+            every = run_claims(claims, workers, **seeds, executor=executor)
         else:
             every = (
-                run_claim(claim, partial(_tell, progress, at, claim.name), seeds=seeds)
-                for at, claim in enumerate(claims)
+                run_claim(claim, partial(_tell, progress, at, claim.name), **seeds) for at, claim in enumerate(claims)
             )
         for done, result in enumerate(every, 1):
             results[result.claim.name] = result
@@ -277,7 +279,7 @@ def _run_on_card(claims: Sequence[Claim], arguments: argparse.Namespace, workers
         raise ArgumentError("--device keeps each training in a folder, and goes on there; pass --out DIR")
     check_device(arguments.device)
     claims = [claim for claim in claims if claim.card or arguments.claims]
-    how = {name: getattr(arguments, name) for name in ("device", "seeds", "executor")}
+    how = {name: getattr(arguments, name) for name in ("device", "seeds", "first_seed", "executor")}
     with make_progress(False if arguments.quiet else None) as progress:
         return run_on_card(
             claims, arguments.out, progress, budget=_seconds(arguments.budget), workers=workers, **how

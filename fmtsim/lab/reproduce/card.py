@@ -34,10 +34,6 @@ PLAN, TRAININGS = "plan.json", "trainings"
 RULE = "every training runs its steps to the end; none begins after the budget; a claim counts the seeds that ended"
 
 
-class _Stopped(FmtsimError):
-    """The budget ended before the trainings of an experiment."""
-
-
 class _Training(NamedTuple):
     """Hold a training's function and settings, and name its file."""
 
@@ -53,7 +49,7 @@ class _Training(NamedTuple):
 
 def run_on_card(
     claims: Sequence[Claim], folder: Path, progress: Progress, *, device: str = "cuda", budget: float | None = None,
-    seeds: int | None = None, workers: int = 8, executor: AnyExecutor = None,
+    seeds: int | None = None, first_seed: int = 0, workers: int = 8, executor: AnyExecutor = None,
 ) -> list[Result]:  # fmt: skip
     """Run claims at the size of a GPU, and return their results over the seeds whose trainings have ended.
 
@@ -64,6 +60,7 @@ def run_on_card(
         device: That of the trainings.
         budget: Seconds after which no training begins; None for no limit.
         seeds: How many, None for as many as each claim asks for.
+        first_seed: The first of them.
         workers: Processes that share the device.
         executor: What runs the trainings instead of these.
 
@@ -74,9 +71,23 @@ def run_on_card(
     without = [claim.name for claim in claims if not claim.card]
     if without:
         raise ArgumentError(f"{', '.join(without)}: no size for a GPU; leave --device or these claims out")
-    sized = [replace(claim, settings=tuple((dict(claim.settings) | dict(claim.card)).items())) for claim in claims]
-    _begin(folder, sized, device, seeds)
-    runs = [(claim, values) for claim in sized for values in seeded(claim, seeds)]
+    sized = [
+        replace(
+            claim,
+            settings=tuple((dict(claim.settings) | dict(claim.card)).items()),
+            recorded=claim.recorded_on_card or claim.recorded,
+        )
+        for claim in claims
+    ]
+    every = {claim.name: list(seeded(claim, seeds, first_seed)) for claim in sized}
+    _begin(folder, sized, device, every)
+    runs = [
+        (claim, values[at])
+        for at in range(max(map(len, every.values())))  # the first seed of all claims comes first
+        for claim in sized
+        for values in [every[claim.name]]
+        if at < len(values)
+    ]
     threads = ThreadPoolExecutor(len(runs))  # they wait for trainings, which other processes run
     try:
         with open_tasks(device, executor, workers=workers, threads=1) as tasks:
@@ -95,11 +106,12 @@ def _together(claim: Claim, results: Sequence[Result]) -> Result:
     return Result(claim=claim, runs=runs, seconds=max(result.seconds for result in results), error=error)
 
 
-def _begin(folder: Path, claims: Sequence[Claim], device: str, seeds: int | None) -> None:
+def _begin(folder: Path, claims: Sequence[Claim], device: str, runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Write the plan, or compare it with the one that is there."""
     record = {
         claim.name: {
-            "says": claim.says, "bounds": claim.bounds, "seeds": seeds or claim.seeds,
+            "says": claim.says, "bounds": claim.bounds,
+            "seeds": [seed for values in runs[claim.name] for seed in values.get("seeds", [values.get("seed")])],
             "settings": {name: repr(value) for name, value in claim.settings},
             "expected": {one.name: [repr(bound) for bound in (one.low, one.high, one.part)] for one in claim.expected},
         }
@@ -163,7 +175,7 @@ class _Sharing:
 
     def __init__(self, tasks: Tasks, folder: Path, progress: Progress, deadline: float | None) -> None:
         self._tasks, self._folder, self._progress, self._deadline = tasks, folder, progress, deadline
-        self._lock, self._ended = threading.Lock(), 0
+        self._lock, self._written = threading.RLock(), 0
         self._begun: dict[str, Future[Any] | dict[str, Any]] = {}  # by file; a record where there is one
 
     def measured(self, claim: Claim, values: Mapping[str, Any]) -> Result:
@@ -180,32 +192,38 @@ class _Sharing:
         with self._lock:
             for training in every:
                 if training.name not in self._begun:
-                    path = self._folder / training.name
-                    there = path.exists()
-                    self._begun[training.name] = (
-                        _read(path) if there else self._tasks.submit(_train, (training, self._deadline))
-                    )
-                    self._ended += there
+                    self._begin(training)
             self._progress.stage("trainings", len(self._begun))
-            self._progress.step(self._ended)
+            self._progress.step(self._written)
         records = [self._record_of(training) for training in every]
         missing = sum(record is None for record in records)
         if missing:
-            raise _Stopped(
+            raise FmtsimError(
                 f"the budget ended before {missing} of {len(every)} trainings; the same command with --out goes on"
             )
         return [_value_of(record["value"]) for record in records if record is not None]
 
+    def _begin(self, training: _Training) -> None:
+        """Read a training's file, or hand it to a process, and write the file as soon as it ends."""
+        path = self._folder / training.name
+        if path.exists():
+            self._begun[training.name] = _read(path)
+            self._written += 1
+            return
+        future = self._tasks.submit(_train, (training, self._deadline))
+        self._begun[training.name] = future
+        future.add_done_callback(lambda _: self._record_of(training))
+
     def _record_of(self, training: _Training) -> dict[str, Any] | None:
-        """Wait for a training, and write its file."""
+        """Wait for a training, write its file where there is none, and return what is in it."""
         begun = self._begun[training.name]
         record = begun if isinstance(begun, dict) else self._tasks.result(begun)
         with self._lock:
             path = self._folder / training.name
             if record is not None and not path.exists():
                 write_file(path, json.dumps(record) + "\n")
-                self._ended += 1
-                self._progress.step(self._ended, f"{record['training']} {record['seconds']} s")
+                self._written += 1
+                self._progress.step(self._written, f"{record['training']} {record['seconds']} s")
         return record  # type: ignore[no-any-return]
 
 

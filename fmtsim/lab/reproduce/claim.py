@@ -116,9 +116,9 @@ class Claim:
     seeds: int = 1  # how many seeds an experiment with ``seed`` runs by default: five where they matter
     notes: str = ""  # where the experiment differs from the source
     slow: bool = False  # one seed takes more than about ten seconds; ``--quick`` leaves it out
-    card: tuple[
-        tuple[str, Any], ...
-    ] = ()  # settings at the size of a GPU, in place of the miniature's; empty: it has none
+    # settings at the size of a GPU, in place of the miniature's; empty: it has none
+    card: tuple[tuple[str, Any], ...] = ()
+    recorded_on_card: Verdict | None = None  # the verdict seen with them, None where they were not run
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.expected]

@@ -113,13 +113,13 @@ class Result:
         return about | ending | {"numbers": rows}
 
 
-def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None = None) -> Result:
+def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None = None, first_seed: int = 0) -> Result:
     """Run a claim's experiment.
 
     Args:
         tell: Called with the part that is done, 0 to 1.
-        seeds: How many seeds, from the first of the claim on; None: as many as it asks for. Without effect where an
-            experiment draws nothing.
+        seeds: How many seeds; None: as many as it asks for. Without effect where an experiment draws nothing.
+        first_seed: The first of them, 0 for those of the table in the documentation.
 
     Returns:
         The result; an error of fmtsim in the experiment ends it and is quoted there. The caller's random generators are
@@ -129,7 +129,7 @@ def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None
     measured: list[Measured] = []
     with torch.random.fork_rng(devices=[]):
         try:
-            every = list(seeded(claim, seeds))
+            every = list(seeded(claim, seeds, first_seed))
             for done, values in enumerate(every):
                 measured.append(claim.measure(lambda part, done=done: tell((done + part) / len(every)), **values))
         except FmtsimError as problem:
@@ -138,8 +138,9 @@ def run_claim(claim: Claim, tell: Tell = lambda part: None, *, seeds: int | None
 
 
 def run_claims(
-    claims: Sequence[Claim], workers: int = 1, *, seeds: int | None = None, executor: AnyExecutor = None
-) -> Iterator[Result]:
+    claims: Sequence[Claim], workers: int = 1, *, seeds: int | None = None, first_seed: int = 0,
+    executor: AnyExecutor = None,
+) -> Iterator[Result]:  # fmt: skip
     """Run claims in processes, or on an executor, a CPU thread each, slow ones first; yield results as they are there.
 
     Claims that read the same runs share a process. Other arguments are those of ``run_claim`` and ``run_sweep``.
@@ -149,25 +150,26 @@ def run_claims(
         alike.setdefault((claim.measure, claim.settings), []).append(claim)
     groups = sorted(alike.values(), key=lambda group: not any(claim.slow for claim in group))
     by_name = {claim.name: claim for claim in claims}
-    with open_tasks(seeds, executor, workers=min(workers, len(groups)), threads=1) as tasks:
+    with open_tasks((seeds, first_seed), executor, workers=min(workers, len(groups)), threads=1) as tasks:
         for _, finished in tasks.each_done(_run_group, [[claim.name for claim in group] for group in groups]):
             for name, runs, seconds, error in finished:
                 yield Result(claim=by_name[name], runs=runs, seconds=seconds, error=error)
 
 
-def _run_group(seeds: int | None, names: Sequence[str]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
+def _run_group(how: tuple[int | None, int], names: Sequence[str]) -> list[tuple[str, tuple[Measured, ...], float, str]]:
     """Run claims, by names; return names, and of results what another process may be sent."""
-    done = [run_claim(claim, seeds=seeds) for claim in get_claims(names)]
+    seeds, first_seed = how
+    done = [run_claim(claim, seeds=seeds, first_seed=first_seed) for claim in get_claims(names)]
     return [(result.claim.name, result.runs, result.seconds, result.error) for result in done]
 
 
-def seeded(claim: Claim, seeds: int | None) -> Iterator[dict[str, Any]]:
+def seeded(claim: Claim, seeds: int | None, first_seed: int = 0) -> Iterator[dict[str, Any]]:
     """Yield the settings of each run of a claim's experiment, which takes no seed, one, or all of them."""
     values = dict(claim.settings)
     if "seeds" in values:
-        yield values if seeds is None else values | {"seeds": tuple(range(seeds))}
+        yield values | {"seeds": tuple(range(first_seed, first_seed + (seeds or len(values["seeds"]))))}
     elif "seed" in values:
-        for run in range(seeds or claim.seeds):
+        for run in range(first_seed, first_seed + (seeds or claim.seeds)):
             yield values | {"seed": values["seed"] + run * _APART}
     else:
         yield values

@@ -304,6 +304,7 @@ DEFAULTS = {
     "audit": {"rows": 32, "seed": 0},
     "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "report": {"out": "fmtsim-report.html"},
+    "reproduce": {"first_seed": 0},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "heads": 4,
               "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train", "model": "gpt"},
     "sweep": {"schemes": "bf16,e8m5,e8m4,e8m3,e7m7,e6m7,e5m7", "lr": "2e-3,4e-3,8e-3,1.6e-2", "widths": "64",

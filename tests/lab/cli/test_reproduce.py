@@ -154,6 +154,7 @@ def test_claims_at_the_size_of_a_card_go_on_in_their_folder(run, monkeypatch, tm
     ("words", "message"),
     [
         (("--device", "cpu"), "--device keeps each training in a folder, and goes on there; pass --out DIR"),
+        (("--first-seed", "-1"), "--first-seed -1 is negative; choose 0 or more"),
         (("--budget", "25min"), "--budget is of --device; add that, or leave it out"),
         (("--device", "cpu", "--out", "{}", "--budget", "25"), "--budget 25 is no time; pass a number of s, min or h"),
         (("--device", "cpu", "--out", "{}", "--only", "eden"), "eden: no size for a GPU; leave --device or these cla"),

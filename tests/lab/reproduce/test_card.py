@@ -63,8 +63,8 @@ def test_the_plan_says_bounds_and_rule_before_the_first_training(tmp_path, monke
     plan = json.loads((tmp_path / PLAN).read_text())
     assert plan["rule"] == card.RULE and plan["card"] == "cpu" and plan["begun"] and not CALLS
     assert plan["claims"]["sum"] == {
-        "says": "squares add up", "bounds": "before", "seeds": 2, "expected": {"sum": ["29.0", "1100.0", "None"]},
-        "settings": {"xs": "(3.0, 4.0)", "seed": "0"},
+        "says": "squares add up", "bounds": "before", "seeds": [0, 1000],
+        "expected": {"sum": ["29.0", "1100.0", "None"]}, "settings": {"xs": "(3.0, 4.0)", "seed": "0"},
     }  # fmt: skip
 
 
@@ -85,6 +85,43 @@ def test_nothing_begins_after_the_budget_and_seeds_that_ended_count(tmp_path):
     (tmp_path / TRAININGS / file_of(x=4.0, seed=1000)).unlink()
     (result,) = run(tmp_path, budget=-1.0)
     assert not result.error and [row.values for row in result.rows] == [(29.0,)]
+
+
+def test_other_seeds_are_trainings_and_a_plan_of_their_own(tmp_path):
+    (result,) = run(tmp_path / "other", first_seed=2)
+    assert [row.values for row in result.rows] == [(6029.0, 9029.0)]
+    assert json.loads((tmp_path / "other" / PLAN).read_text())["claims"]["sum"]["seeds"] == [2000, 3000]
+    with pytest.raises(DataError, match="plan.json has other claims, bounds or settings"):
+        run(tmp_path / "other")
+
+
+def test_the_first_seed_of_all_claims_comes_first(tmp_path):
+    run(tmp_path, SUM, OTHER)
+    assert sorted(seed for _, seed, _ in CALLS[:4]) == [0, 0, 0, 0]
+
+
+def test_a_training_is_a_file_as_soon_as_it_ends(tmp_path, monkeypatch):
+    """One that ends early is kept when a later one of its experiment breaks off."""
+
+    def stops(x: float, seed: int, device: str) -> float:
+        if x == 4.0:
+            raise KeyboardInterrupt
+        return squared(x, seed, device)
+
+    broken = replace(SUM, measure=lambda tell, *, xs, seed: trainings(tell, stops, [{"x": x, "seed": 0} for x in xs]))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, broken)
+    assert [json.loads(path.read_text())["value"] for path in (tmp_path / TRAININGS).iterdir()] == [9.0]
+
+
+def test_the_verdict_of_a_card_is_compared_with_that_of_a_card(tmp_path):
+    better = replace(
+        SUM, recorded="not shown", recorded_on_card="shown in part", expected=(Expected(name="sum", low=1e9),)
+    )
+    assert (
+        run(tmp_path / "card", better)[0].worse
+        and not run(tmp_path / "miniature", replace(better, recorded_on_card=None))[0].worse
+    )
 
 
 def file_of(**values):

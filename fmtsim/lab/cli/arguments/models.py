@@ -337,6 +337,7 @@ def declare_reproduce(parser: argparse.ArgumentParser) -> None:
     repeated(parser, "--only", "run only this claim (default: all)", names=names.claims, dest="claims")
     flag(parser, "--quick", "leave out claims that take more than ten seconds")
     count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
+    option(parser, "--first-seed", "the first of these seeds; others than 0 try claims with other random numbers", 0)
     count(parser, "--workers", "processes that share slow claims, a CPU thread each (default: one a core)")
     option(parser, "--executor", EXECUTOR, metavar="URL")
     option(parser, "--device", "run claims that have a size for a GPU on this one, cuda or cuda:1", metavar="DEVICE")
