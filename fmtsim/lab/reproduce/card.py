@@ -83,7 +83,9 @@ def run_on_card(
     _begin(folder, sized, device, every)
     runs = [
         (claim, values[at])
-        for at in range(max(map(len, every.values())))  # the first seed of all claims comes first
+        for at in range(
+            max(map(len, every.values()))
+        )  # first seeds before second ones, as far as their threads are in turn
         for claim in sized
         for values in [every[claim.name]]
         if at < len(values)

@@ -95,11 +95,6 @@ def test_other_seeds_are_trainings_and_a_plan_of_their_own(tmp_path):
         run(tmp_path / "other")
 
 
-def test_the_first_seed_of_all_claims_comes_first(tmp_path):
-    run(tmp_path, SUM, OTHER)
-    assert sorted(seed for _, seed, _ in CALLS[:4]) == [0, 0, 0, 0]
-
-
 def test_a_training_is_a_file_as_soon_as_it_ends(tmp_path, monkeypatch):
     """One that ends early is kept when a later one of its experiment breaks off."""
 
