@@ -167,7 +167,8 @@ def seeded(claim: Claim, seeds: int | None, first_seed: int = 0) -> Iterator[dic
     """Yield the settings of each run of a claim's experiment, which takes no seed, one, or all of them."""
     values = dict(claim.settings)
     if "seeds" in values:
-        yield values | {"seeds": tuple(range(first_seed, first_seed + (seeds or len(values["seeds"]))))}
+        those = values["seeds"] if seeds is None else range(seeds)
+        yield values | {"seeds": tuple(first_seed + seed for seed in those)}
     elif "seed" in values:
         for run in range(first_seed, first_seed + (seeds or claim.seeds)):
             yield values | {"seed": values["seed"] + run * _APART}

@@ -96,6 +96,9 @@ def test_seeds_are_run_apart_and_their_mean_is_judged():
     assert run_claim(drawn, seeds=1).rows[0].values == (1.0,)
     every = claim((FIGURE,), lambda tell, *, seeds: Measured(numbers={"f": sum(seeds)}), settings=(("seeds", (5,)),))
     assert run_claim(every).rows[0].ours == 5 and run_claim(every, seeds=3).rows[0].ours == 0 + 1 + 2
+    assert run_claim(every, first_seed=7).rows[0].ours == 12 and run_claim(drawn, seeds=2, first_seed=3).rows[
+        0
+    ].values == (4.0, 5.0)
     assert len(run_claim(claim(), seeds=3).runs) == 1  # draws nothing
 
 
