@@ -45,8 +45,17 @@ def losses_of(
     """
     model = GPT(GPTConfig(context=context, width=width, layers=layers, heads=heads), seed).to(device)
     convert(model, recipe, generator=seed, filter_fn=GPT.without_head, total_steps=steps)
+    return train_text(model, seed, lr=lr, steps=steps, batch=batch, decay=decay, clip=clip, context=context, real=real)
+
+
+def train_text(
+    model: GPT, seed: int, *, lr: float, steps: int, batch: int, decay: float, clip: float, context: int, real: bool,
+    warmup: int = 20,
+) -> list[float]:  # fmt: skip
+    """Train a model on its device, and return the losses as ``losses_of`` does."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    corpus, source = load_corpus(None, context).train if real else None, generator(seed)
+    device, source = str(model.position.device), generator(seed)
+    corpus = load_corpus(None, context).train if real else None
 
     def loss_of(step: int) -> torch.Tensor:
         if corpus is not None:
@@ -55,7 +64,7 @@ def losses_of(
         return model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
 
     def prepare(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 20) * (1 - decay * step / steps)
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, warmup)) * (1 - decay * step / steps)
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
 
     return [loss for _, loss in descend(range(steps), loss_of, optimizer, prepare)]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single experiments of claims: served models, searches, sweeps, GPTs, systems, widths."""
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -15,10 +14,12 @@ from fmtsim.casts.quantize import decode
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.reproduce import gpts, qat, searched, sweeps
+from fmtsim.lab.reproduce.card import run_on_card
+from fmtsim.lab.reproduce.claim import settings
 from fmtsim.lab.reproduce.experiment import last_of
 from fmtsim.lab.reproduce.gpts import ablations, mantissa, nvfp4
 from fmtsim.lab.reproduce.multipliers import gates, logarithm_gates, luts, multiplier
-from fmtsim.lab.reproduce.run import CLAIMS
+from fmtsim.lab.reproduce.run import CLAIMS, get_claims
 from fmtsim.lab.reproduce.searched import _Run
 from fmtsim.lab.reproduce.served import _front, _numbers_of, formats, images
 from fmtsim.lab.reproduce.widths import _VOCABULARY, _MuGPT, text
@@ -26,6 +27,7 @@ from fmtsim.lab.training.sweep import SweepRun
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Rule
 from fmtsim.spec.datapath import LogDatapath
+from fmtsim.support.progress import Progress
 
 
 def test_tokens_and_their_positions_enter_a_model_with_unit_variance():
@@ -303,26 +305,20 @@ def test_points_of_served_formats_become_numbers():
 def test_a_model_that_is_tuned_with_its_quantisers_is_trained_first(monkeypatch):
     trained = []
 
-    def train(model, *settings):
-        trained.append((model, *settings))
+    def train(model, seed, **how):
+        trained.append((model, any("emulation" in m.__dict__ for m in model.modules()), seed, how))
 
-    monkeypatch.setattr(qat, "_train", train)
-    monkeypatch.setattr(qat, "_perplexity", lambda model, seed: float(len(trained)))
-    monkeypatch.setattr(qat, "Measured", lambda numbers: numbers)
-    with contextlib.suppress(ZeroDivisionError):
-        qat.recovered(
-            lambda share: None,
-            recipe="int8_mixed",
-            steps=7,
-            tuned=3,
-            lr=0.5,
-            width=16,
-            batch=2,
-            seed=4,
-        )
+    monkeypatch.setattr(qat, "train_text", train)
+    monkeypatch.setattr(qat, "_perplexity", lambda model, *rest: float(id(model)))
+    (claim,) = (claim for claim in qat.CLAIMS if claim.name == "qat")
+    small = {"width": 16, "layers": 1, "heads": 1, "steps": 7, "tuned": 3, "lr": 0.5, "batch": 2, "seed": 4}
+    full, after, during = qat.perplexities_of(**dict(claim.settings) | small | {"decay": 0.9, "warmup": 2})
     (model, *first), (again, *second), (aware, *third) = trained
-    assert first == [7, 0.5, 2, 4] and second == third == [3, 0.05, 2, 5]
-    assert again is model and aware is not model
+    text_of = {"batch": 2, "clip": math.inf, "context": 32, "real": False}
+    assert first == [True, 4000, {"lr": 0.5, "steps": 7, "decay": 0.9, "warmup": 2} | text_of]
+    assert second[1:] == third[1:] == [5000, {"lr": 0.05, "steps": 3, "decay": 0.0, "warmup": 0} | text_of]
+    assert again is model and (second[0], third[0]) == (False, True)
+    assert full == id(model) and during == id(aware) and after not in (full, during)
 
 
 def test_seeds_and_steps_of_a_tuned_model_have_texts_of_their_own(monkeypatch):
@@ -332,7 +328,28 @@ def test_seeds_and_steps_of_a_tuned_model_have_texts_of_their_own(monkeypatch):
         starts.append(start)
         return torch.zeros(batch, length, dtype=torch.long)
 
-    monkeypatch.setattr(qat, "text", text)
+    monkeypatch.setattr(gpts, "text", text)
     model = qat.GPT(qat.GPTConfig(context=qat._LENGTH, width=16, layers=1, heads=1), 0)
-    qat._train(model, 2, 1e-3, 1, 3)
+    gpts.train_text(model, 3000, lr=1e-3, steps=2, batch=1, decay=0.0, clip=1.0, context=qat._LENGTH, real=False)
     assert starts == [3_000_000, 3_000_001]
+
+
+def test_a_rate_without_warmup_and_decay_stays(monkeypatch):
+    rates = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or step(self))
+    how = {"lr": 0.5, "steps": 3, "batch": 1, "clip": 1.0, "context": 8, "real": False}
+    for decay, warmup in ((0.0, 0), (0.9, 2)):
+        model = qat.GPT(qat.GPTConfig(context=8, width=16, layers=1, heads=1), 0)
+        gpts.train_text(model, 3, decay=decay, warmup=warmup, **how)
+    assert rates == [0.5, 0.5, 0.5, 0.25, pytest.approx(0.35), pytest.approx(0.2)]
+
+
+def test_the_size_of_quantisation_aware_training_for_a_gpu_runs(tmp_path):
+    (claim,) = get_claims(["qat"])
+    small = settings(width=16, layers=1, heads=2, context=16, steps=2, tuned=2, batch=1)
+    result = run_on_card(
+        [dataclasses.replace(claim, card=(*claim.card, *small))], tmp_path, Progress(), device="cpu", workers=1, seeds=2
+    )[0]
+    assert not result.error and len(list((tmp_path / "trainings").iterdir())) == 2
+    assert all(math.isfinite(value) and value > 0 for row in result.rows[1:] for value in row.values)
