@@ -164,6 +164,6 @@ def test_every_size_for_a_card_has_the_settings_of_its_experiment():
         unknown = (
             dict(claim.card).keys()
             - dict(claim.settings).keys()
-            - {"width", "heads", "context", "real", "layers", "batch_size"}
+            - {"width", "heads", "context", "real", "mixed", "layers", "batch_size"}
         )
         assert not unknown, claim.name
