@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -214,7 +215,12 @@ class _Sharing:
             return
         future = self._tasks.submit(_train, (training, self._deadline))
         self._begun[training.name] = future
-        future.add_done_callback(lambda _: self._record_of(training))
+        future.add_done_callback(lambda _: self._keep(training))
+
+    def _keep(self, training: _Training) -> None:
+        """Write a training's file at once; what broke it off, or the writing, is raised where its experiment waits."""
+        with suppress(Exception):
+            self._record_of(training)
 
     def _record_of(self, training: _Training) -> dict[str, Any] | None:
         """Wait for a training, write its file where there is none, and return what is in it."""

@@ -50,12 +50,14 @@ def losses_of(
     """
     model = GPT(GPTConfig(context=context, width=width, layers=layers, heads=heads), seed).to(device)
     convert(model, recipe, generator=seed, filter_fn=GPT.without_head, total_steps=steps)
-    return train_text(model, seed, lr=lr, steps=steps, batch=batch, decay=decay, clip=clip, context=context, real=real)
+    return train_text(
+        model, seed, lr=lr, steps=steps, batch=batch, decay=decay, clip=clip, context=context, real=real, mixed=mixed
+    )  # fmt: skip
 
 
 def train_text(
     model: GPT, seed: int, *, lr: float, steps: int, batch: int, decay: float, clip: float, context: int, real: bool,
-    warmup: int = 20,
+    mixed: bool = False, warmup: int = 20,
 ) -> list[float]:  # fmt: skip
     """Train a model on its device, and return the losses as ``losses_of`` does."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)

@@ -109,6 +109,15 @@ def test_a_training_is_a_file_as_soon_as_it_ends(tmp_path, monkeypatch):
     assert [json.loads(path.read_text())["value"] for path in (tmp_path / TRAININGS).iterdir()] == [9.0]
 
 
+def test_what_breaks_a_training_off_is_told_once(tmp_path, caplog):
+    def fails(x: float, seed: int, device: str) -> float:
+        raise ArgumentError("x is not allowed")
+
+    broken = replace(SUM, measure=lambda tell, *, xs, seed: trainings(tell, fails, [{"x": x, "seed": 0} for x in xs]))
+    (result,) = run(tmp_path, broken)
+    assert result.error == "x is not allowed" and not caplog.records
+
+
 def test_the_verdict_of_a_card_is_compared_with_that_of_a_card(tmp_path):
     better = replace(
         SUM, recorded="not shown", recorded_on_card="shown in part", expected=(Expected(name="sum", low=1e9),)
@@ -148,7 +157,9 @@ def test_results_are_those_of_the_experiment_alone(tmp_path):
     (fewer,) = get_claims(["fewer_bits"])
     fewer = replace(fewer, card=(*SMALL, *settings(**how)))
     (bits,) = get_claims(["mantissa_bits"])
-    bits = replace(bits, card=(*SMALL, *settings(recipes=("amp_bf16", "e8m3"), rates=(1e-3, 2e-3), batch=1, real=True)))
+    bits = replace(
+        bits, card=(*SMALL, *settings(recipes=("amp_bf16", "e8m3"), rates=(1e-3, 2e-3), batch=1, real=True, mixed=True))
+    )
     results = run(tmp_path, fewer, bits, seeds=2)
     for claim, result in zip((fewer, bits), results, strict=True):
         alone = run_claim(replace(claim, settings=(*{**dict(claim.settings), **dict(claim.card)}.items(),)), seeds=2)
