@@ -168,7 +168,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 _BETAS: Final = (0.9, 0.95)
-_INTEL: Final = "Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.12517"
+INTEL: Final = "Fishman et al., Scaling FP8 training to trillion-token LLMs, arXiv:2409.12517"
 _RUNS: Final = {  # whether the weights are aligned, and how the product is quantised
     "aligned, high precision": (True, "high precision"),
     "aligned, plain": (True, "plain"),
@@ -282,13 +282,14 @@ def _train(
 
 
 def delayed(config: LinearConfig | None, window: int) -> LinearConfig:
-    """Return a layer's config whose scales remember so many calls."""
+    """Return a layer's config whose scales remember so many calls, and change at least as often."""
     assert config is not None
 
     def shortened(q: Quantizer) -> Quantizer:
         if q.scaling is None or q.scaling.history is None:
             return q
-        history = dataclasses.replace(q.scaling.history, length=window)
+        often = min(window, q.scaling.history.refresh_every)
+        history = dataclasses.replace(q.scaling.history, length=window, refresh_every=often)
         return dataclasses.replace(q, scaling=dataclasses.replace(q.scaling, history=history))
 
     fields: dict[str, Any] = {}
@@ -302,7 +303,7 @@ CLAIMS += (
     Claim(
         name="swiglu_alignment", recorded="shown in part", bounds="after", seeds=5,
         says="weight decay aligns the two matrices of SwiGLU where a direction pays, and the product's outliers grow",
-        source=_INTEL,
+        source=INTEL,
         measure=align, settings=settings(width=32, hidden=16, steps=1000, decay=1.0, seed=0),
         expected=(
             Expected(name="mean |cosine| at first", high=0.3),
@@ -317,7 +318,7 @@ CLAIMS += (
     Claim(
         name="swiglu_clipped", recorded="shown in part", bounds="after", seeds=3,
         says="delayed scales clip the outliers of aligned weights; of others hardly; Smooth-SwiGLU clips them less",
-        source=_INTEL,
+        source=INTEL,
         measure=clipped,
         settings=settings(recipe="te_delayed", window=16, width=32, hidden=64, norm=1.5, steps=144, seed=0),
         expected=(

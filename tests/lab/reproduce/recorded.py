@@ -32,6 +32,7 @@ SHORT = {  # the settings that make a slow claim short
     "fp4_ms_loss": _GPT,
     "eight_bit_losses": _GPT | {"recipes": ("te_current", "fp8lm")},
     "unit_scaling_loss": _GPT,
+    "swiglu_divergence": _GPT | {"steps": 10, "layers": 1},
     "mantissa_bits": _GPT | {"recipes": ("amp_bf16", "e8m3"), "rates": (0.003, 0.009), "failed": 5.6},
     "coverage": {"workloads": 2, "outliers": (1.0, 64.0), "width": 16},
     "gaudi_text": {"steps": 2, "width": 32, "schemes": ("gaudi2_hw",)},

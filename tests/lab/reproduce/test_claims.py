@@ -68,6 +68,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that no longer sh
     ("lns_adder_tree", "fraction_bits", 2, "error of 8 constants over the format's"),
     ("swiglu_alignment", "decay", 0.0, "mean |cosine| at the end"),
     ("swiglu_clipped", "recipe", "te_current", "aligned, plain"),
+    ("swiglu_divergence", "outlier", 1.0, "FP8 over bfloat16"),
     ("flash_attention_3", "times", 0.0, "baseline"),
     ("accumulation", "unit", "blackwell.tcgen05", "normal, never promoted, %"),
     ("delayed_scaling", "length", 8, "steps under it"),

@@ -284,6 +284,60 @@ def test_a_training_is_the_same_again_and_stops_where_a_loss_is_not_finite():
     assert len(real) == 3 and real[0] == pytest.approx(math.log(256), rel=0.05) and real[0] != first[0]
 
 
+def test_the_norm_of_aligned_weights_makes_an_outlier_and_leaves_the_function_as_it_is():
+    model = gpts.Llama(gpts.GPTConfig(context=8, width=16, layers=2, heads=2), 0)
+    mlp, x = model.blocks[1].mlp, torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    products, outputs, tokens = [], [], torch.arange(8).unsqueeze(0)
+    gpts.align(model, 3, 512.0, 9)
+    for calls in (8, 2):  # norms are then 512**(7/9) = 128 and 512
+        for _ in range(calls):
+            model(tokens, tokens)
+        handle = mlp.down_proj.register_forward_pre_hook(lambda layer, args: products.append(args[0].detach()))
+        outputs.append(mlp(x).detach())
+        handle.remove()
+    assert torch.equal(mlp.gate_proj.weight[0], mlp.up_proj.weight[0])
+    assert mlp.up_proj.weight[0].norm().item() == pytest.approx(512, rel=1e-5)
+    assert float(products[1][:, 0].max() / products[0][:, 0].max()) == pytest.approx(16, rel=1e-3)
+    assert torch.equal(products[0][:, 1:], products[1][:, 1:])
+    assert torch.allclose(*outputs, rtol=0.01, atol=1e-5)
+
+
+def test_aligned_weights_are_not_learned_and_others_are(monkeypatch):
+    models, convert = [], gpts.convert
+    monkeypatch.setattr(gpts, "convert", lambda model, *args, **how: models.append(convert(model, *args, **how)))
+    how = {"steps": 4, "batch": 1, "layers": 1, "decay": 0.0, "width": 16, "heads": 2, "clip": 1.0, "lr": 1e-2}
+    assert len(gpts.losses_of(get_recipe("amp_bf16"), 1, **how, outlier=16.0)) == 4
+    assert len(gpts.losses_of(get_recipe("amp_bf16"), 1, **how)) == 4
+    llama, plain = models
+    assert isinstance(llama, gpts.Llama) and isinstance(plain, gpts.GPT)
+    mlp, fresh = llama.blocks[0].mlp, gpts.Llama(llama.config, 1).blocks[0].mlp
+    assert torch.equal(mlp.gate_proj.weight[0], mlp.up_proj.weight[0])
+    assert mlp.gate_proj.weight[0].norm().item() == pytest.approx(16 ** (3 / 4), rel=0.002)  # but for decay
+    for layer, start in ((mlp.gate_proj, fresh.gate_proj), (mlp.down_proj, fresh.down_proj)):
+        assert ((layer.weight - start.weight).abs().amax(1) > 5e-4).all()
+
+
+def test_a_divergence_is_a_loss_that_rises_above_its_least(monkeypatch):
+    def losses_of(recipe, seed, *, steps, **rest):
+        falling = [3.0 - 0.1 * k for k in range(steps)]
+        if recipe.name == "amp_bf16":
+            return falling
+        smooth = {one.per for one in recipe.replace}
+        scaling = recipe.linear.fprop.a.scaling.history
+        assert (scaling.length, scaling.refresh_every) == (8, 8)
+        return {"": falling[:10] + [4.0] * 10, "channel": falling, "token": [*falling[:10], math.nan]}["".join(smooth)]
+
+    monkeypatch.setattr(gpts, "losses_of", losses_of)
+    found = gpts.outgrown(untold, window=8, seed=0, steps=20).numbers
+    assert found == {
+        "bfloat16, last loss over its least": 1.0,
+        "FP8, last loss over its least": pytest.approx(4.0 / 2.15),
+        "FP8 over bfloat16": pytest.approx(4.0 / 1.15),
+        "Smooth-SwiGLU, a scale a channel over bfloat16": 1.0,
+        "Smooth-SwiGLU, a scale a token over bfloat16": math.inf,
+    }
+
+
 @pytest.mark.slow
 def test_without_its_parts_the_claim_fails():
     """Two-bit integers in place of NVFP4 do not train within 1 % of bfloat16."""
