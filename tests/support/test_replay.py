@@ -5,6 +5,7 @@ import gc
 import struct
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmtsim.spec.cast import RandomKey
-from fmtsim.support.replay import programs
-from fmtsim.support.replay.hooks import Structure, drawn, launched, packed, refuse, word_of
-from fmtsim.support.replay.programs import Programs, kind_of
+from fmtsim.support.replay import programs, recorder
+from fmtsim.support.replay.hooks import Launch, Structure, drawn, launched, packed, refuse, word_of
+from fmtsim.support.replay.programs import Programs, kinds_of
 from tests.support.refusals import refused
 
 PAIR = struct.Struct("<2q8s")
@@ -51,7 +52,7 @@ class Device:
             self.decided += 1
             return function(*tensors)
 
-        return self.programs.run((key, *map(kind_of, tensors)), tensors, decide)
+        return self.programs.run((key, kinds_of(tensors)), tensors, decide)
 
 
 def calls(function, count=4, **how):
@@ -85,6 +86,51 @@ def test_launches_get_the_addresses_of_their_call():
     assert device.decided == 2
     for (first, (structure, y, x)), result in zip(device.launches, results, strict=True):
         assert first == (1, 2) and PAIR.unpack(structure) == (x, 0, b"12345678") and y == result.data_ptr()
+
+
+class Kernel(Launch):
+    """A launch of two words that a driver counts; every memory that it has made."""
+
+    def __init__(self):
+        self.pack, self.made, self.done, self.called, self.errors = struct.Struct("<2q").pack_into, [], [], [], []
+
+    def fill(self):
+        self.made.append(SimpleNamespace(bytes=bytearray(16), address=len(self.made)))
+        return self.made[-1]
+
+    def driver_call(self, blocks):
+        return self.launch, *blocks
+
+    def launch(self, first, second, stream, address, last):
+        self.done.append((first, second, stream, last, struct.unpack("<2q", self.made[address].bytes)))
+        return (self.errors.pop() if self.errors else 0,)
+
+    def __call__(self, blocks, *words):
+        self.called.append((blocks, words))
+
+
+def test_launches_are_done_in_place_and_the_memory_of_their_words_is_used_again(monkeypatch):
+    kernel = Kernel()
+    monkeypatch.setattr(recorder, "current_stream", lambda index: 9)
+
+    def function(device, x):
+        both = torch.empty(6, dtype=torch.int64)
+        for part in (both[4:], both.view(2, 3)):  # addresses alone: no view is made
+            launched(kernel, ((3, 4),), (x, part), words=True)
+            kernel((3, 4), *map(word_of, (x, part)))
+        return both
+
+    device, results = calls(function, 2)
+    assert len(kernel.called) == 4 and not kernel.done and not kernel.made
+    x = torch.ones(4, 6)
+    for i in range(3):
+        kernel.errors = [1] * (i == 2)  # is refused, and asked for again
+        with Operations() as seen:
+            both = device.call(lambda x: function(device, x), x)
+        words = [(x.data_ptr(), both.data_ptr() + offset) for offset in (32, 0)]
+        assert kernel.done[2 * i :] == [(3, 4, 9, 0, pair) for pair in words]
+        assert seen.names == ["aten::empty_strided"]
+    assert device.decided == 2 and len(kernel.made) == 2 and kernel.called[4:] == [((3, 4), words[0])]
 
 
 def test_other_shapes_strides_and_keys_are_calls_of_their_own():

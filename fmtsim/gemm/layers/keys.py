@@ -27,7 +27,7 @@ from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.replay.hooks import drawn
-from fmtsim.support.replay.programs import Programs, kind_of
+from fmtsim.support.replay.programs import Programs, kinds_of
 
 Generator = int | torch.Generator | None
 Result = TypeVar("Result")
@@ -153,8 +153,8 @@ class Layer:
         memory = self.memory()
         if memory is None:
             return run()
-        tensors = *tensors, *memory[1]
-        return self._programs.run((key, memory[0], *map(kind_of, tensors)), tensors, run)
+        tensors = (*tensors, *memory[1])
+        return self._programs.run((key, memory[0], kinds_of(tensors)), tensors, run)
 
     def __reduce__(self) -> Any:
         return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own

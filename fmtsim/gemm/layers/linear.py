@@ -135,7 +135,7 @@ def run_layer(
     if (x.is_inference() or w.is_inference()) and torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
     if plain and not watchers:
-        return _PlainLinear.apply(x, w, bias, layer, ())  # type: ignore[no-any-return]
+        return _apply_plain(x, w, bias, layer, ())  # type: ignore[no-any-return]
     with without_own_modes() if torch._C._len_torch_function_stack() else nullcontext():
         run: Callable[[Tensor, Tensor], Tensor] = partial(_run, bias, layer, watchers)
         for watcher in watchers:
@@ -145,7 +145,7 @@ def run_layer(
 
 def _run(bias: Tensor | None, layer: Layer, watchers: Watchers, x: Tensor, w: Tensor) -> Tensor:
     if is_bare(x, w) if bias is None else is_bare(x, w, bias):
-        return _PlainLinear.apply(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
+        return _apply_plain(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
     return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
 
 
@@ -180,7 +180,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _PlainLinear(torch.autograd.Function):
-    """Do what ``_Linear`` does for plain tensors, in a fraction of the host's time: y is the only output."""
+    """Do what ``_Linear`` does for plain tensors, in a fraction of the host's time: y is the only output.
+
+    ``_apply_plain`` applies it; what torch's own ``apply`` does before, for torch.func, plain tensors do not need.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -193,6 +196,9 @@ class _PlainLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of x, w and bias, each in its tensor's dtype."""
         return _backward(ctx, g, plain=True)
+
+
+_apply_plain: Callable[..., Tensor] = super(torch.autograd.Function, _PlainLinear).apply  # type: ignore[misc]
 
 
 def _forward(

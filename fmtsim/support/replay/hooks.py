@@ -31,6 +31,27 @@ def word_of(value: Any) -> Any:
     return bytes(value) if isinstance(value, Structure) else value
 
 
+class Launch:
+    """A launch of a kernel that a program does without calling this object: it packs words and calls the driver.
+
+    Attributes:
+        pack: Packs words into bytes at an offset.
+        fill: Returns new memory for words, with ``bytes`` and the ``address`` that the driver takes.
+    """
+
+    __slots__ = ("fill", "pack")
+    pack: Callable[..., None]
+    fill: Callable[[], Any]
+
+    def __call__(self, blocks: tuple[int, ...], *words: Any) -> None:
+        """Launch so many blocks of threads."""
+        raise NotImplementedError
+
+    def driver_call(self, blocks: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return a function and its arguments before stream, address and 0, which returns an error first, or 0."""
+        raise NotImplementedError
+
+
 class _Thread(threading.local):
     recorder: Any = None  # a Recorder of recorder.py, which imports this file, or None
 
@@ -45,7 +66,7 @@ def launched(
     """Say that ``start(*fixed, *given, **options)`` launches a kernel.
 
     Args:
-        start: A function, to which nothing happens between calls.
+        start: A function, to which nothing happens between calls; a ``Launch`` is written down as what it does.
         fixed, options: What is the same in each.
         given: Tensors, None, numbers, bytes, ``Structure``; no addresses in any other way.
         words: ``start`` takes what ``word_of`` makes of them.

@@ -17,9 +17,11 @@ _MOST: Final = 256  # kinds of calls that are remembered together
 _ONCE: Final = object()  # a kind of call that was seen once
 
 
-def kind_of(t: Tensor | None) -> Hashable:
-    """Return what a function may decide by of a tensor."""
-    return None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16)
+def kinds_of(tensors: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
+    """Return what a function may decide by of tensors."""
+    return tuple(
+        [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16) for t in tensors]
+    )
 
 
 class Programs:
@@ -74,5 +76,5 @@ def _is_on_gpu(t: Tensor) -> bool:
 def _part(x: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(x, Tensor):
         tensors.append(x)
-        return kind_of(x)
+        return kinds_of((x,))
     return tuple([_part(item, tensors) for item in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fmtsim.support.replay.gpu import current_gpu
-from fmtsim.support.replay.hooks import THREAD, Structure
+from fmtsim.support.replay.gpu import current_gpu, current_stream
+from fmtsim.support.replay.hooks import THREAD, Launch, Structure
 
 Result = TypeVar("Result")
 Key = TypeVar("Key")
@@ -92,6 +92,7 @@ class Recorder(TorchDispatchMode):
         self._packs: dict[Any, int] = {}  # places of bytes, by their key and the function that makes them of it
         self._notes: list[tuple[bytes, int, int]] = []  # bytes that stand for a key, the places of both
         self._unused: set[int] = set()  # keys that no launch has got
+        self._fills: list[Callable[[], Any]] = []  # which make memory for the launches that a program does itself
         self._same: list[tuple[int, int]] = []
         for t in tensors:
             if t is not None and t in self._places:
@@ -121,6 +122,13 @@ class Recorder(TorchDispatchMode):
                 done = "".join(f"; {self._names[place]} = None" for place in sorted(touched - needed))
                 lines.append(f" {line.text}{done}")
                 needed |= touched
+        if self._fills:  # a program takes the memory of all its launches at once, and no other call meanwhile
+            names = ", ".join(f"b{i}, a{i}" for i in range(len(self._fills)))
+            free, new = self._constant([]), self._constant(partial(_memories, tuple(self._fills)))
+            stream = f"{self._constant(current_stream)}({self._constant(self._device.index)})"
+            lines.insert(1, f" {free}.append(taken)")
+            lines += [f" memory, {names} = taken", f" except IndexError: taken = {new}()"]
+            lines += [f" try: taken = {free}.pop()", f" stream = {stream}"]
         for draw, places in self._draws.items():  # a draw of several takes little longer than one
             names, (function, *source) = ", ".join(self._names[place] for place in places), draw
             arguments = ", ".join(map(self._constant, (len(places), *source)))
@@ -197,10 +205,17 @@ class Recorder(TorchDispatchMode):
         return place
 
     def launch(self, start: Callable[..., None], fixed: Sequence[Any], given: Sequence[Any], *, words: bool) -> None:
-        """Write down a launch (``launched``)."""
+        """Write down a launch (``launched``); what the driver refuses is asked for again, which raises its error."""
         reads: list[int] = []
         texts = [*map(self._constant, fixed), *(self._text(x, reads, words=words) for x in given)]
-        self._lines.append(_Line(f"{self._constant(start)}({', '.join(texts)})", reads))
+        text = f"{self._constant(start)}({', '.join(texts)})"
+        if isinstance(start, Launch):
+            place, call = len(self._fills), map(self._constant, start.driver_call(*fixed))
+            self._fills.append(start.fill)
+            words_of = "".join(f", {word}" for word in texts[len(fixed) :])
+            pack = f"{self._constant(start.pack)}(b{place}, 0{words_of})"
+            text = f"{pack}; {next(call)}({', '.join(call)}, stream, a{place}, 0)[0] and {text}"
+        self._lines.append(_Line(text, reads))
 
     def draw(self, draw: Callable[..., Sequence[Key]], *source: Any) -> Key:
         """Draw a key, in each call, before all else."""
@@ -261,8 +276,12 @@ class Recorder(TorchDispatchMode):
             return "0" if words else "None"
         if isinstance(x, Tensor):
             place = self._place(x)
+            if words:  # the address alone: no view is made for it
+                place, moved = self._bases.get(place, (place, 0))
+                reads.append(place)
+                return f"{self._names[place]}.data_ptr()" + (f" + {moved * x.element_size()}" if moved else "")
             reads.append(place)
-            return f"{self._names[place]}.data_ptr()" if words else self._names[place]
+            return self._names[place]
         if isinstance(x, Structure):
             values = [self._text(value, reads, words=True) for value in x.values]
             return f"{self._constant(x.layout.pack)}({', '.join(values)})"
@@ -298,6 +317,12 @@ class Recorder(TorchDispatchMode):
 @lru_cache(maxsize=1024)
 def _compiled(text: str) -> CodeType:
     return compile(text, "<fmtsim.support.replay>", "exec")
+
+
+def _memories(fills: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
+    """Return memory for launches, which has to live on, and of each its bytes and the address for the driver."""
+    memories = [fill() for fill in fills]
+    return memories, *(part for memory in memories for part in (memory.bytes, memory.address))
 
 
 def _empty_strided(device: torch.device, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:

@@ -202,6 +202,12 @@ def test_compiled_layers_have_fused_operators_where_they_can(recipe, called, on_
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
+def test_blocks_that_run_down_large_matrices_are_left_to_kernels(on_gpu, monkeypatch):
+    monkeypatch.setattr(operator, "_LARGE", 128 * 64)  # x and g are as large, w is not
+    assert check_compiled_layer("te_mxfp8", on_gpu, [128]) == {"fused_operand", "quantize_operand"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
 def test_sizes_that_a_compiler_does_not_know_are_left_to_kernels(on_gpu):
     """Steps are made for sizes; the second number of rows is any."""
     assert "finish" in check_compiled_layer("te_current", on_gpu, [128, 64, 96])

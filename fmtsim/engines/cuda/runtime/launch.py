@@ -16,7 +16,7 @@ import torch
 
 from fmtsim.support.errors import DeviceError
 from fmtsim.support.replay.gpu import current_gpu, current_stream
-from fmtsim.support.replay.hooks import THREAD, Structure, launched, word_of
+from fmtsim.support.replay.hooks import THREAD, Launch, Structure, launched, word_of
 
 SLOT = 16  # every argument begins at a multiple of as many bytes, which suits structures of 16-byte words too
 USUAL_SHARED = 48 * 1024  # bytes of dynamic shared memory that need no function attribute
@@ -76,7 +76,7 @@ class Kernel:
         if shared > self._shared:
             self._allow_shared(shared)
         if THREAD.recorder is not None:
-            start = self._starter(block, shared, layout.pack, layout.memory, layout.free)
+            start = _Start(self, block, shared, layout.pack, layout.memory, layout.free)
             launched(start, (_three_dimensions(grid),), arguments, words=True)
         memory = layout.fill(arguments)
         self._start(_three_dimensions(grid), _three_dimensions(block), shared, memory.address)
@@ -102,7 +102,7 @@ class Kernel:
         layout = self._checked(_Layout((*first, *rest)))
         codes = "".join("Q8x" if words else f"{size}s{-size % SLOT}x" for size in layout.sizes[: len(first)])
         pack, fill = struct.Struct(f"={codes}").pack_into, partial(layout.fill, (*first, *rest))
-        start = self._starter(block, 0, pack, fill, layout.free)
+        start = _Start(self, block, 0, pack, fill, layout.free)
 
         def launch(grid: Extent, *arguments: Any) -> None:
             blocks = _three_dimensions(grid)
@@ -110,24 +110,6 @@ class Kernel:
             start(blocks, *map(word_of, arguments))
 
         return launch
-
-    def _starter(
-        self, block: Extent, shared: int, pack: Callable[..., None], fill: "Callable[[], _Memory]",
-        free: "list[_Memory]",
-    ) -> Callable[..., None]:  # fmt: skip
-        """Return a launch of a grid and of what ``word_of`` makes of the arguments that ``pack`` takes."""
-        threads = _three_dimensions(block)
-
-        def start(blocks: tuple[int, ...], *arguments: Any) -> None:
-            try:
-                memory = free.pop()
-            except IndexError:  # the first launch, or as many at once as never before
-                memory = fill()
-            pack(memory.bytes, 0, *arguments)
-            self._start(blocks, threads, shared, memory.address)
-            free.append(memory)
-
-        return start
 
     def _start(self, blocks: tuple[int, ...], threads: tuple[int, ...], shared: int, address: int) -> None:
         """Ask the driver for a launch with arguments at an address."""
@@ -190,6 +172,32 @@ class _Memory:
         base = ctypes.addressof(self.bytes)
         self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + offset for offset in offsets))
         self.address = ctypes.addressof(self.pointers)
+
+
+class _Start(Launch):
+    """A launch of a kernel with given threads; ``free`` holds memory that no launch of any thread is using."""
+
+    __slots__ = ("_free", "_kernel", "_shared", "_threads")
+
+    def __init__(
+        self, kernel: Kernel, block: Extent, shared: int, pack: Callable[..., None], fill: Callable[[], _Memory],
+        free: list[_Memory],
+    ) -> None:  # fmt: skip
+        self._kernel, self._threads, self._shared, self._free = kernel, _three_dimensions(block), shared, free
+        self.pack, self.fill = pack, fill
+
+    def __call__(self, blocks: tuple[int, ...], *words: Any) -> None:
+        try:
+            memory = self._free.pop()
+        except IndexError:  # the first launch, or as many at once as never before
+            memory = self.fill()
+        self.pack(memory.bytes, 0, *words)
+        self._kernel._start(blocks, self._threads, self._shared, memory.address)
+        self._free.append(memory)
+
+    def driver_call(self, blocks: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return the driver's function, and its arguments as far as the bytes of shared memory."""
+        return self._kernel._launch, self._kernel._function, *blocks, *self._threads, self._shared
 
 
 class _Layout:
