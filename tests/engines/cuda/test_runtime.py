@@ -20,6 +20,7 @@ from fmtsim.engines.cuda.runtime import launch
 from fmtsim.engines.cuda.runtime import program as runtime
 from fmtsim.support import folder
 from fmtsim.support.errors import DeviceError
+from fmtsim.support.replay import recorder
 from fmtsim.support.replay.hooks import Structure
 from fmtsim.support.replay.programs import Programs
 from tests.engines.cuda.nvrtc import needs_nvrtc
@@ -245,7 +246,8 @@ def test_memory_of_a_launch_is_not_shared_until_it_is_put_back():
 def trial(request, monkeypatch):
     """Return a kernel on a device that does not exist, of parameters of these sizes, and the list of its launches."""
     monkeypatch.setattr(launch, "current_gpu", lambda: 0)
-    monkeypatch.setattr(launch, "current_stream", lambda index: 99)
+    for module in (launch, recorder):
+        monkeypatch.setattr(module, "current_stream", lambda index: 99)
     kernel, sizes, launches = launch.Kernel.__new__(launch.Kernel), request.param, []
     kernel._name, kernel._index, kernel._function, kernel._sizes = "trial", 0, "function", sizes
     kernel._layouts, kernel._shared = {}, launch.USUAL_SHARED
