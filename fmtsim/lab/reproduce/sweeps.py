@@ -105,7 +105,7 @@ CLAIMS += (
         settings=settings(
             schemes=("bf16", "te_delayed"), lr=8e-3, width=32, steps=300, batch=16, seeds=(0, 1, 2, 3, 4),
         ),
-        card=settings(lr=2e-3, width=256, layers=6, heads=8, context=128, steps=3000, batch=64),
+        card=settings(lr=2e-3, width=256, layers=6, heads=8, context=128, steps=2000, batch=64),
         expected=(
             Expected(name="bf16, right answers, %", low=10.0),
             Expected(name="right answers less in FP8, points", low=2.0),
