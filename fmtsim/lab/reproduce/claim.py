@@ -33,11 +33,14 @@ class Expected:
     # bounds within which a figure that is missed is shown in part; None where nothing less shows it
     part: tuple[float, float] | None = None
     native: bool = False  # the speed of a native kernel, which is not measured here
+    standard_errors: float = 0.0  # of the mean over seeds, by which it must lie above ``low``
 
     def __post_init__(self) -> None:
         for low, high in ((self.low, self.high), self.part or (0.0, 0.0)):
             if not low <= high:
                 raise ArgumentError(f"{self.name}: nothing lies between low={low} and high={high}; exchange them")
+        if self.standard_errors and (self.low == -math.inf or self.high < math.inf):
+            raise ArgumentError(f"{self.name}: standard_errors= belong to a lower bound; give low= alone")
         if self.origin not in (None, *get_args(Origin)):
             raise ArgumentError(f"{self.name}: origin={self.origin!r} is unknown; choose {', '.join(get_args(Origin))}")
         if (self.published is None) != (self.origin is None):

@@ -58,8 +58,9 @@ def compared(expected: Expected) -> str:
         return "-"
     if low == high:
         return f"= {short(low)}"
+    by = f" by {short(expected.standard_errors)} standard errors" if expected.standard_errors else ""
     return (
-        f">= {short(low)}"
+        f">= {short(low)}{by}"
         if high == math.inf
         else f"<= {short(high)}"
         if low == -math.inf

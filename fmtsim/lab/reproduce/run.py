@@ -52,9 +52,18 @@ class Row:
         return sum(self.values) / len(self.values) if self.values else math.nan
 
     @property
+    def judged(self) -> float:
+        """Mean less the standard errors that are expected of it; with a single seed nothing is sure."""
+        if not self.expected.standard_errors:
+            return self.ours
+        mean, count = self.ours, len(self.values)
+        variance = sum((value - mean) ** 2 for value in self.values) / (count - 1) if count > 1 else math.inf
+        return mean - self.expected.standard_errors * (variance / max(1, count)) ** 0.5
+
+    @property
     def verdict(self) -> Verdict:
         """What the mean shows."""
-        return self.expected.verdict(self.ours)
+        return self.expected.verdict(self.judged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +86,7 @@ class Result:
     @property
     def verdict(self) -> Verdict:
         """What the means over the seeds show of the claim."""
-        return self.claim.verdict({row.expected.name: row.ours for row in self.rows})
+        return self.claim.verdict({row.expected.name: row.judged for row in self.rows})
 
     @property
     def change(self) -> int:
@@ -102,6 +111,7 @@ class Result:
                 "low": row.expected.low,
                 "high": row.expected.high,
                 "part": row.expected.part,
+                "standard_errors": row.expected.standard_errors,
                 "judged": row.expected.bounded or row.expected.native,
                 "verdict": row.verdict,
             }

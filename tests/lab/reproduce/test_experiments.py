@@ -39,6 +39,21 @@ def test_tokens_and_their_positions_enter_a_model_with_unit_variance():
     assert 0.95 < float(seen[0].var()) < 1.05  # of 64 + 32 vectors of 256 random numbers
 
 
+def test_searches_of_the_size_for_a_gpu_share_trainings(tmp_path, monkeypatch):
+    small = settings(steps=4, channels=2, batch=4, integers=(4, 8), floats=((2, 1), (4, 3)))
+    pair = [dataclasses.replace(one, card=(*one.card, *small)) for one in get_claims(["fliqs", "fliqs_widths"])]
+    results = run_on_card(pair, tmp_path, Progress(), device="cpu", workers=1, seeds=1)
+    assert not any(result.error for result in results) and len(list((tmp_path / "trainings").iterdir())) == 2 * 6
+    how = dict(pair[0].settings) | dict(pair[0].card) | {"trials": 1}
+    first, second = (searched.searched(untold, **how | {"seed": seed}).numbers for seed in (100, 200))
+    for row in (*results[0].rows, *results[1].rows):
+        assert row.values == ((first[row.expected.name] + second[row.expected.name]) / 2,)
+    assert (len(_Run(**SIZES).network()), _Run(**SIZES).network(2)[2].weight.shape) == (12, (12, 12, 3, 3))
+
+
+SIZES = {"steps": 8, "lr": 0.1, "policy": 0.1, "seed": 0, "channels": 6, "convs": 2, "batch": 4, "device": "cpu"}
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_numbers_and_budgets(monkeypatch):
     found, budgets = [], []
@@ -51,17 +66,20 @@ def test_numbers_and_budgets(monkeypatch):
         return result
 
     monkeypatch.setattr(searched, "search_while_training", watched)
+    searched.right_of.cache_clear()
     small = dict(searched.CLAIMS[0].settings) | {"steps": 8}
     numbers = searched.searched(lambda part: None, **small).numbers
     assert {one.name for claim in searched.CLAIMS for one in claim.expected} == set(numbers)
-    uniform, mixed, high, afterwards, joint = found[:5]
+    high, afterwards, floats, uniform, mixed, *both, joint = found
     assert numbers["high precision, right, %"] == high and numbers["integers, uniform, right, %"] == uniform
     assert numbers["integers: in flight - uniform, points"] == mixed - uniform
     assert numbers["integers: in flight - search afterwards, points"] == mixed - afterwards
+    assert numbers["floats, uniform, right, %"] == both[0]
+    assert numbers["floats: in flight - search afterwards, points"] == both[1] - floats
     assert numbers["integers with widths - uniform, points"] == joint - uniform
     assert numbers["integers with widths - without, points"] == joint - mixed
     adds = 64 * (64 * 9 * 8 + 16 * 72 * 16 + 256 * 32 + 32 * 8)  # of a batch, in the network that is not wide
-    assert budgets == [(adds * 16, False), (adds * 16, True), (adds * 16, False)]
+    assert budgets == [(adds * 16, False), (adds * 16, False), (adds * 16, True)]
 
 
 def run_of(point, losses, tasks=None, sharp=0.0):

@@ -10,6 +10,7 @@ import pytest
 from fmtsim.lab.reproduce import Claim, Expected, Measured, get_claims, run_claim, run_claims
 from fmtsim.lab.reproduce.claim import exactly, native, near
 from fmtsim.lab.reproduce.report import about, compared, ending, markdown, plot_result, rows_of, short
+from fmtsim.lab.reproduce.run import Result
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
 
@@ -35,6 +36,9 @@ def test_bounds():
     refused(r"n: nothing lies between low=4 and high=3; exchange them", Expected, name="n", part=(4, 3))
     with pytest.raises(ArgumentError, match=r"n: origin='hearsay' is unknown; choose paper, code, formula"):
         Expected(name="n", published=1.0, origin="hearsay")
+    refused(r"n: standard_errors= belong to a lower bound; give low= alone", Expected, name="n", standard_errors=2)
+    how = {"low": 0.0, "high": 1.0, "standard_errors": 2}
+    refused(r"n: standard_errors= belong to a lower bound; give low= alone", Expected, name="n", **how)
     refused(r"n: published=1.0 with origin=None; give both or neither", Expected, name="n", published=1.0)
     refused(r"n: published=None with origin='code'; give both or neither", Expected, name="n", origin="code")
     with pytest.raises(ArgumentError, match=r"'mine' expects \['d', 'd'\]; name at least one number, and each once"):
@@ -100,6 +104,18 @@ def test_seeds_are_run_apart_and_their_mean_is_judged():
         0
     ].values == (4.0, 5.0)
     assert len(run_claim(claim(), seeds=3).runs) == 1  # draws nothing
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [((0.9, 1.1), "shown in part"), ((0.2, 1.8), "not shown"), ((5.0,), "not shown"), ((1.0, math.inf), "not shown"),
+     ((0.0, 1.0, 2.0), "not shown"), ((0.0, 1.0, 2.0, 1.0), "shown in part"), ((), "not shown")],
+)  # fmt: skip
+def test_a_mean_must_lie_standard_errors_above_a_bound(values, verdict):
+    sure = Expected(name="d", low=0.0, standard_errors=2.0)
+    result = Result(claim=claim((sure,)), runs=tuple(Measured(numbers={"d": value}) for value in values), seconds=0.0)
+    assert result.verdict == verdict and result.rows[0].verdict == ("shown" if "part" in verdict else "not shown")
+    assert compared(sure) == ">= 0 by 2 standard errors" and result.to_dict()["numbers"][0]["standard_errors"] == 2
 
 
 def test_an_error_inside_is_told_and_is_worse_than_anything():
