@@ -386,8 +386,8 @@ def test_a_model_that_is_tuned_with_its_quantisers_is_trained_first(monkeypatch)
     small = {"width": 16, "layers": 1, "heads": 1, "steps": 7, "tuned": 3, "lr": 0.5, "batch": 2, "seed": 4}
     full, after, during = qat.perplexities_of(**dict(claim.settings) | small | {"decay": 0.9, "warmup": 2})
     (model, *first), (again, *second), (aware, *third) = trained
-    text_of = {"batch": 2, "clip": math.inf, "context": 32, "real": False}
-    assert first == [True, 4000, {"lr": 0.5, "steps": 7, "decay": 0.9, "warmup": 2} | text_of]
+    text_of = {"batch": 2, "clip": math.inf, "context": 32, "real": False, "mixed": False}
+    assert first == [False, 4000, {"lr": 0.5, "steps": 7, "decay": 0.9, "warmup": 2} | text_of]
     assert second[1:] == third[1:] == [5000, {"lr": 0.05, "steps": 3, "decay": 0.0, "warmup": 0} | text_of]
     assert again is model and (second[0], third[0]) == (False, True)
     assert full == id(model) and during == id(aware) and after not in (full, during)
