@@ -123,11 +123,7 @@ def outgrown(tell: Tell, *, window: int, seed: int, **how: Any) -> Measured:
     }
     runs = trainings(tell, losses_of, [{"recipe": recipe, "seed": seed} | how for recipe in recipes.values()])
     last = {name: last_of(losses, steps, 10) for name, losses in zip(recipes, runs, strict=True)}
-    tenth = max(1, steps // 10)
-    curves = {
-        name: [(i + tenth / 2, sum(run[i : i + tenth]) / tenth) for i in range(0, len(run) - tenth + 1, tenth)]
-        for name, run in zip(recipes, runs, strict=True)
-    }
+    curves = {name: means_of(run) for name, run in zip(recipes, runs, strict=True)}
     numbers = {
         f"{name}, last loss over its least": last[name] / min((loss for _, loss in curves[name]), default=1.0)
         for name in ("bfloat16", "FP8")
@@ -135,22 +131,34 @@ def outgrown(tell: Tell, *, window: int, seed: int, **how: Any) -> Measured:
     return Measured(numbers=numbers, curves=curves, axes=("step", "loss, nats"))
 
 
-def trained(tell: Tell, recipes: Sequence[Recipe], seed: int, how: Mapping[str, Any]) -> list[float]:
-    """Return the mean loss over the last fifth of the training of each recipe, infinite where a loss is not finite."""
-    every = trainings(tell, losses_of, [{"recipe": recipe, "seed": seed} | dict(how) for recipe in recipes])
-    return [last_of(losses, how["steps"], 5) for losses in every]
+def trained(tell: Tell, recipes: Sequence[Recipe], seed: int, how: Mapping[str, Any]) -> list[list[float]]:
+    """Return the losses of the training of each recipe."""
+    return trainings(tell, losses_of, [{"recipe": recipe, "seed": seed} | dict(how) for recipe in recipes])
 
 
-def gaps_of(tell: Tell, recipes: Mapping[str, Recipe], seed: int, how: Mapping[str, Any]) -> dict[str, float]:
-    """Return how much higher the last loss is than bfloat16's, in percent, by the recipes' labels."""
+def gaps_of(tell: Tell, recipes: Mapping[str, Recipe], seed: int, how: Mapping[str, Any]) -> Measured:
+    """Return how much higher than bfloat16's the mean loss of the last fifth of the steps is, and draw it over all."""
     reference, *others = trained(tell, [get_recipe("amp_bf16"), *recipes.values()], seed, how)
-    return {name: 100 * (loss / reference - 1) for name, loss in zip(recipes, others, strict=True)}
+    numbers, curves = {}, {}
+    for name, losses in zip(recipes, others, strict=True):
+        last, least = (last_of(every, how["steps"], 5) for every in (losses, reference))
+        numbers[f"{name}, gap in %"] = 100 * (last / least - 1)
+        pairs = zip(means_of(losses), means_of(reference), strict=False)  # one may have broken off
+        curves[name] = [(step, 100 * (ours / theirs - 1)) for (step, ours), (_, theirs) in pairs]
+    return Measured(numbers=numbers, curves=curves, axes=("step", "loss over bfloat16's, %"))
+
+
+def means_of(losses: Sequence[float], parts: int = 10) -> list[tuple[float, float]]:
+    """Return the middle step and the mean loss of so many parts of a training."""
+    length = max(1, len(losses) // parts)
+    return [
+        (at + length / 2, sum(losses[at : at + length]) / length) for at in range(0, len(losses) - length + 1, length)
+    ]
 
 
 def losses(tell: Tell, *, recipes: tuple[str, ...], seed: int, **how: float) -> Measured:
     """Measure the gaps of recipes of the catalogue."""
-    gaps = gaps_of(tell, {name: get_recipe(name) for name in recipes}, seed, how)
-    return Measured(numbers={f"{name}, gap in %": gap for name, gap in gaps.items()})
+    return gaps_of(tell, {name: get_recipe(name) for name in recipes}, seed, how)
 
 
 def four_bits(tell: Tell, *, recipe: str, seed: int, **how: float) -> Measured:
@@ -166,11 +174,12 @@ def four_bits(tell: Tell, *, recipe: str, seed: int, **how: float) -> Measured:
         "no clamp": dataclasses.replace(linear, fprop=_gemm(linear, "fprop", plain_x, w)),
         "neither": dataclasses.replace(linear, fprop=_gemm(linear, "fprop", plain_x, plain_w)),
     }
-    gaps = gaps_of(
+    measured = gaps_of(
         tell, {name: dataclasses.replace(base, linear=config) for name, config in linears.items()}, seed, how
     )
-    numbers = {f"{name}, gap in %": gap for name, gap in gaps.items()}
-    return Measured(numbers=numbers | {"neither less both, points": gaps["neither"] - gaps["both"]})
+    gaps = measured.numbers
+    worth = {"neither less both, points": gaps["neither, gap in %"] - gaps["both, gap in %"]}
+    return dataclasses.replace(measured, numbers=gaps | worth)
 
 
 def without_scales(tell: Tell, *, recipe: str, seed: int, rate: float, **how: float) -> Measured:
@@ -182,7 +191,8 @@ def without_scales(tell: Tell, *, recipe: str, seed: int, rate: float, **how: fl
     }
     numbers: dict[str, float] = {}
     for name, (*both, settings_of) in told(tell, list(pairs.items())):
-        loss, reference = trained(lambda part: None, both, seed, settings_of)
+        runs = trained(lambda part: None, both, seed, settings_of)
+        loss, reference = (last_of(losses, settings_of["steps"], 5) for losses in runs)
         numbers |= {f"{name}, gap in %": 100 * (loss / reference - 1), f"{name}, loss in sixteen bits": reference}
     return Measured(numbers=numbers)
 
@@ -226,12 +236,11 @@ def _rounded(linear: LinearConfig, tensors: str, rounding: Rounding) -> LinearCo
 
 def nvfp4(tell: Tell, *, seed: int, **how: float) -> Measured:
     """Measure the gap of NVFP4 to bfloat16, of MXFP4, and what leaving out a part of NVFP4 costs."""
-    gaps = gaps_of(tell, ablations(), seed, how)
+    measured = gaps_of(tell, ablations(), seed, how)
+    gaps = {name: measured.numbers[f"{name}, gap in %"] for name in measured.curves}
     numbers = {"gap in %": gaps["all of it"], "MXFP4 less NVFP4, points": gaps["MXFP4"] - gaps["all of it"]}
     numbers |= {f"{name}, points lost": gap - gaps["all of it"] for name, gap in gaps.items()}
-    curves = {"gap": [(float(k), gap) for k, gap in enumerate(gaps.values())]}
-    ticks = tuple(name.replace(" ", "\n") for name in gaps)
-    return Measured(numbers=numbers, curves=curves, axes=("", "loss over bfloat16's, %"), ticks=ticks)
+    return dataclasses.replace(measured, numbers=numbers)
 
 
 def mantissa(
