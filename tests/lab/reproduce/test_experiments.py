@@ -249,7 +249,8 @@ def test_gaps_are_to_bfloat16_and_parts_cost_what_a_gap_grows_by(monkeypatch):
     assert found.numbers["MXFP4 less NVFP4, points"] == pytest.approx(2.0)
     assert found.numbers["no tiles, points lost"] == 0
     assert found.numbers["last block too, points lost"] == pytest.approx(0.5)
-    assert len(found.curves["gap"]) == len(found.ticks) == 7
+    assert found.curves["MXFP4"] == [(0.5, pytest.approx(4.0))] and len(found.curves) == 7
+    assert gpts.means_of([1.0, 3.0, 5.0, 7.0, 9.0], 2) == [(1.0, 2.0), (3.0, 6.0)] and gpts.means_of([]) == []
 
 
 def test_four_bits_are_trained_with_and_without_their_parts(monkeypatch):
