@@ -109,6 +109,12 @@ def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
     return slot // group * rows * group + slot % group, group
 
 
+@device
+def _larger(largest, e, exponents, at):  # type: ignore[no-untyped-def]
+    """Return the larger of bytes and of a row's exponent at ``at`` plus those of the columns, lane by lane."""
+    return umax(largest, iadd(e, broadcast_bytes(exponents, at)))
+
+
 @overload
 def _end64(s, mask, rounding, words, at):  # type: ignore[no-untyped-def]
     """Take M away and round to the accumulator's bits, which ``mask`` keeps: toward zero, or as ``rounding`` says."""
@@ -191,8 +197,8 @@ def truncate64(  # type: ignore[no-untyped-def]
         e0, e1 = splat(floor_byte), splat(floor_byte)
         for j in range(block):
             e = load(b.exponents, first + j * LANES)
-            e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, place + j)))
-            e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, place + step + j)))
+            e0 = _larger(e0, e, a.exponents, place + j)
+            e1 = _larger(e1, e, a.exponents, place + step + j)
         for m in range(0, rows, 2):
             p, x = place + m * step, index * words * rows + m
             q, after = p + step, place + min(m + 2, rows - 2) * step
@@ -210,8 +216,8 @@ def truncate64(  # type: ignore[no-untyped-def]
                 # 3. beside them, in other units of the processor, the largest product exponents of the next two rows,
                 # as bytes below the largest of both operands
                 e = load(b.exponents, first + j * LANES)
-                e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, after + j)))
-                e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, after + step + j)))
+                e0 = _larger(e0, e, a.exponents, after + j)
+                e1 = _larger(e1, e, a.exponents, after + step + j)
             # 4. M away, and the accumulator's rounding
             store(acc, m * LANES, _end64(s0, mask, rounding, buffer, m * LANES))
             store(acc, (m + 1) * LANES, _end64(s1, mask, rounding, buffer, (m + 1) * LANES))
@@ -224,16 +230,17 @@ def truncate64(  # type: ignore[no-untyped-def]
 
 @device
 def _start32(c, e8, negatives, base, shift, eps):  # type: ignore[no-untyped-def]
+    bits = as_i32(c)
+    count = iadd(negatives, lshr(bits, splat(np.int32(31))))
     field = iadd(bytes_shifted23(e8), splat(np.int32(base)))
-    field = iadd(smax(field, and_(as_i32(c), splat(np.int32(0x7F800000)))), splat(np.int32(shift)))
-    return fma(c, eps, as_f32(field))
+    field = iadd(smax(field, and_(bits, splat(np.int32(0x7F800000)))), splat(np.int32(shift)))
+    return fma(c, eps, as_f32(iadd(field, count)))
 
 
 @device
-def _finish32(s, c, negatives, mask):  # type: ignore[no-untyped-def]
-    counted = iadd(as_i32(s), iadd(negatives, lshr(as_i32(c), splat(np.int32(31)))))
-    constant = or_(and_(counted, splat(np.int32(-1 << 23))), splat(np.int32(1 << 22)))
-    return as_f32(and_(as_i32(fsub(as_f32(counted), as_f32(constant))), splat(mask)))
+def _finish32(s, mask):  # type: ignore[no-untyped-def]
+    constant = or_(and_(as_i32(s), splat(np.int32(-1 << 23))), splat(np.int32(1 << 22)))
+    return as_f32(and_(as_i32(fsub(s, as_f32(constant))), splat(mask)))
 
 
 @subroutine
@@ -252,40 +259,45 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
     for index in range(order.ends.size):
         first, y = index * pitch * LANES, index * words * LANES
         place, step = place_of(index, pitch, rows)
+        e0 = e1 = e2 = e3 = nothing
+        for j in range(block):
+            e = load(b.exponents, first + j * LANES)
+            e0 = _larger(e0, e, a.exponents, place + j)
+            e1 = _larger(e1, e, a.exponents, place + step + j)
+            e2 = _larger(e2, e, a.exponents, place + 2 * step + j)
+            e3 = _larger(e3, e, a.exponents, place + 3 * step + j)
         for m in range(0, rows, 4):
             p, x = place + m * step, index * words * rows + m
             q, r, t = p + step, p + 2 * step, p + 3 * step
-            # 1. largest product exponents of four rows, as bytes
+            after = place + min(m + 4, rows - 4) * step
+            # 1. M of the largest product exponents, the count of negative products, and the truncated addend
+            n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
+            s0 = _start32(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(23), shift, eps)
+            n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
+            s1 = _start32(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(23), shift, eps)
+            n2 = negatives_of(a.signs, b.signs, x + 2, y, rows, words)
+            s2 = _start32(load(acc, (m + 2) * LANES), e2, n2, (a.top[m + 2] + base) << np.int32(23), shift, eps)
+            n3 = negatives_of(a.signs, b.signs, x + 3, y, rows, words)
+            s3 = _start32(load(acc, (m + 3) * LANES), e3, n3, (a.top[m + 3] + base) << np.int32(23), shift, eps)
             e0 = e1 = e2 = e3 = nothing
             for j in range(block):
-                e = load(b.exponents, first + j * LANES)
-                e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, p + j)))
-                e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, q + j)))
-                e2 = umax(e2, iadd(e, broadcast_bytes(a.exponents, r + j)))
-                e3 = umax(e3, iadd(e, broadcast_bytes(a.exponents, t + j)))
-            c0, c1 = load(acc, m * LANES), load(acc, (m + 1) * LANES)
-            c2, c3 = load(acc, (m + 2) * LANES), load(acc, (m + 3) * LANES)
-            n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
-            n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
-            n2 = negatives_of(a.signs, b.signs, x + 2, y, rows, words)
-            n3 = negatives_of(a.signs, b.signs, x + 3, y, rows, words)
-            # 2. M and the truncated addend; step 4 counts negative products: M's low bits have no room for them here
-            s0 = _start32(c0, e0, n0, (a.top[m] + base) << np.int32(23), shift, eps)
-            s1 = _start32(c1, e1, n1, (a.top[m + 1] + base) << np.int32(23), shift, eps)
-            s2 = _start32(c2, e2, n2, (a.top[m + 2] + base) << np.int32(23), shift, eps)
-            s3 = _start32(c3, e3, n3, (a.top[m + 3] + base) << np.int32(23), shift, eps)
-            for j in range(block):
-                # 3. floors of the products, one fused multiply-add each
+                # 2. floors of the products, one fused multiply-add each
                 v = load(b.values, first + j * LANES)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
                 s2 = fma(broadcast(a.values, r + j), v, s2)
                 s3 = fma(broadcast(a.values, t + j), v, s3)
-            # 4. plus the negative ones, M away, truncated to the accumulator's bits
-            store(acc, m * LANES, _finish32(s0, c0, n0, mask))
-            store(acc, (m + 1) * LANES, _finish32(s1, c1, n1, mask))
-            store(acc, (m + 2) * LANES, _finish32(s2, c2, n2, mask))
-            store(acc, (m + 3) * LANES, _finish32(s3, c3, n3, mask))
+                # 3. beside them the largest product exponents of the next four rows
+                e = load(b.exponents, first + j * LANES)
+                e0 = _larger(e0, e, a.exponents, after + j)
+                e1 = _larger(e1, e, a.exponents, after + step + j)
+                e2 = _larger(e2, e, a.exponents, after + 2 * step + j)
+                e3 = _larger(e3, e, a.exponents, after + 3 * step + j)
+            # 4. M away, truncated to the accumulator's bits
+            store(acc, m * LANES, _finish32(s0, mask))
+            store(acc, (m + 1) * LANES, _finish32(s1, mask))
+            store(acc, (m + 2) * LANES, _finish32(s2, mask))
+            store(acc, (m + 3) * LANES, _finish32(s3, mask))
         if order.ends[index]:
             set_rounding(NEAREST_EVEN)
             end_block(acc, order, index, rows, sums)
