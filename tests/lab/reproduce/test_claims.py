@@ -61,6 +61,7 @@ PLANTED = (  # claim, setting, a value that is wrong, a number that no longer sh
     ("stochastic_bits", "random_bits", 16, "mean error, steps"),
     ("clip", "format", "e3m2", "best clip, sigma"),
     ("dge", "cap", 30.0, "mean slope"),
+    ("quest_error", "phases", 1, "QuEST, scale to the nearest"),
     ("scaling_law", "tokens_a_step", 512, "B"),
     ("occ", "levels", (0.97, 0.99, 0.999), "in the paper's order"),
     ("halo", "times", 1.0, "other tokens: level 2 over level 1"),
