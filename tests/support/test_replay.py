@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fmtsim.spec.cast import RandomKey
 from fmtsim.support.replay import programs, recorder
 from fmtsim.support.replay.hooks import Launch, Structure, drawn, launched, packed, refuse, word_of
-from fmtsim.support.replay.programs import Programs, kinds_of
+from fmtsim.support.replay.programs import Programs
 from tests.support.refusals import refused
 
 PAIR = struct.Struct("<2q8s")
@@ -52,7 +52,7 @@ class Device:
             self.decided += 1
             return function(*tensors)
 
-        return self.programs.run((key, kinds_of(tensors)), tensors, decide)
+        return self.programs.run(key, tensors, decide)
 
 
 def calls(function, count=4, **how):

@@ -27,7 +27,7 @@ from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.replay.hooks import drawn
-from fmtsim.support.replay.programs import Programs, kinds_of
+from fmtsim.support.replay.programs import Programs
 
 Generator = int | torch.Generator | None
 Result = TypeVar("Result")
@@ -119,8 +119,6 @@ class Layer:
 
         None where a pass runs Python code of a state, or communicates with other ranks.
         """
-        if not self.state:
-            return (), ()
         changes: list[bool] = []
         tensors: list[Tensor] = []
         for state in self.state.values():
@@ -150,11 +148,12 @@ class Layer:
             tensors: The arguments of the pass.
             run: The pass.
         """
+        if not self.state:
+            return self._programs.run(key, tensors, run)
         memory = self.memory()
         if memory is None:
             return run()
-        tensors = (*tensors, *memory[1])
-        return self._programs.run((key, memory[0], kinds_of(tensors)), tensors, run)
+        return self._programs.run((key, memory[0]), (*tensors, *memory[1]), run)
 
     def __reduce__(self) -> Any:
         return Layer, (self.config, self.generator, self.state)  # a copy has a name of its own

@@ -20,7 +20,14 @@ from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting
 from fmtsim.gemm.layers.operand import is_on_gpu
 from fmtsim.gemm.layers.passes import Saved, backward_pass, forget, forward_pass, share, shared
 from fmtsim.gemm.layers.watch import WATCHING, Observer, Watcher, Watchers, watchers_with
-from fmtsim.support.dispatch import autocast_dtype, constant_in_graphs, is_bare, without_autocast, without_own_modes
+from fmtsim.support.dispatch import (
+    autocast_dtype,
+    autocasts,
+    constant_in_graphs,
+    is_bare,
+    without_autocast,
+    without_own_modes,
+)
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import checked
 
@@ -205,19 +212,23 @@ def _forward(
     x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool, shares: bool
 ) -> tuple[Tensor | None, ...]:
     """Return y and the saved tensors of x and of w; ``shares``: other layers may reuse the quantised x."""
-    autocast = autocast_dtype(x.device.type)
-    dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+    kind, dtypes = x.device.type, (x.dtype, w.dtype, None if bias is None else bias.dtype)
+    autocast = autocast_dtype(kind)
     if autocast is not None:
-        dtypes = tuple(d if d in (None, torch.float64) else autocast for d in dtypes)  # type: ignore[assignment]
+        dtypes = tuple([d if d in (None, torch.float64) else autocast for d in dtypes])  # type: ignore[assignment]
     x_q = shared(x, dtypes[0], layer) if shares else None
     run = partial(forward_pass, x, w, bias, x_q, layer, watchers, dtypes, traced=traced, shares=shares)
-    with nullcontext() if autocast is None else without_autocast(x.device):
-        if traced or watchers or not is_on_gpu(x):
+    if not (traced or watchers) and is_on_gpu(x):
+        parts = () if x_q is None else (part for part in x_q if isinstance(part, Tensor))
+        run = partial(layer.repeat, dtypes, (x, w, bias, *parts), run)
+    if autocast is None:
+        y, x_q, saved = run()
+    else:  # as without_autocast, in less of the host's time
+        torch.set_autocast_enabled(kind, False)
+        try:
             y, x_q, saved = run()
-        else:
-            parts = () if x_q is None else (part for part in x_q if isinstance(part, Tensor))
-            tensors = x, w, bias, *parts
-            y, x_q, saved = layer.repeat(dtypes, tensors, run)
+        finally:
+            torch.set_autocast_enabled(kind, True)
     if x_q is not None:
         share(x, dtypes[0], layer, x_q)
     return y, *saved
@@ -242,12 +253,14 @@ def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
     bare = is_bare(g)
     w = tensors[2] if tensors[11] is None else tensors[11]
     run = partial(backward_pass, ctx, g, tensors[1], w, (tensors[3:7], tensors[7:11]), traced=not bare)
+    if plain and bare and is_on_gpu(g) and not ctx.watchers:
+        run = partial(ctx.layer.repeat, (ctx.needs_input_grad, ctx.dtypes, ctx.x_shape), tensors, run)
     again = torch.is_grad_enabled()  # with create_graph=True alone
-    with torch.no_grad() if again else nullcontext(), without_autocast(g.device):
-        if plain and bare and is_on_gpu(g) and not ctx.watchers:
-            grads = ctx.layer.repeat((ctx.needs_input_grad, ctx.dtypes, ctx.x_shape), tensors, run)
-        else:
+    if again or autocasts(g.device.type):
+        with torch.no_grad(), without_autocast(g.device):
             grads = run()
+    else:
+        grads = run()
     if again and is_bare(g.detach()):
         grads = [None if d is None else OnceOnly.apply(d, _ONCE, *tensors[:3]) for d in grads]
     return (*grads, None, None)

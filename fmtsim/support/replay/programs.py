@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from fmtsim.support.replay.gpu import captures
+from fmtsim.support.replay.gpu import captures, current_gpu
 from fmtsim.support.replay.hooks import THREAD
 from fmtsim.support.replay.recorder import Program, Recorder
 
@@ -15,13 +15,6 @@ Result = TypeVar("Result")
 
 _MOST: Final = 256  # kinds of calls that are remembered together
 _ONCE: Final = object()  # a kind of call that was seen once
-
-
-def kinds_of(tensors: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
-    """Return what a function may decide by of tensors."""
-    return tuple(
-        [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16) for t in tensors]
-    )
 
 
 class Programs:
@@ -34,14 +27,22 @@ class Programs:
         """Return what a function returns: tensors and other values in tuples, lists and named tuples.
 
         Args:
-            key: What the function decides by.
+            key: What the function decides by, beside dtypes, shapes, strides, devices and alignment of its tensors.
             tensors: Those that it reads, all on one device; no other but constants.
             function: What is to be done.
         """
         if THREAD.recorder is not None:
             return function()
+        kinds = [
+            None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() % 16) for t in tensors
+        ]
+        key = key, *kinds
         program = self._found.get(key)
-        if type(program) is Program and program.takes(tensors):
+        if (
+            type(program) is Program
+            and (program.gpu is None or program.gpu == current_gpu())
+            and (not program.same or all(tensors[one] is tensors[other] for one, other in program.same))
+        ):
             return program.run(*tensors)  # type: ignore[no-any-return]
         if program is _ONCE and not any(t is not None and captures(t.device) for t in tensors):
             recorder = Recorder(tensors)
@@ -76,5 +77,5 @@ def _is_on_gpu(t: Tensor) -> bool:
 def _part(x: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(x, Tensor):
         tensors.append(x)
-        return kinds_of((x,))
+        return Tensor  # whose kind ``run`` adds
     return tuple([_part(item, tensors) for item in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]

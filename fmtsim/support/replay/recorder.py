@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fmtsim.support.replay.gpu import current_gpu, current_stream
+from fmtsim.support.replay.gpu import current_stream
 from fmtsim.support.replay.hooks import THREAD, Launch, Structure
 
 Result = TypeVar("Result")
@@ -46,12 +46,6 @@ class Program(NamedTuple):
     run: Callable[..., Any]
     same: Sequence[tuple[int, int]]
     gpu: int | None
-
-    def takes(self, tensors: Sequence[Tensor | None]) -> bool:
-        """Return True if this program repeats a call with these tensors."""
-        if self.same and any(tensors[one] is not tensors[other] for one, other in self.same):
-            return False
-        return self.gpu is None or self.gpu == current_gpu()
 
 
 class _Line(NamedTuple):
