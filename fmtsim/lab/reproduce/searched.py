@@ -26,10 +26,7 @@ _BITS = 4  # of both operands everywhere: the cost that all have
 class _Run:
     """Train convolutional networks on ``images``, all in the same number of steps of the same batches.
 
-    Args:
-        channels: Of the first layers; the last ones have twice as many.
-        convs: Layers a size of images.
-        batch: Images a step.
+    The first of two groups of ``convs`` layers has so many channels, the second twice as many.
     """
 
     def __init__(
@@ -78,9 +75,6 @@ class _Run:
         with evaluating(model), torch.no_grad():
             return 100 * float((model(x).argmax(1) == kinds).double().mean())
 
-    def uniform(self, recipe: PtqRecipe) -> float:
-        return self.right(self.trained(convert(self.network(), recipe.prescribed)))
-
     def in_flight(
         self, recipes: Sequence[PtqRecipe], budget: int | None = None, widths: tuple[float, ...] = (1.0,)
     ) -> tuple[float, int]:
@@ -104,19 +98,10 @@ def right_of(
     how: str, names: tuple[tuple[str, ...], ...], *, budget: int | None = None, widths: tuple[float, ...] = (1.0,),
     device: str = "cpu", **sizes: Any,
 ) -> list[float]:  # fmt: skip
-    """Train a network, and return what it gets right in percent.
+    """Train a network by families of formats, and return what it gets right in percent.
 
-    Args:
-        how: ``"high"`` for high precision, ``"uniform"`` for the first family's format of four bits, ``"in flight"``
-            for a search among the family's while training.
-        names: Formats by family.
-        budget, widths: Of the search.
-        device: Where it is trained.
-        sizes: Of ``_Run``.
-
-    Returns:
-        Of ``"high"`` also, for each family, what is right after a search in the trained network; of ``"in flight"``
-        also the budget.
+    ``how`` is ``"high"`` for high precision, and then for each family after a search in that network; ``"uniform"`` for
+    the first family's format of four bits; ``"in flight"`` for a search in it while training, and then its budget.
     """
     run, every = _Run(**sizes, device=device), formats(tuple(range(2, 9)))
     families = [[scheme_of(name, every[name]) for name in family] for family in names]
@@ -124,7 +109,8 @@ def right_of(
         high = run.trained(run.network()).requires_grad_(False)
         return [run.right(high), *(run.afterwards(high, recipes) for recipes in families)]
     if how == "uniform":
-        return [run.uniform(next(recipe for recipe in families[0] if bits_of(recipe.x) == _BITS))]
+        recipe = next(recipe for recipe in families[0] if bits_of(recipe.x) == _BITS)
+        return [run.right(run.trained(convert(run.network(), recipe.prescribed)))]
     return [*run.in_flight(families[0], budget, widths)]
 
 
@@ -132,11 +118,9 @@ def searched(
     tell: Tell, *, integers: tuple[int, ...], floats: tuple[tuple[int, int], ...], widths: tuple[float, ...],
     trials: int, seed: int, **sizes: Any,
 ) -> Measured:  # fmt: skip
-    """Train networks of images in one format, in high precision, and in formats and widths that are searched.
-
-    Numbers are means over trials, whose seeds lie 100 apart.
-    """
+    """Train networks of images in one format, in high precision, and in formats and widths that are searched."""
     families = {"integers": tuple(f"int{n}" for n in integers), "floats": tuple(f"e{e}m{m}" for e, m in floats)}
+    # means over trials, whose seeds lie 100 apart
     every = [_once(tell, families, widths, sizes | {"seed": seed + 100 * trial}) for trial in range(trials)]
     return Measured(numbers={name: sum(one[name] for one in every) / trials for name in every[0]})
 
