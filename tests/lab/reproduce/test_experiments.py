@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 import shlex
+import types
 from pathlib import Path
 
 import pytest
@@ -426,3 +427,13 @@ def test_the_size_of_quantisation_aware_training_for_a_gpu_runs(tmp_path):
     )[0]
     assert not result.error and len(list((tmp_path / "trainings").iterdir())) == 2
     assert all(math.isfinite(value) and value > 0 for row in result.rows[1:] for value in row.values)
+
+
+def test_perplexities_of_sources_are_those_of_the_held_out_tenth(monkeypatch):
+    corpus = types.SimpleNamespace(train=torch.zeros(100, dtype=torch.uint8), validation=torch.full((100,), 7).byte())
+    monkeypatch.setattr(qat, "load_corpus", lambda path, context: corpus)
+    model = qat.GPT(qat.GPTConfig(context=8, width=16, layers=1, heads=1), 0)
+    sevens = torch.full((64, 8), 7)
+    with torch.no_grad():
+        once = model(sevens, sevens)
+    assert qat._perplexity(model, 0, 8, real=True) == pytest.approx(float(once.exp()), rel=1e-5)
