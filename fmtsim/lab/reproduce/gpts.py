@@ -344,8 +344,10 @@ CLAIMS = (
         notes="300 steps of 128 tokens of a Llama of width 64 with two blocks, on a made language. One channel of each "
         "gated layer is held: equal rows in both matrices, of a norm that grows from 1 to 1024, which the third matrix "
         "undoes. What the layer does stays, but its product gets an outlier, below which E4M3 flushes the other "
-        "channels. Aligned rows that are free to learn were tried before: bfloat16 unlearns them and FP8 only spikes, "
-        "or, aligned from the first step on, learns nothing. The code's scale a token puts the divergence off",
+        "channels: 30 % of their values before the loss rises, 87 % when it does. Range decides, not delay: scales "
+        "of the tensor itself diverge as well (4.0 nats, bfloat16 1.6), E5M2 forward does not (1.6). The code's scale a "
+        "token puts it off. Aligned rows that are free to learn were tried before: bfloat16 unlearns them and FP8 only "
+        "spikes, or, aligned from the first step on, learns nothing",
     ),
     Claim(
         name="unit_scaling_loss", recorded="shown in part", bounds="before", seeds=5, slow=True,
