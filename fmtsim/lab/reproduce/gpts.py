@@ -179,7 +179,7 @@ def four_bits(tell: Tell, *, recipe: str, seed: int, **how: float) -> Measured:
     )
     gaps = measured.numbers
     worth = {"neither less both, points": gaps["neither, gap in %"] - gaps["both, gap in %"]}
-    return dataclasses.replace(measured, numbers=gaps | worth)
+    return dataclasses.replace(measured, numbers={**gaps, **worth})
 
 
 def without_scales(tell: Tell, *, recipe: str, seed: int, rate: float, **how: float) -> Measured:
@@ -192,7 +192,7 @@ def without_scales(tell: Tell, *, recipe: str, seed: int, rate: float, **how: fl
     numbers: dict[str, float] = {}
     for name, (*both, settings_of) in told(tell, list(pairs.items())):
         runs = trained(lambda part: None, both, seed, settings_of)
-        loss, reference = (last_of(losses, settings_of["steps"], 5) for losses in runs)
+        loss, reference = (last_of(losses, int(settings_of["steps"]), 5) for losses in runs)
         numbers |= {f"{name}, gap in %": 100 * (loss / reference - 1), f"{name}, loss in sixteen bits": reference}
     return Measured(numbers=numbers)
 
@@ -345,9 +345,9 @@ CLAIMS = (
         "gated layer is held: equal rows in both matrices, of a norm that grows from 1 to 1024, which the third matrix "
         "undoes. What the layer does stays, but its product gets an outlier, below which E4M3 flushes the other "
         "channels: 30 % of their values before the loss rises, 87 % when it does. Range decides, not delay: scales "
-        "of the tensor itself diverge as well (4.0 nats, bfloat16 1.6), E5M2 forward does not (1.6). The code's scale a "
-        "token puts it off. Aligned rows that are free to learn were tried before: bfloat16 unlearns them and FP8 only "
-        "spikes, or, aligned from the first step on, learns nothing",
+        "of the tensor itself diverge as well (4.0 nats, bfloat16 1.6), E5M2 forward does not (1.6). The code's "
+        "scale a token puts it off. Aligned rows that are free to learn were tried before: bfloat16 unlearns them and "
+        "FP8 only spikes, or, aligned from the first step on, learns nothing",
     ),
     Claim(
         name="unit_scaling_loss", recorded="shown in part", bounds="before", seeds=5, slow=True,
