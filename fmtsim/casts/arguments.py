@@ -18,6 +18,7 @@ from fmtsim.support.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
 Generator = int | torch.Generator | RandomKey | None
+_SEEDS = -(1 << 63), (1 << 63) - 1  # the least, and what lies above the largest
 BlockOf = tuple[str, int | None, int | None] | None
 """The name of a format and the extents of its block; None for an element format."""
 
@@ -265,7 +266,7 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
         ArgumentError: The argument is not a generator, or it is on another device.
     """
     if generator is None or isinstance(generator, torch.Generator):
-        draw = _drawn_seeds(generator, device, name)
+        draw = _drawn_seed(generator, device, name)
         return torch.cat([draw, draw.new_zeros(1)])
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
@@ -275,20 +276,21 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
 
 def drawn_numbers(count: int, generator: Generator, device: torch.device) -> list[RandomKey]:
     """Return what so many calls of ``drawn_key`` do, always as numbers and in less time."""
-    if generator is None or (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):
-        return [RandomKey(seed) for seed in _drawn_seeds(generator, device, "x", count).tolist()]
+    if generator is None or (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):  # at once
+        seeds = torch.randint(*_SEEDS, (count,), generator=generator, device="cpu")
+        return [RandomKey(seed) for seed in seeds.tolist()]
     keys = [drawn_key(generator, device) for _ in range(count)]
     return [key if isinstance(key, RandomKey) else RandomKey(*key.tolist()) for key in keys]
 
 
-def _drawn_seeds(generator: torch.Generator | None, device: torch.device, name: str, count: int = 1) -> torch.Tensor:
-    """Return int64 [count] on the CPU, drawn from a generator; one on a GPU has other numbers for several at once."""
+def _drawn_seed(generator: torch.Generator | None, device: torch.device, name: str) -> torch.Tensor:
+    """Return int64 [1] on the CPU, drawn from a generator."""
     where = torch.device("cpu") if generator is None else generator.device
     if where.type not in ("cpu", device.type):
         raise ArgumentError(
             f"generator is on {where}, {name} on {device}; pass one on the CPU or on {device}, or an int seed"
         )
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator, device=where).cpu()
+    return torch.randint(*_SEEDS, (1,), generator=generator, device=where).cpu()
 
 
 def random_keys(stochastic: bool, generator: Generator, batch: int | None, device: torch.device) -> torch.Tensor | None:

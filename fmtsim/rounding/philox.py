@@ -25,16 +25,11 @@ Words = tuple[int, int, int, int]
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     """Return the four 32-bit words of Philox4x32-10 for one counter and key."""
     x0, x1, x2, x3 = counter
-    key0, key1 = key
+    (key0, key1), (m0, m1), (step0, step1), word = key, MULTIPLIERS, KEY_STEPS, _WORD
     for _ in range(ROUNDS):
-        product0, product2 = x0 * MULTIPLIERS[0], x2 * MULTIPLIERS[1]  # 64 bits: high half and low half
-        x0, x1, x2, x3 = (
-            (product2 >> 32) ^ x1 ^ key0,
-            product2 & _WORD,
-            (product0 >> 32) ^ x3 ^ key1,
-            product0 & _WORD,
-        )
-        key0, key1 = (key0 + KEY_STEPS[0]) & _WORD, (key1 + KEY_STEPS[1]) & _WORD
+        product0, product2 = x0 * m0, x2 * m1  # 64 bits: high half and low half
+        x0, x1, x2, x3 = product2 >> 32 ^ x1 ^ key0, product2 & word, product0 >> 32 ^ x3 ^ key1, product0 & word
+        key0, key1 = key0 + step0 & word, key1 + step1 & word
     return x0, x1, x2, x3
 
 
