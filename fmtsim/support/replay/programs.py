@@ -62,20 +62,22 @@ def repeated(function: Callable[..., Result]) -> Callable[..., Result]:
 
     def run(*arguments: Any) -> Result:
         tensors: list[Tensor] = []
-        key = tuple([_part(x, tensors) for x in arguments])
+        key: list[Hashable] = []
+        for x in arguments:
+            items = x if isinstance(x, list | tuple) else (x,)
+            key.append(len(items))
+            for item in items:
+                if isinstance(item, Tensor):
+                    tensors.append(item)
+                    key.append(Tensor)  # whose kind ``Programs.run`` adds
+                else:
+                    key.append(item)
         if not all(map(_is_on_gpu, tensors)):
             return function(*arguments)
-        return programs.run(key, tensors, partial(function, *arguments))
+        return programs.run(tuple(key), tensors, partial(function, *arguments))
 
     return run
 
 
 def _is_on_gpu(t: Tensor) -> bool:
     return t.is_cuda
-
-
-def _part(x: Any, tensors: list[Tensor]) -> Hashable:
-    if isinstance(x, Tensor):
-        tensors.append(x)
-        return Tensor  # whose kind ``run`` adds
-    return tuple([_part(item, tensors) for item in x]) if isinstance(x, list | tuple) else x  # type: ignore[no-any-return]
