@@ -129,6 +129,9 @@ class CPUEngine(KernelEngine, Functions, Protocol):
     def widened(self, x: Tensor, buffer: str | None = None) -> Tensor:
         """Return float8 as float32."""
 
+    def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor in memory of this thread, which the next call by its name reuses."""
+
     def round_blocks(
         self, x: Tensor, factor: Tensor, block: tuple[int, int], spec: CastSpec, random: Random, out: Tensor, *,
         divides: bool = False, scaled: Tensor | None = None,

@@ -21,7 +21,7 @@ MODULES = {
     "optim.elementary": ("exp", "ln"),
     "optim.steps": ("optimizer_steps", "supports_optimizer"),
     "runtime.kernel_cache": ("cache_folder",),
-    "runtime.pool": ("get_num_threads", "set_num_threads"),
+    "runtime.pool": ("get_num_threads", "memory", "set_num_threads"),
 }
 __all__ = sorted(name for names in MODULES.values() for name in names)  # noqa: PLE0605  # a list, of the table
 sys.modules[__name__].__class__ = LazyEngine

@@ -350,7 +350,7 @@ def gemm_converting_slices(
     For units without stochastic rounding: a slice would draw other random words than the whole product.
     """
     m, n = out.shape
-    (a_buffer, a_rows), (b_buffer, b_rows) = _slice_buffer(a), _slice_buffer(b)
+    (a_buffer, a_rows), (b_buffer, b_rows) = _slice_buffer(a, "a slice"), _slice_buffer(b, "b slice")
     for n_start in range(0, n, b_rows):
         n_slice = slice(n_start, min(n_start + b_rows, n))
         b_ready, scale_b_slice = _converted(b[n_slice], b_buffer), None if scale_b is None else scale_b[n_slice]
@@ -363,12 +363,15 @@ def gemm_converting_slices(
             )  # fmt: skip
 
 
-def _slice_buffer(x: Tensor) -> tuple[Tensor, int]:
-    """Return a reusable buffer for a converted slice of an operand, and the rows of a slice."""
+def _slice_buffer(x: Tensor, name: str) -> tuple[Tensor, int]:
+    """Return memory for a converted slice of an operand, by its name in this thread, and the rows of a slice.
+
+    Fresh memory would cost page faults at every call.
+    """
     dtype = torch.float8_e4m3fn if x.dtype == FP4 else torch.float32
     k = inner_length(x)
     rows = min(max(_SLICE_ELEMENTS // max(k, 1), 64), x.shape[0])
-    return torch.empty(rows, k, dtype=dtype), rows
+    return ops.load_engine("cpu").memory(name, (rows, k), dtype), rows
 
 
 def _converted(x: Tensor, buffer: Tensor) -> Tensor:

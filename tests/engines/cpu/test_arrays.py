@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine reads stays the caller's: memory that FSDP2 may free, and views of every layout."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
 import fmtsim
+from fmtsim.engines import cpu
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.pool import array_of
 from tests.support.bits import assert_same_bits
@@ -50,3 +53,31 @@ def test_stores_past_the_caches_write_the_same_values(rounding, monkeypatch):
             results.append(fmtsim.quantize(x, name, rounding=rounding, overflow=overflow, generator=generator, out=out))
         assert_same_bits(results[1], results[0])
     assert not pool.past_caches(x, x) and not pool.past_caches(x, out.view(-1)[1:])
+
+
+def test_a_thread_keeps_memory_by_name():
+    x = pool.memory("one name", (3, 5), torch.float32)
+    x.fill_(2.0)
+    again, other = pool.memory("one name", (15,), torch.float32), pool.memory("another", (3, 5), torch.float32)
+    assert x.shape == (3, 5) and again.data_ptr() == x.data_ptr() and (again == 2).all()
+    with ThreadPoolExecutor(1) as thread:
+        elsewhere = thread.submit(pool.memory, "one name", (2, 7), torch.float8_e4m3fn).result()
+    assert elsewhere.shape == (2, 7) and elsewhere.dtype == torch.float8_e4m3fn
+    assert len({tensor.data_ptr() for tensor in (x, other, elsewhere)}) == 3
+
+
+def test_converted_operands_lie_in_memory_that_is_kept(monkeypatch):
+    asked = []
+
+    def memory(name, shape, dtype):
+        asked.append((name, *shape, dtype))
+        return torch.full(shape, torch.nan, dtype=torch.float32).to(dtype)
+
+    monkeypatch.setattr(cpu, "memory", memory)
+    a, w = normal(33, 64, seed=0), normal(20, 64, seed=1)
+    y = fmtsim.mm(a, w.t(), target="hopper.wgmma", allow="tf32")
+    assert asked == [("a slice", 33, 64, torch.float32), ("b slice", 20, 64, torch.float32)]
+    monkeypatch.undo()
+    assert_same_bits(fmtsim.mm(a, w.t(), target="hopper.wgmma", allow="tf32"), y)
+    rounded = fmtsim.quantize(a, "tf32"), fmtsim.quantize(w, "tf32")
+    assert_same_bits(fmtsim.mm(rounded[0], rounded[1].t(), target="hopper.wgmma", allow="tf32"), y)

@@ -15,7 +15,7 @@ from fmtsim.engines.cpu.cast.codes import Coding, coding_of, value_of_code
 from fmtsim.engines.cpu.cast.elements import caster
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.jit import device, kernel
-from fmtsim.engines.cpu.runtime.pool import array_of, scratch
+from fmtsim.engines.cpu.runtime.pool import array_of, memory, scratch
 from fmtsim.formats.registry import get_format
 from fmtsim.spec.cast import CastSpec, Random
 
@@ -117,7 +117,7 @@ def round_blocks(
 def _empty(shape: torch.Size, buffer: str | None) -> torch.Tensor:
     if buffer is None:
         return torch.empty(shape, dtype=torch.float32, device="cpu")
-    return torch.from_numpy(scratch(buffer, shape.numel(), np.float32)).view(shape)
+    return memory(buffer, shape, torch.float32)
 
 
 def _row(t: torch.Tensor | None) -> np.ndarray:

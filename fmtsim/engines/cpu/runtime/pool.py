@@ -8,7 +8,7 @@ call to call, since fresh pages cost more than a product.
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -137,3 +137,8 @@ def scratch(name: str, count: int, dtype: type) -> np.ndarray:
         if size <= _KEPT:
             buffers[name] = buffer
     return buffer[:size].view(dtype)
+
+
+def memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return ``scratch`` as a tensor."""
+    return torch.from_numpy(scratch(name, math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)
