@@ -194,15 +194,20 @@ def quantize_stochastic(x, y, g, p, sg, w, layout, start, stop):
 
 
 @device
-def _stored_scales(x, columns, steps, r0, r1, k0, size, p, sg, layout, room):
-    """Do what ``_any_scales`` does, and write the scales to ``steps``."""
-    amaxes, _, scales, _, _ = room
-    refused = _any_scales(x, columns, r0, r1, k0, size, p, sg, layout, room)
+def _begin_group(x, shape, steps, group, p, sg, layout, room, factors):
+    """Write the scales of a group's blocks to ``steps`` and a factor for each column to ``factors``.
+
+    Return the bounds of the group and how many of its blocks must be left.
+    """
+    amaxes, _, scales, block_factors, _ = room
+    r0, r1, k0, size = bounds(group, shape, layout)
+    refused = _any_scales(x, shape[1], r0, r1, k0, size, p, sg, layout, room)
     row, first = r0 // layout.outer, k0 // layout.inner
     for b in range((size + layout.inner - 1) // layout.inner):
         is_lowest = p.rule != AMAX and amaxes[b] == int32(0)
         steps[row, first + b] = float32_of(_SCALE_OF_ZEROS) if is_lowest else scales[b]
-    return refused
+    per_lane(block_factors, factors, layout.inner)
+    return r0, r1, k0, size, refused
 
 
 @device
@@ -223,10 +228,9 @@ def _encoder(code_of):  # type: ignore[no-untyped-def]
         flat, columns, values = x.reshape(-1), x.shape[1], np.empty(layout.inner * layout.group, np.float32)
         room, factors = _room(layout), np.empty(_lanes(layout), np.float32)
         for group in range(start, stop):
-            r0, r1, k0, size = bounds(group, x.shape, layout)
-            if _stored_scales(flat, columns, steps, r0, r1, k0, size, p, sg, layout, room):
+            r0, r1, k0, size, refused = _begin_group(flat, x.shape, steps, group, p, sg, layout, room, factors)
+            if refused:
                 return int64(group)
-            per_lane(room[3], factors, layout.inner)
             for r in range(r0, r1):
                 result = codes[r, k0 : k0 + size]
                 _scaled_row(flat, values, r * columns + k0, size, factors, layout)
@@ -253,10 +257,9 @@ def encode_stochastic(x, codes, steps, g, c, p, sg, w, layout, start, stop):
     room, words = _room(layout), np.empty(layout.inner * layout.group + 128, np.uint32)
     ones, factors = np.full(_lanes(layout), _ONE), np.empty(_lanes(layout), np.float32)
     for group in range(start, stop):
-        r0, r1, k0, size = bounds(group, x.shape, layout)
-        if _stored_scales(flat, columns, steps, r0, r1, k0, size, p, sg, layout, room):
+        r0, r1, k0, size, refused = _begin_group(flat, x.shape, steps, group, p, sg, layout, room, factors)
+        if refused:
             return int64(group)
-        per_lane(room[3], factors, layout.inner)
         for r in range(r0, r1):
             at, result = r * columns + k0, codes[r, k0 : k0 + size]
             fill_words(at, size, w, words)
