@@ -116,7 +116,10 @@ def _begin(folder: Path, claims: Sequence[Claim], device: str, runs: Mapping[str
             "says": claim.says, "bounds": claim.bounds,
             "seeds": [seed for values in runs[claim.name] for seed in values.get("seeds", [values.get("seed")])],
             "settings": {name: repr(value) for name, value in claim.settings},
-            "expected": {one.name: [repr(bound) for bound in (one.low, one.high, one.part)] for one in claim.expected},
+            "expected": {
+                one.name: [repr(bound) for bound in (one.low, one.high, one.part, one.standard_errors)]
+                for one in claim.expected
+            },
         }
         for claim in claims
     }  # fmt: skip

@@ -156,9 +156,12 @@ def means_of(losses: Sequence[float], parts: int = 10) -> list[tuple[float, floa
     ]
 
 
-def losses(tell: Tell, *, recipes: tuple[str, ...], seed: int, **how: float) -> Measured:
-    """Measure the gaps of recipes of the catalogue."""
-    return gaps_of(tell, {name: get_recipe(name) for name in recipes}, seed, how)
+def losses(tell: Tell, *, recipes: tuple[str, ...], seed: int, window: int = 0, **how: float) -> Measured:
+    """Measure the gaps of recipes of the catalogue; with ``window`` their delayed scales remember so many calls."""
+    every = {name: get_recipe(name) for name in recipes}
+    if window:
+        every = {name: dataclasses.replace(one, linear=delayed(one.linear, window)) for name, one in every.items()}
+    return gaps_of(tell, every, seed, how)
 
 
 def four_bits(tell: Tell, *, recipe: str, seed: int, **how: float) -> Measured:
@@ -269,6 +272,7 @@ CLAIMS = (
         says="NVFP4 ends within 1.5 % of eight bits, MXFP4 one point behind it",
         source=_NVFP4,
         measure=nvfp4, settings=settings(seed=0, **_HOW),
+        recorded_on_card="not shown",
         card=settings(**_CARD),
         expected=(
             Expected(name="gap in %", high=1.5, published=1.5, origin="paper"),
@@ -282,6 +286,7 @@ CLAIMS = (
         says="each part of NVFP4 is needed: leaving one out raises the loss",
         source=_NVFP4,
         measure=nvfp4, settings=settings(seed=0, **_HOW),
+        recorded_on_card="not shown",
         card=settings(**_CARD),
         expected=(
             *(Expected(name=f"{name}, points lost", low=0.0) for name in _LEFT_OUT),
@@ -321,18 +326,20 @@ CLAIMS = (
         source="FP8-LM, arXiv:2310.18313; COAT, arXiv:2410.19313; Fishman et al., arXiv:2409.12517; HALO, "
         "arXiv:2501.02625; TorchAO; Transformer Engine",
         measure=losses, settings=settings(recipes=_EIGHT_BITS, seed=0, **_HOW),
-        card=settings(**_CARD),
+        card=settings(window=16, **_CARD),
         expected=tuple(Expected(name=f"{name}, gap in %", low=-1.0, high=1.0) for name in _EIGHT_BITS),
-        notes=f"{_SIZE}, float32 optimizer states; none of the sources gives one figure for it",
+        notes=f"{_SIZE}, float32 optimizer states; none of the sources gives one figure for it. Delayed scales "
+        "remember 1024 calls, on a GPU 16: with 1024, which 1000 steps do not fill, intel_2t ended at twice the loss",
     ),
     Claim(
-        name="swiglu_divergence", recorded="shown in part", bounds="before", seeds=3, slow=True,
+        name="swiglu_divergence", recorded="shown in part", bounds="after", seeds=3, slow=True,
         says="as aligned weights grow, FP8 with delayed scales diverges, with Smooth-SwiGLU it ends like bfloat16",
         source=f"{INTEL}, section 4, figure 6",
         measure=outgrown,
         settings=settings(
             window=16, outlier=1024.0, seed=0, lr=2e-3, steps=300, batch=4, layers=2, decay=0.9, clip=1.0,
         ),
+        recorded_on_card="not shown",
         card=settings(**_CARD | {"layers": 6}),
         expected=(
             Expected(name="bfloat16, last loss over its least", high=1.1),
@@ -372,6 +379,7 @@ CLAIMS = (
             recipes=("amp_bf16", "e8m5", "e8m4", "e8m3"), rates=(3e-3, 5e-3, 7e-3, 9e-3), failed=3.0, seed=0, steps=100,
             batch=4, layers=2, decay=0.0, clip=math.inf,
         ),
+        recorded_on_card="not shown",
         card=settings(
             rates=(4e-3, 8e-3, 1.6e-2, 3.2e-2), steps=800, batch=32, layers=6, width=256, heads=8, context=128,
             real=True, mixed=True,

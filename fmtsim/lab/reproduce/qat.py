@@ -76,6 +76,7 @@ CLAIMS = (
             recipe="ao_int4_qat", steps=150, tuned=50, lr=4e-3, decay=0.0, clip=math.inf, warmup=0,
             width=64, batch=8, seed=0,
         ),
+        recorded_on_card="not shown",
         card=settings(
             steps=1500, tuned=500, lr=1e-3, decay=0.9, clip=1.0, warmup=20, width=512, batch=32, layers=8, heads=8,
             context=256, real=True, mixed=True,

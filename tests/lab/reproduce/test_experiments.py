@@ -254,6 +254,20 @@ def test_gaps_are_to_bfloat16_and_parts_cost_what_a_gap_grows_by(monkeypatch):
     assert gpts.means_of([1.0, 3.0, 5.0, 7.0, 9.0], 2) == [(1.0, 2.0), (3.0, 6.0)] and gpts.means_of([]) == []
 
 
+def test_delayed_scales_of_a_gap_remember_as_many_calls_as_a_size_says(monkeypatch):
+    lengths = []
+
+    def table(recipe, lr, seed):
+        history = recipe.linear.fprop.a.scaling and recipe.linear.fprop.a.scaling.history
+        lengths.append(history and (history.length, history.refresh_every))
+        return 2.0
+
+    monkeypatch.setattr(gpts, "losses_of", losses(table))
+    for window in (0, 16):
+        gpts.losses(untold, recipes=("intel_2t", "te_current"), seed=0, window=window, lr=1.0, steps=1)
+    assert lengths == [None, (1024, 1024), None, None, (16, 16), None]
+
+
 def test_four_bits_are_trained_with_and_without_their_parts(monkeypatch):
     def table(recipe, lr, seed):
         if recipe.name == "amp_bf16":
