@@ -21,6 +21,7 @@ from fmtsim.casts.arguments import (
 )
 from fmtsim.casts.stored import layout_of, restore, restore_traced, store
 from fmtsim.formats.block import Format, PackedFormat
+from fmtsim.formats.packing import tensor_bytes, tensor_of_bytes
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
@@ -176,8 +177,7 @@ class Encoded:
         check_readable("the encoded tensor", self.codes)
         stored = {}
         for name, (tag, shape, _, _) in layout_of(self.format, self.shape, self.dim).items():
-            tensor = getattr(self, name).detach().cpu().contiguous()
-            stored[name] = StoredTensor(tag, shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+            stored[name] = StoredTensor(tag, shape, tensor_bytes(getattr(self, name)))
         metadata = {"fmtsim": _LAYOUT, "format": format_to_json(self.format)}
         metadata |= {"shape": json.dumps(list(self.shape)), "dim": str(self.dim)}
         write_tensors(path, stored, metadata)
@@ -275,8 +275,7 @@ def _of_file(stored: dict[str, StoredTensor], metadata: dict[str, str]) -> Encod
                 f"tensor {name!r} is {part.tag} {list(part.shape)}; "
                 f"{fmt.name} of shape {tuple(shape)}, dim {dim} expects {tag} {list(elements)}"
             )
-        raw = torch.frombuffer(part.data, dtype=torch.uint8) if len(part.data) else torch.empty(0, dtype=torch.uint8)
-        tensors[name] = raw.view(dtype).reshape(size)
+        tensors[name] = tensor_of_bytes(part.data, dtype).reshape(size)
     return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes of any width as a dense stream of bits: what encoded tensors keep in memory and in files."""
+"""Tensors as bytes, and codes of any width as a dense stream of bits: what memory and files hold of encoded tensors."""
 
 import math
 
@@ -11,6 +11,22 @@ from fmtsim.support.errors import ArgumentError, CodeError, DtypeError
 _WIDE_VIEWS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 _UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 _SIGNED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def tensor_bytes(x: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements, of any dtype and device, in row-major order."""
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def tensor_of_bytes(data: bytes | bytearray | memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Return the elements whose bytes these are, 1-D on the CPU, in the memory of ``data`` where that is writable.
+
+    >>> tensor_of_bytes(tensor_bytes(torch.tensor([1.0, -2.0])), torch.float32)
+    tensor([ 1., -2.])
+    """
+    if not len(data):
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=dtype)
 
 
 def code_dtype(bits: int) -> torch.dtype:

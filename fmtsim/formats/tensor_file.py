@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from fmtsim.formats.packing import tensor_bytes, tensor_of_bytes
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.files import write_file
 from fmtsim.support.records import LARGEST_FILE, parse_json, read_file
@@ -22,6 +25,14 @@ _TAG_BITS = {
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "I8": 8, "U8": 8,
     "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
+TAGS = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
+}  # fmt: skip
+"""Dtypes of tensors in safetensors files, and their tags there."""
+DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 _CHECKSUM = "crc32"
 
 
@@ -31,6 +42,15 @@ class StoredTensor(NamedTuple):
     tag: str
     shape: tuple[int, ...]
     data: bytes | memoryview
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, in the memory of ``data`` where that is writable."""
+        return tensor_of_bytes(self.data, DTYPES[self.tag]).reshape(self.shape)
+
+
+def stored_tensor(x: torch.Tensor) -> StoredTensor:
+    """Return a tensor as files hold it."""
+    return StoredTensor(TAGS[x.dtype], tuple(x.shape), tensor_bytes(x))
 
 
 class TensorPlace(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fmtsim.casts.ops import define_operator, load_engine
 from fmtsim.casts.quantize import quantize
+from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.scaling.hadamard_matrix import Signs, base_matrix, base_of, check_signs, mask_bits, sign_bits
 from fmtsim.support.dispatch import is_dense
 from fmtsim.support.errors import ArgumentError, DtypeError, shown
@@ -77,7 +78,7 @@ def checked_base(matrix: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _orthogonal(data: bytes, order: int) -> bool:
     """Return True if ``B B^T = b I``; sums of +-1 are exact in float32, whatever their order."""
-    base = torch.frombuffer(bytearray(data), dtype=torch.int8).view(order, order).float()
+    base = tensor_of_bytes(data, torch.int8).view(order, order).float()
     return bool((base @ base.T == order * torch.eye(order, device="cpu")).all())
 
 
@@ -88,7 +89,7 @@ def sum_plan(matrix: Tensor, inverse: bool, device: torch.device) -> tuple[tuple
 
 @lru_cache(maxsize=64)
 def _sum_plan(data: bytes, order: int, inverse: bool, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    matrix = torch.frombuffer(bytearray(data), dtype=torch.int8).view(order, order)
+    matrix = tensor_of_bytes(data, torch.int8).view(order, order)
     weights = (matrix.T if inverse else matrix).contiguous()  # row u holds the weights of term u in every result
     plan = []
     for first, second, third, fourth in weights.view(-1, 4, order):

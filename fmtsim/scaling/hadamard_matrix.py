@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.rounding.philox import random_word
 from fmtsim.support.errors import ArgumentError, shown
 
@@ -283,7 +284,7 @@ def accumulate_signs(signs: Signs, more: Signs) -> Signs:
 
 def sign_bits(signs: int, size: int) -> Tensor:
     """Return which elements of a group a mask gives another sign, bool [size]."""
-    octets = torch.frombuffer(bytearray(signs.to_bytes(-(-size // 8), "little")), dtype=torch.uint8)
+    octets = tensor_of_bytes(signs.to_bytes(-(-size // 8), "little"))
     return (octets[:, None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1).flatten()[:size].bool()
 
 

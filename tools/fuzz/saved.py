@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fmtsim
 from fmtsim.engines.cpu.runtime import kernel_cache
 from fmtsim.engines.cpu.runtime.jit import kernel
-from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
+from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
 from fmtsim.gemm.targets.learned import Group, Tree, learned_bytes
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.lab.analysis.audit import audit
@@ -31,7 +31,6 @@ from fmtsim.lab.training.overlay import overlay
 from fmtsim.lab.training.pretrained import load_weights
 from fmtsim.lab.training.sweep import Point, SweepRun
 from fmtsim.lab.training.sweep_folder import read_runs
-from fmtsim.ptq.export.stored import TAGS
 from fmtsim.support import folder as caches
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tools.fuzz.corrupt import corrupted, json_file, junk, mutated, safetensors_file
@@ -155,8 +154,7 @@ def _checkpoints() -> list[Files]:
         made = {name: torch.zeros(shape, dtype=bytes_).to(dtype) for name, (dtype, shape) in tensors.items()}
         if "l.g_idx" in made:
             made["l.g_idx"] = torch.arange(64, dtype=words) % 2
-        stored = {name: StoredTensor(TAGS[t.dtype], tuple(t.shape), t.reshape(-1).view(bytes_).numpy().tobytes())
-                  for name, t in made.items()}  # fmt: skip
+        stored = {name: stored_tensor(t) for name, t in made.items()}
         index = {"weight_map": dict.fromkeys(made, "model.safetensors")}
         files = {"config.json": {"quantization_config": config}, "model.safetensors.index.json": index}
         goods.append({name: json.dumps(value).encode() for name, value in files.items()})

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.interop import dtype_name
-from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
+from fmtsim.formats.packing import tensor_of_bytes
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, stored_tensor, write_tensors
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.records import check_types, parse_json, record_of
@@ -27,10 +28,11 @@ CALL = "stored call"
 
 _SHOWN = 60  # operations in a text
 _KEY = "fmtsim_trace"
-_TAGS = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-}  # fmt: skip
+_TAGGED = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+)  # fmt: skip
+"""Dtypes that files hold by their tags; tensors of others are bytes there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,17 +238,16 @@ def _plain(value: Any) -> Any:
 
 
 def _stored(x: Tensor) -> StoredTensor:
-    x = x.detach().cpu().contiguous()
-    tag, shape = _TAGS.get(x.dtype, "U8"), tuple(x.shape)
-    raw = (x if x.dim() else x.view(1)).view(torch.uint8)
-    return StoredTensor(tag, shape if x.dtype in _TAGS else tuple(raw.shape), raw.numpy().tobytes())
+    if x.dtype not in _TAGGED:
+        x = (x if x.dim() else x.view(1)).detach().contiguous().view(torch.uint8)
+    return stored_tensor(x)
 
 
 def _tensor(stored: StoredTensor, dtype: str) -> Tensor:
     kind = getattr(torch, dtype)
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"{dtype} is not a dtype")
-    raw = torch.frombuffer(bytearray(stored.data), dtype=torch.uint8) if stored.data else torch.empty(0).byte()
+    raw = tensor_of_bytes(bytearray(stored.data))  # a copy: a view keeps all tensors of the file in memory
     if stored.tag == "U8" and kind != torch.uint8:
         return raw.view(stored.shape).view(kind)
     return raw.view(kind).view(stored.shape)

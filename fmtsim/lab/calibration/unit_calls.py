@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.formats.packing import tensor_bytes
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.gemm.targets.kernel import Kernel
@@ -195,5 +196,5 @@ def digest(*tensors: Tensor | None) -> str:
     sha = hashlib.sha256()
     for t in tensors:
         if t is not None:
-            sha.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            sha.update(tensor_bytes(t))
     return sha.hexdigest()

@@ -18,11 +18,10 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.tensor_file import tensor_content
+from fmtsim.formats.tensor_file import stored_tensor, tensor_content
 from fmtsim.lab.analysis.recode import block_format, carry, check_recode
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.ptq.export import compressed_tensors, open_checkpoint
-from fmtsim.ptq.export.stored import stored_tensor
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FmtsimError

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fmtsim.casts.arguments import check_together
 from fmtsim.formats.interop import dtype_name
+from fmtsim.formats.packing import tensor_bytes
 from fmtsim.gemm.products.explanation import factors
 from fmtsim.gemm.products.operands import FLOATS, check_operands, check_tensor, matrix_layout, operand_format
 from fmtsim.gemm.products.operator import OUT_DTYPES
@@ -391,7 +392,7 @@ def _grouped(product: Observed, options: list[Accumulation]) -> tuple[tuple[Accu
         for a, b in probes:
             places = (torch.arange(len(a)) % product.sizes[0], torch.arange(len(b)) % product.sizes[1])
             asked = product.part(*places)._replace(a=a, b=b)
-            bits += option.multiply(asked).view(torch.uint8).numpy().tobytes()
+            bits += tensor_bytes(option.multiply(asked))
         groups.setdefault(bits, []).append(option)
     return tuple(tuple(group) for group in groups.values())
 

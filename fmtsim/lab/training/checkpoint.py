@@ -7,10 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fmtsim.formats.tensor_file import StoredTensor, read_tensors, tensor_content
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, stored_tensor, tensor_content
 from fmtsim.lab.training.run import Parts, Run
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.files import write_folder
@@ -18,11 +17,6 @@ from fmtsim.support.records import parse_json
 
 _LAYOUT = "training checkpoint 4"
 _TENSOR = "$tensor"  # stands in the JSON for a tensor, by its name
-_TAGS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-}  # fmt: skip
-_DTYPES = {tag: dtype for dtype, tag in _TAGS.items()}
 
 
 class Checkpoint:
@@ -69,9 +63,8 @@ class Checkpoint:
         if metadata.get("fmtsim") != _LAYOUT:
             raise DataError(f"{self.path} is not a checkpoint of this version; delete it, or choose another --out")
         try:
-            state = _joined(
-                parse_json(metadata["state"], nan=True), {name: _loaded(one) for name, one in stored.items()}
-            )
+            tensors = {name: part.tensor() for name, part in stored.items()}
+            state = _joined(parse_json(metadata["state"], nan=True), tensors)
             other = next(_differences(state["settings"], self.settings), None)
             if other is None:
                 return self._take(state)
@@ -139,9 +132,7 @@ def _state_of(parts: Parts) -> dict[str, Any]:
 def _split(value: Any, name: str, tensors: dict[str, StoredTensor]) -> Any:
     """Return nested dicts and lists with names in the place of tensors, which are put aside."""
     if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous()
-        raw = data.reshape(-1).view(torch.uint8).numpy().tobytes()
-        tensors[name] = StoredTensor(_TAGS[value.dtype], tuple(value.shape), raw)
+        tensors[name] = stored_tensor(value)
         return {_TENSOR: name}
     if isinstance(value, Mapping):
         return {str(key): _split(item, f"{name}/{key}".lstrip("/"), tensors) for key, item in value.items()}
@@ -156,12 +147,6 @@ def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[value[_TENSOR]]
         return {key: _joined(item, tensors) for key, item in value.items()}
     return [_joined(item, tensors) for item in value] if isinstance(value, list) else value
-
-
-def _loaded(stored: StoredTensor) -> Tensor:
-    dtype = _DTYPES[stored.tag]
-    flat = torch.frombuffer(stored.data, dtype=dtype) if len(stored.data) else torch.empty(0, dtype=dtype)
-    return flat.reshape(stored.shape)
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:

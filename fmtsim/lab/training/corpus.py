@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.support.errors import DataError
 
 MAX_BYTES = 32 * 1024 * 1024  # a training run of minutes sees less; larger corpora are cut here and say so
@@ -74,7 +75,7 @@ def load_corpus(path: str | Path | None, context: int) -> Corpus:
             f"--data {name}: {len(text)} bytes of text, at least {needed} are needed for context {context}; "
             "pass more text or a smaller --context"
         )
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    data = tensor_of_bytes(text)
     split = len(text) - len(text) // VALIDATION_SHARE
     return Corpus(name=name, train=data[:split], validation=data[split:], files=files, truncated=truncated)
 
@@ -175,7 +176,7 @@ def task_corpus(seed: int = 0, lines: int = LINES) -> Corpus:
     for _ in range(lines):
         question, answer = draw.choice(list(TASKS.values()))(draw)
         parts[zlib.crc32(question.encode()) % HELD_OUT == 0].append(f"{question}={answer}\n")
-    train, validation = (torch.frombuffer(bytearray("".join(part).encode()), dtype=torch.uint8) for part in parts)
+    train, validation = (tensor_of_bytes("".join(part).encode()) for part in parts)
     return Corpus(name=f"tasks, seed {seed}", train=train, validation=validation, files=1, truncated=False, tasks=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fmtsim.formats.packing import tensor_bytes
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.products.native import why_not_native
 from fmtsim.gemm.products.resolver import seen_calls
@@ -236,7 +237,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 of the bits of tensors, in order."""
     total = hashlib.sha256()
     for _, x in tensors:
-        total.update(_bits(x).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        total.update(tensor_bytes(x))
     return total.hexdigest()
 
 

@@ -18,11 +18,10 @@ from fmtsim.formats.block import FP32, BlockFormat, Format, PackedFormat, Scaled
 from fmtsim.formats.display import count_of
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.spec import ElementFormat, FloatFormat
-from fmtsim.formats.tensor_file import read_tensors, tensor_content
+from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
 from fmtsim.lab.explain import Element, explain
 from fmtsim.lab.explain.element import neighbours, turning_point
 from fmtsim.lab.verify.checks import SPECIALS, beyond
-from fmtsim.ptq.export.stored import DTYPES, stored_tensor
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.files import Content
 
@@ -61,7 +60,7 @@ def read_vectors(folder: Path) -> Vectors:
     stored, metadata = read_tensors(folder / FILE)
     try:
         fmt, options, groups = format_from_json(metadata["format"]), *map(json.loads, metadata["casts"].splitlines())
-        tensors = {name: torch.frombuffer(t.data, dtype=DTYPES[t.tag]).reshape(t.shape) for name, t in stored.items()}
+        tensors = {name: part.tensor() for name, part in stored.items()}
         return Vectors(fmt, options, groups, {name: tensors[name] for name in ("input", "codes", "decoded", *tensors)})
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / FILE} holds no vectors ({error}); write it by fmtsim vectors") from None

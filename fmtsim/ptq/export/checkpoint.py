@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode
-from fmtsim.formats.tensor_file import TensorPlace, open_tensors
+from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors
 from fmtsim.ptq.export import gguf, torchao
 from fmtsim.ptq.export.layouts import CODES, LAYOUTS, Layout, Reordered, read_config
-from fmtsim.ptq.export.stored import DTYPES, StoredWeight, read_tensor, spread_over
+from fmtsim.ptq.export.stored import StoredWeight, read_tensor, spread_over
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import located, parse_json, read_json
 

@@ -11,19 +11,12 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.block import BLOCK_NAMES, BlockFormat, with_block
+from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block, block_text
-from fmtsim.formats.tensor_file import StoredTensor, TensorPlace
+from fmtsim.formats.tensor_file import DTYPES, TensorPlace
 from fmtsim.support.errors import DataError
 
-TAGS = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-    torch.float4_e2m1fn_x2: "F4",
-}  # fmt: skip
-"""Dtypes of tensors in safetensors files, and their tags there."""
-DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 SCALES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
     torch.float8_e8m0fnu: "e8m0", torch.uint8: "e8m0",
@@ -31,12 +24,6 @@ SCALES = {
 """Formats of scales by the dtype that stores them."""
 REAL = (torch.float32, torch.bfloat16, torch.float16)
 _MX = {"e2m1": "mxfp4", "e2m3": "mxfp6_e2m3", "e3m2": "mxfp6_e3m2", "e4m3": "mxfp8_e4m3", "e5m2": "mxfp8_e5m2"}
-
-
-def stored_tensor(tensor: Tensor) -> StoredTensor:
-    """Return a tensor as files hold it."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return StoredTensor(TAGS[tensor.dtype], tuple(tensor.shape), data)
 
 
 def read_tensor(name: str, place: TensorPlace) -> Tensor:
@@ -48,8 +35,7 @@ def read_tensor(name: str, place: TensorPlace) -> Tensor:
         if not shape or shape[-1] % 2:
             raise DataError(f"{place.path}: tensor {name!r} is F4 {list(shape)}, whose rows do not end on bytes")
         shape = (*shape[:-1], shape[-1] // 2)
-    raw = torch.frombuffer(place.read(), dtype=torch.uint8) if place.size else torch.empty(0, dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
+    return tensor_of_bytes(place.read(), dtype).reshape(shape)
 
 
 class StoredWeight(NamedTuple):

@@ -9,10 +9,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from fmtsim.formats.tensor_file import read_tensors, tensor_content
+from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
 from fmtsim.ptq.export.checkpoint import open_checkpoint
-from fmtsim.ptq.export.stored import stored_tensor
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import write_file, write_folder

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.formats.tensor_file import write_tensors
+from fmtsim.formats.tensor_file import stored_tensor, write_tensors
 from fmtsim.lab.cli.main import main
-from fmtsim.ptq.export.stored import stored_tensor
 
 
 @pytest.fixture

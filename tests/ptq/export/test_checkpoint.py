@@ -12,9 +12,8 @@ import torch
 
 import fmtsim
 from fmtsim.casts.encoded import Encoded
-from fmtsim.formats.tensor_file import StoredTensor, TensorPlace, write_tensors
+from fmtsim.formats.tensor_file import TensorPlace, stored_tensor, write_tensors
 from fmtsim.ptq.export.layouts import Reordered
-from fmtsim.ptq.export.stored import TAGS
 from fmtsim.support.errors import DataError
 from tests.support.bits import assert_same_bits
 from tests.support.refusals import refused
@@ -34,11 +33,7 @@ def integers(low, high, *shape, seed=0, dtype=torch.uint8):
 def saved(folder, tensors, config=None, name="model.safetensors"):
     """Write tensors as a checkpoint's file, with a config.json."""
     folder.mkdir(exist_ok=True)
-    stored = {
-        key: StoredTensor(TAGS[t.dtype], tuple(t.shape), t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        for key, t in tensors.items()
-    }
-    write_tensors(folder / name, stored, {})
+    write_tensors(folder / name, {key: stored_tensor(t) for key, t in tensors.items()}, {})
     if config is not None:
         (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     return folder
