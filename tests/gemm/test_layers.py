@@ -158,6 +158,32 @@ def test_sums_of_integers_are_exact():
     assert not torch.equal(y, x @ w.T)
 
 
+@pytest.mark.parametrize("format", ["int3", "int8", "int8_full", "uint8", "int16", "mxint8"])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (32, 64, 32), (33, 1100, 40), (17, (1 << 16) + 9, 2)])
+def test_a_gpu_multiplies_integers_in_its_int8_units(format, shape, monkeypatch):
+    """What cuBLASLt takes: contiguous rows of eight numbers, of the second matrix as columns; float64 has the bits."""
+    (m, k, n), sizes, call = shape, [], torch._int_mm
+
+    def int_mm(x, w):
+        sizes.append((*x.shape, w.shape[1]))
+        assert x.is_contiguous() and w.mT.is_contiguous() and x.dtype == w.dtype == torch.int8
+        return call(x, w)
+
+    torch.manual_seed(k)
+    fmt = get_format(format)
+    fmt = getattr(fmt, "element", fmt)
+    values = torch.cat([torch.randn(m, k) / 3, torch.full((n, k), fmt.max)])
+    values[m:, ::3] = fmt.min
+    a, b = (Operand(quantize(v * fmt.max, fmt), Quantizer(format=fmt)) for v in values.split([m, n]))
+    exact = (a.elements.double() @ b.elements.double().T).float()
+    monkeypatch.setattr(torch, "_int_mm", int_mm)
+    assert_same_bits(multiply(a, b, None, F32), exact)
+    assert not sizes
+    monkeypatch.setattr("fmtsim.gemm.layers.product.is_on_gpu", lambda t: True)
+    assert_same_bits(multiply(a, b, None, F32), exact)
+    assert sizes and all(size[0] > 16 and not size[1] % 8 and not size[2] % 8 for size in sizes)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F64])
 @pytest.mark.parametrize("dim", [-1, 0])
 @pytest.mark.parametrize("factor", [None, torch.tensor(0.75)])

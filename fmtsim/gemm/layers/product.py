@@ -8,6 +8,7 @@ float32. Scales that sums can take, what was cut off, and a bias follow, one rou
 from itertools import product as pairs
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.casts.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
@@ -26,6 +27,7 @@ from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.float64 import has_float64
 
 HALVES = (torch.bfloat16, torch.float16)
+_WITHIN_INT32 = 1 << 16  # products of two 8-bit integers
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +71,7 @@ def multiply(
         if halves and scaled and is_on_gpu(lhs):  # torch on a CPU has no such product
             y = torch.mm(lhs, rhs, out_dtype=torch.float32)
             return finish(y, columns, rows, rest, bias, dtype, traced)
-        if integers and not has_float64(lhs.device):
+        if integers and ((wide == torch.float32 and is_on_gpu(lhs)) or not has_float64(lhs.device)):
             return finish(_integer_sums(a, b), columns, rows, rest, bias, dtype, traced)
         if scaled or not halves:
             exact = torch.float64 if integers else wide
@@ -91,27 +93,48 @@ def is_integer(x: Operand) -> bool:
 
 
 def _integer_sums(a: Operand, b: Operand) -> Tensor:
-    """Return the product of integer elements, float32, rounded once, on a device without float64.
-
-    Elements are cut into digits of 8 bits and K into pieces of 1024, whose sums are exact in float32.
-    """
+    """Return the product of integer elements, float32, rounded once, without float64: in digits of 8 bits."""
     sides, unit = [], 1.0
     for x in (a, b):
         fmt = x.quantizer.format
         assert isinstance(fmt, IntFormat)
         step = fmt.eps / 2 if fmt.half_offset else fmt.eps
-        whole, digits = (x.elements.float() / step).to(torch.int64), []
-        for _ in range(1 if fmt.bits <= 8 and fmt.signed and not fmt.half_offset else (fmt.bits + 1) // 8 + 1):
+        unit *= step
+        numbers = x.elements if step == 1 else x.elements.float() / step
+        if fmt.bits <= 8 and fmt.signed and not fmt.half_offset:
+            sides.append([_digit(numbers)])
+            continue
+        whole, digits = numbers.to(torch.int64), []
+        for _ in range((fmt.bits + 1) // 8 + 1):
             low = ((whole + 128) & 255) - 128
-            digits.append(low.float())
+            digits.append(_digit(low))
             whole = (whole - low) >> 8
         sides.append(digits)
-        unit *= step
-    total = torch.zeros(a.elements.shape[0], b.elements.shape[0], dtype=torch.int64, device=a.elements.device)
-    for (i, lhs), (j, rhs) in pairs(*map(enumerate, sides)):
-        for x, y in zip(lhs.split(1024, 1), rhs.split(1024, 1), strict=True):
-            total += torch.mm(x, y.mT).to(torch.int64) << 8 * (i + j)
+    parts = [_digit_sums(x, y, 8 * (i + j)) for (i, x), (j, y) in pairs(*map(enumerate, sides))]
+    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     return total.to(torch.float32) * unit
+
+
+def _digit(numbers: Tensor) -> Tensor:
+    return numbers.to(torch.int8, memory_format=torch.contiguous_format)
+
+
+def _digit_sums(a: Tensor, b: Tensor, shift: int) -> Tensor:
+    """Return ``a b^T << shift`` of int8 [M, K] and [N, K], exact: by a GPU's int8 units, elsewhere in float32.
+
+    K is cut into pieces whose sums an int32, or float32, holds; the result is int64 unless one int32 is all.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    if not is_on_gpu(a):
+        pieces = zip(a.split(1024, 1), b.split(1024, 1), strict=True)
+        return torch.stack([torch.mm(x.float(), y.float().mT).to(torch.int64) for x, y in pieces]).sum(0) << shift
+    # what cuBLASLt takes: rows of 8 numbers, and more than 16 of them
+    a, b = (x if not k % 8 | len(x) % 32 else F.pad(x, (0, -k % 8, 0, -len(x) % 32)) for x in (a, b))
+    pieces = zip(a.split(_WITHIN_INT32, 1), b.split(_WITHIN_INT32, 1), strict=True)
+    sums = [torch._int_mm(x.contiguous(), y.contiguous().mT)[:m, :n] for x, y in pieces]
+    if len(sums) == 1 and not shift:
+        return sums[0]
+    return torch.stack([y.to(torch.int64) for y in sums]).sum(0) << shift
 
 
 def _multiply_groups(
