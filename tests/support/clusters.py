@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of this machine, of processes with one thread each, which may be killed; and tasks for them.
+"""Dask and Ray clusters on this machine, whose workers are processes of one thread, and tasks to run on them.
 
-Tasks stand here because workers import this module, and no test module.
+Tests may kill the workers. The tasks are defined here because a worker imports a task's module, and workers do not
+import test modules.
 """
 
 import contextlib
@@ -16,28 +17,28 @@ from pathlib import Path
 
 import torch
 
-SECONDS = 120
+SECONDS = 120  # that a cluster has to start
 
 
 def scaled(state, task):
-    """Return a product and the number of CPU threads."""
+    """Return ``state * task`` and the number of CPU threads that torch uses."""
     return state * task, torch.get_num_threads()
 
 
 def shares(state, task):
-    """Change one tensor and return another that shares its memory."""
+    """Set one tensor to zero and return the elements of another, which shows whether both share memory."""
     whole, part = state
     part.zero_()
     return whole.tolist()
 
 
 def wrong(state, task):
-    """Raise an error."""
+    """Raise an error of the class ``state``."""
     raise state(f"task {task} is wrong")
 
 
 def slept(state, task):
-    """Sleep for so many seconds, and say in a folder by which process."""
+    """Sleep for ``task`` seconds and return them; the folder ``state``, if any, gets a file named after the process."""
     if state is not None:
         Path(state, f"{os.getpid()}.pid").touch()
     time.sleep(task)
@@ -46,7 +47,7 @@ def slept(state, task):
 
 @contextlib.contextmanager
 def dask_cluster(folder: Path, workers: int = 2) -> Iterator[tuple[str, list[subprocess.Popen]]]:
-    """Give the URL of a Dask cluster and its workers, which nobody starts again; ``folder`` has their logs."""
+    """Start a Dask cluster and yield its URL and its workers, which are not restarted; logs go to ``folder``."""
     folder.mkdir(exist_ok=True)
     file, dask = folder / "scheduler.json", [sys.executable, "-m", "dask"]
     quiet = ["--scheduler-file", str(file), "--no-dashboard"]
@@ -62,7 +63,7 @@ def dask_cluster(folder: Path, workers: int = 2) -> Iterator[tuple[str, list[sub
 
 @contextlib.contextmanager
 def ray_cluster(folder: Path, workers: int = 2) -> Iterator[str]:
-    """Give the URL of a Ray cluster of one node with so many workers."""
+    """Start a Ray cluster of one node with ``workers`` workers and yield its URL; logs go to ``folder``."""
     port, client = free_port(), free_port()
     head = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", str(workers),
@@ -76,6 +77,7 @@ def ray_cluster(folder: Path, workers: int = 2) -> Iterator[str]:
 
 
 def _start(words: list[str], folder: Path, stack: contextlib.ExitStack) -> subprocess.Popen:
+    """Start a process that ends with ``stack``; its log is a file of ``folder``."""
     log = stack.enter_context((folder / f"{len(list(folder.glob('*.log')))}.log").open("wb"))
     process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
     stack.callback(_end, process)
@@ -83,7 +85,7 @@ def _start(words: list[str], folder: Path, stack: contextlib.ExitStack) -> subpr
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a process with all that it began."""
+    """End a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,7 +96,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def wait_for(condition, processes: list[subprocess.Popen]) -> None:
-    """Wait for a condition, as long as processes run."""
+    """Wait until ``condition`` returns True; fail after ``SECONDS``, or where one of the processes has ended."""
     end = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < end and all(process.poll() is None for process in processes)
@@ -102,14 +104,14 @@ def wait_for(condition, processes: list[subprocess.Popen]) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a TCP port of this machine that no process listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def answers(port: int) -> bool:
-    """Return True if somebody listens at a port."""
+    """Return True if a process of this machine listens on a port."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
         return True
     return False

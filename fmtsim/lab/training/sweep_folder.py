@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of runs: what a sweep has done is there as soon as it is done, whoever trains the rest."""
+"""The folder of a sweep: each run is written as soon as it ends, and a sweep that goes on trains the missing runs."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -30,11 +30,11 @@ def run_sweep(
     config: SweepConfig, points: Sequence[Point], corpus: Corpus, out: Path, progress: Progress, workers: int = 1,
     executor: AnyExecutor = None,
 ) -> list[SweepRun]:  # fmt: skip
-    """Train all points that a folder does not hold yet, and return the runs of all points, in their order.
+    """Train the points whose runs a folder lacks; return the runs of all points, in the order of ``points``.
 
-    Each run is a line of ``runs.jsonl``, which this process writes as soon as the run ends. Every run has a CPU thread
-    of its own, so that its bits do not depend on how many processes share the work: ``workers`` of this machine, or
-    those of ``executor`` (``concurrent.futures.Executor``, ``dask://HOST:PORT``, ``ray://HOST:PORT``).
+    This process writes each run as a line of ``runs.jsonl`` as soon as the run ends. A run has one CPU thread, so its
+    bits do not depend on the number of processes: ``workers`` processes of this machine, or the workers of
+    ``executor`` (``concurrent.futures.Executor``, ``dask://HOST:PORT``, ``ray://HOST:PORT``).
 
     Raises:
         ArgumentError: The folder holds a sweep of other settings; the message has the first one that differs.
