@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -135,6 +136,10 @@ def _opened(executor: AnyExecutor, workers: int, stack: ExitStack) -> tuple[Any,
         raise ArgumentError(f"{url} is no cluster; pass dask://HOST:PORT or ray://HOST:PORT, or in Python an Executor")
     if importlib.util.find_spec(_PACKAGES[scheme]) is None:
         raise ArgumentError(f"{url} needs {_PACKAGES[scheme]}, which is not installed; pip install 'fmtsim[{scheme}]'")
+    if scheme == "ray" and "ray" in sys.modules and sys.modules["ray"].is_initialized():  # shutdown would end that, too
+        raise ArgumentError(
+            f"{url}: this process has a Ray session, and Ray has one at a time; end it (ray.shutdown())"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), TIMEOUT).close()  # Ray itself tries for minutes
         if scheme == "ray":

@@ -3,10 +3,13 @@
 
 import importlib.util
 import pickle
+import socket
+import sys
 import threading
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,3 +180,30 @@ def test_a_cluster_that_does_not_answer(scheme, port, monkeypatch):
     url = f"{scheme}://127.0.0.1:{port or free_port()}"
     with pytest.raises(DeviceError, match=rf"executor='{url}': no cluster with workers answers .*; start it, or look"):
         open_tasks(1, url).__enter__()
+
+
+@pytest.fixture
+def ray_calls(monkeypatch):
+    """Let a stand-in be imported as Ray, and its server be reached; give the list of its calls."""
+    calls = []
+    ray = SimpleNamespace(
+        is_initialized=lambda: "init" in calls, init=lambda *_, **__: calls.append("init"), remote=lambda work: work,
+        shutdown=lambda: calls.append("shutdown"), put=bytes,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: SimpleNamespace(close=lambda: None))
+    return calls
+
+
+def test_a_session_of_ray_ends_with_the_job_that_began_it(ray_calls):
+    with open_tasks(1, "ray://host:1"):
+        assert ray_calls == ["init"]
+    assert ray_calls == ["init", "shutdown"]
+
+
+def test_a_session_of_ray_that_was_there_is_not_ended(ray_calls):
+    ray_calls.append("init")
+    refused("executor='ray://host:1': this process has a Ray session, and Ray has one at a time; end it",
+            open_tasks(1, "ray://host:1").__enter__)  # fmt: skip
+    assert ray_calls == ["init"]
