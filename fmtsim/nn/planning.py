@@ -374,9 +374,9 @@ def find_blocks(model: nn.Module) -> list[str]:
     """
     stacks = {name: list(module) for name, module in model.named_modules() if _is_stack(module)}
     even = {name for name, blocks in stacks.items() if len({type(block) for block in blocks}) == 1}
-    outer = {name for name in even if not any(_inside(name, other) for other in even)}
+    outer = {name for name in even if not any(is_inside(name, other) for other in even)}
     if not outer:  # no stack of equals: whatever is outermost
-        outer = {name for name in stacks if not any(_inside(name, other) for other in stacks)}
+        outer = {name for name in stacks if not any(is_inside(name, other) for other in stacks)}
     outer = {name for name in outer if emulated_class(type(stacks[name][0])) is None} or outer
     return [f"{name}.{i}" if name else str(i) for name in stacks if name in outer for i in range(len(stacks[name]))]
 
@@ -394,5 +394,6 @@ def _is_stack(module: nn.Module) -> bool:
     return all(any(emulated_class(type(part)) or raw_parameters(part) for part in block.modules()) for block in module)
 
 
-def _inside(name: str, other: str) -> bool:
+def is_inside(name: str, other: str) -> bool:
+    """Return True if a module lies inside another, by their names; the model's is empty."""
     return name != other and (not other or name.startswith(f"{other}."))

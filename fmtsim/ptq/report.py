@@ -14,7 +14,7 @@ from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Slot, limit, static_scale
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
-from fmtsim.support.table import Result, Rows
+from fmtsim.support.table import Result, Rows, decibels, some
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ class PtqReport(Result):
             scale = "-" if not row.x else "dynamic" if row.x_scale is None else f"{row.x_scale:.4g}"
             clipped = "-" if row.x_scale is None else f"{row.clipped_percent:.3f}"
             shape = "x".join(map(str, row.shape))
-            numbers = (scale, clipped, _decibels(row.weight_db), _decibels(row.output_db), row.methods)
+            numbers = (scale, clipped, decibels(row.weight_db), decibels(row.output_db), row.methods)
             cells.append((row.name, shape, row.x or "-", row.w or "-", *numbers))
         return cells
 
@@ -114,18 +114,14 @@ class PtqReport(Result):
         total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
         lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
         lines += [f"attention: {self.attention}"] if self.attention else []
-        lines += [f"rounded, too: {_some(self.extended)}"] if self.extended else []
+        lines += [f"rounded, too: {some(self.extended)}"] if self.extended else []
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_alone:
             if name not in self.extended:
                 reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
-            lines.append(f"left in high precision: {_some(names)} ({reason})")
+            lines.append(f"left in high precision: {some(names)} ({reason})")
         return lines + [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -185,10 +181,6 @@ def ratio(signal: float, noise: float) -> float:
     if signal == 0:
         return math.nan
     return math.inf if noise == 0 else 10 * math.log10(signal / noise)
-
-
-def _decibels(value: float) -> str:
-    return "lossless" if value == math.inf else "-" if math.isnan(value) else f"{value:.1f}"
 
 
 def _plot_layers(reports: Sequence[PtqReport], path: str | Path | None) -> "Figure":

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.casts.ops import define_operator, load_engine
+from fmtsim.casts.ops import define_operator, fused_engine, load_engine
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.scaling.hadamard_matrix import Signs, base_matrix, base_of, check_signs, mask_bits, sign_bits
@@ -293,7 +293,7 @@ class _Hadamard(torch.autograd.Function):
 def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ignore[no-untyped-def]
     # kernels take Sylvester's matrices of some sizes, torch ops the others
     flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
-    if matrix is None and _has_kernels(x) and (engine := load_engine("cuda")).covers_hadamard(size, dim):
+    if matrix is None and (engine := fused_engine(x)) is not None and engine.covers_hadamard(size, dim):
         return engine.hadamard(x.detach(), size, flips, inverse)
     if matrix is None and x.is_cpu and is_dense(x):
         y = load_engine("cpu").hadamard(x, size, dim, flips, inverse)
@@ -301,11 +301,6 @@ def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ig
             return y
     base = base_matrix(base_of(size)) if matrix is None else checked_base(matrix)
     return transform(x.detach(), size, dim, base, flips, inverse)
-
-
-def _has_kernels(x: Tensor) -> bool:
-    """Return True if the CUDA engine runs on a tensor's device."""
-    return x.is_cuda and bool(load_engine("cuda").serves(x.get_device()))
 
 
 define_operator(

@@ -248,6 +248,16 @@ def number_text(value: float | Fraction | None) -> str:
     return ("" if exact else "~") + repr(near).removesuffix(".0")
 
 
+def decibels(ratio: float) -> str:
+    """Write a ratio of powers in dB: inf is a result without an error, NaN has no ratio."""
+    return "lossless" if ratio == math.inf else "-" if math.isnan(ratio) else f"{ratio:.1f}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Write six names at most and how many more there are."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Return the lines of a text that is broken between words, and within those that are longer than a line."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False)

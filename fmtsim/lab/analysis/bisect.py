@@ -16,6 +16,7 @@ from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.compare import Comparison, compare
 from fmtsim.lab.analysis.trace import AGAIN, CALL, Level, Operation, TensorBits, Trace
 from fmtsim.lab.analysis.tracing import traced_step
+from fmtsim.nn.planning import is_inside
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
 
@@ -85,7 +86,7 @@ class Bisection(table.Result):
         """Whether the operation that was found is not code between others: False of a module that calls others, too."""
         calls = self.before is not None and self.a is not None and is_call(self.a) and self.kind == "operation"
         if calls and self.before is not None and self.a is not None:
-            return not _below(self.before.layer, self.a.layer)
+            return not is_inside(self.before.layer, self.a.layer)
         return self.kind != "code"
 
     def _content(self) -> tuple[table.Facts]:
@@ -132,10 +133,6 @@ class Bisection(table.Result):
             if self.worst is not None:
                 text += f", most that of {self.worst[0]}: by {self.worst[1]:.3g} of its norm"
             yield "gradients", text
-
-
-def _below(layer: str, other: str) -> bool:
-    return layer != other and (not other or layer.startswith(f"{other}."))
 
 
 def is_call(one: Operation) -> bool:

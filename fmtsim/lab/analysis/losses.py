@@ -13,7 +13,7 @@ from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.stats import OperandStats, Sample, in_order
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
-from fmtsim.support.table import Column, Facts, Result, Rows, table_of
+from fmtsim.support.table import Column, Facts, Result, Rows, decibels, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,17 +51,13 @@ _COLUMNS = (
     Column("format", lambda loss: loss.stats.format),
     Column("underflow %", lambda loss: _known(loss.stats.underflow_percent), ">.2f", absent="-"),
     Column("saturation %", lambda loss: loss.stats.saturation_percent, ">.3f"),
-    Column("SQNR dB", lambda loss: _decibels(loss.stats.sqnr_db), ">"),
+    Column("SQNR dB", lambda loss: decibels(loss.stats.sqnr_db), ">"),
     Column("amax", lambda loss: loss.stats.amax, ">.3g"),
 )
 
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _decibels(ratio: float) -> str:
-    return "lossless" if ratio == math.inf else "-" if math.isnan(ratio) else f"{ratio:.1f}"
 
 
 def losses_of(layers: Layers) -> Losses:

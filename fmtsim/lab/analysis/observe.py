@@ -28,6 +28,7 @@ from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.table import some
 
 _UNREAD = 1024  # operands whose counts stay on their devices, some 20 KB each: a step waits for no device
 
@@ -134,8 +135,8 @@ class ModelObservation(Observation):
         }
         absent = [layer or "(model)" for layer, parts in parts_of.items() if parts.isdisjoint(self.layers)]
         unseen = [attended.name or "(model)" for attended in self._attention if attended.name not in self.layers]
-        notes = [f"not called: {_some(absent)}"] if absent else []
-        notes += [f"no attention seen, not called or of another kind: {_some(unseen)}"] if unseen else []
+        notes = [f"not called: {some(absent)}"] if absent else []
+        notes += [f"no attention seen, not called or of another kind: {some(unseen)}"] if unseen else []
         return [*self._shadow.notes, *notes]
 
     def _observer(self, step: int, module: str, part: str) -> Watcher:
@@ -252,7 +253,3 @@ def check_asked(who: str, every: int, recipe: Any, format: Any, rules: Any) -> N
 
 def _named(layer: str, part: str) -> str:
     return ".".join(filter(None, (layer, part)))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -2,7 +2,6 @@
 """What a comparison, or ``fmtsim train --check native``, leaves behind: report, JSON record, table; all or nothing."""
 
 import json
-import math
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from fmtsim.lab.training.checkpoint import Checkpoint
 from fmtsim.lab.training.corpus import Corpus
 from fmtsim.lab.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch, emulates_head
 from fmtsim.lab.training.models import TITLES, source_digest
-from fmtsim.lab.training.run import Run
+from fmtsim.lab.training.run import Run, finite
 from fmtsim.lab.training.schemes import TrainConfig
 from fmtsim.lab.training.verdict import verdict
 from fmtsim.spec.call import GemmCall
@@ -83,7 +82,7 @@ def make_record(
     record = {
         **settings(config, corpus), "ran": as_it_ran(config, (baseline, simulated), started),
         "baseline": _run_record(baseline), "simulated": _run_record(simulated),
-        "gap": {name: _finite(gap) for name, gap in gaps.items()},
+        "gap": {name: finite(gap) for name, gap in gaps.items()},
     }  # fmt: skip
     return record | {"verdict": verdict(record)}
 
@@ -160,19 +159,15 @@ def _run_record(run: Run) -> dict[str, Any]:
     observed = None if run.stats is None else run.stats.to_dict()
     system = ("optimizer", "state_bytes", "ranks", "reduction", "gathered")
     return {name: getattr(run, name) for name in (*names, *system)} | {
-        "losses": [_finite(loss) for loss in run.losses],
-        "final_loss": _finite(run.final_loss),
-        "validation": _finite(run.validation),
+        "losses": [finite(loss) for loss in run.losses],
+        "final_loss": finite(run.final_loss),
+        "validation": finite(run.validation),
         "seconds": round(run.seconds, 3),
         "layers": None if observed is None else observed["layers"],
         "history": None if observed is None else observed["history"],
         "report": None if run.report is None else [asdict(row) for row in run.report.rows],
         "summary": None if run.report is None else run.report.summary,
     }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 CHECK_RECORD, CHECK_TEXT = "check.json", "check.txt"

@@ -177,3 +177,8 @@ def simulate(
 def keys(config: TrainConfig) -> torch.Generator:
     """Return the source of stochastic rounding's keys, on the device of the model."""
     return torch.Generator(config.device).manual_seed(config.seed)
+
+
+def finite(number: float) -> float | None:
+    """Return a number as JSON holds it: NaN and infinities are None."""
+    return number if math.isfinite(number) else None

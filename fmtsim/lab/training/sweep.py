@@ -24,7 +24,7 @@ from fmtsim.lab.training.corpus import Corpus, score
 from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.learner import autocast
 from fmtsim.lab.training.loop import validate
-from fmtsim.lab.training.run import begin, training_steps
+from fmtsim.lab.training.run import begin, finite, training_steps
 from fmtsim.lab.training.schemes import CLIP, FINAL_SHARE, HIGH_PRECISION, Scheme, TrainConfig
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes import Recipe, get_recipe, list_recipes
@@ -139,9 +139,9 @@ class SweepRun:
     def to_line(self) -> str:
         """Return the run as a line of JSON; numbers that are not finite are null."""
         record = self.point._asdict() | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
-        record["losses"] = [_finite(loss) for loss in self.losses]
-        record["sharpness"] = [(step, _finite(value)) for step, value in self.sharpness]
-        return json.dumps(record | {"validation": _finite(self.validation)}, allow_nan=False) + "\n"
+        record["losses"] = [finite(loss) for loss in self.losses]
+        record["sharpness"] = [(step, finite(value)) for step, value in self.sharpness]
+        return json.dumps(record | {"validation": finite(self.validation)}, allow_nan=False) + "\n"
 
     @classmethod
     def of_line(cls, line: str) -> "SweepRun":
@@ -262,10 +262,6 @@ def train_point(config: SweepConfig, point: Point, corpus: Corpus) -> SweepRun:
         losses=tuple(round(loss, 5) for loss in run.losses), validation=validation, stopped=run.stopped,
         sharpness=tuple(sharp), tasks=tasks, seconds=round(time.perf_counter() - began, 3),
     )  # fmt: skip
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _number(value: float | None) -> float:

@@ -125,7 +125,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return Checkpoint(path, _torchao(path, places, metadata))
     config = read_config(path if path.is_dir() else path.parent)
     weights, taken = _weights(places)
-    _refuse_unknown(path, {name: place for name, place in places.items() if name not in taken})
+    _refuse_unknown({name: place for name, place in places.items() if name not in taken})
     readers: dict[str, Reader] = {}
     for name, place in places.items():
         if name in weights:
@@ -175,7 +175,7 @@ def _weights(places: Mapping[str, TensorPlace]) -> tuple[dict[str, tuple[Layout,
     return weights, taken
 
 
-def _refuse_unknown(path: Path, places: Mapping[str, TensorPlace]) -> None:
+def _refuse_unknown(places: Mapping[str, TensorPlace]) -> None:
     """Raise DataError where tensors that no layout took have names, or dtypes, of codes or their scales."""
     ends = {end for layout in LAYOUTS for end in layout.ends if end not in ("", ".weight", ".scale", ".scales")}
     for name, place in places.items():

@@ -43,9 +43,9 @@ def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
 def _integers(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
     tensors = {"qdata": weight.integers, "scale": weight.scale}
     if weight.inputs == "token" and weight.inputs_are("int8") and weight.element.bits == 8 and weight.per == "channel":
-        act = {"granularity": _PER_ROW, "mapping_type": _enum("MappingType", "SYMMETRIC"), "reduce_range": False}
+        act = {"granularity": _PER_ROW, "mapping_type": _typed("MappingType", "SYMMETRIC"), "reduce_range": False}
         fields = {"block_size": [1, weight.block[1]], "dtype": _dtype(weight.dtype)}
-        return "Int8Tensor", tensors, {**fields, "act_quant_kwargs": _record("QuantizeTensorToInt8Kwargs", act)}
+        return "Int8Tensor", tensors, {**fields, "act_quant_kwargs": _typed("QuantizeTensorToInt8Kwargs", act)}
     dynamic = {"none": None, "token_zp": "int8_asym_per_token"}
     if weight.inputs not in dynamic:
         raise weight.refuse(f"torchao has no integer weights under inputs in {weight.x}", _CHOICES)
@@ -64,14 +64,14 @@ def _integers(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
 def _float8(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
     act = None
     if weight.inputs in ("token", "tensor") and weight.inputs_are("e4m3"):
-        per = _PER_ROW if weight.inputs == "token" else _record("PerTensor", {})
+        per = _PER_ROW if weight.inputs == "token" else _typed("PerTensor", {})
         act = {"float8_dtype": _dtype(torch.float8_e4m3fn), "granularity": per, "kernel_preference": _AUTO}
     elif weight.inputs != "none":
         raise weight.refuse(f"torchao has no float8 weights under inputs in {weight.x}", _CHOICES)
     fields = {
         "block_size": list(weight.block),
         "mm_config": None,
-        "act_quant_kwargs": act and _record("QuantizeTensorToFloat8Kwargs", act),
+        "act_quant_kwargs": act and _typed("QuantizeTensorToFloat8Kwargs", act),
         "kernel_preference": _AUTO,
         "dtype": _dtype(weight.dtype),
     }
@@ -90,7 +90,7 @@ def _mx(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
         "elem_dtype": _dtype(torch.float4_e2m1fn_x2 if small else torch.float8_e4m3fn),
         "block_size": 32,
         "orig_dtype": _dtype(weight.dtype),
-        "kernel_preference": _enum("KernelPreference", "EMULATED"),
+        "kernel_preference": _typed("KernelPreference", "EMULATED"),
         "act_quant_kwargs": None,
         "is_swizzled_scales": False,
     }
@@ -111,19 +111,16 @@ def _nvfp4(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
     return "NVFP4Tensor", tensors, fields
 
 
-def _record(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"_type": kind, "_data": fields}
-
-
-def _enum(kind: str, name: str) -> dict[str, Any]:
-    return {"_type": kind, "_data": name}
+def _typed(kind: str, data: Any) -> dict[str, Any]:
+    """Return the fields of a record, or the name of an enumeration's member, below the name of the class."""
+    return {"_type": kind, "_data": data}
 
 
 def _dtype(dtype: torch.dtype) -> dict[str, Any]:
-    return {"_type": "torch.dtype", "_data": str(dtype).removeprefix("torch.")}
+    return _typed("torch.dtype", str(dtype).removeprefix("torch."))
 
 
-_PER_ROW, _AUTO = _record("PerRow", {"dim": -1}), _enum("KernelPreference", "AUTO")
+_PER_ROW, _AUTO = _typed("PerRow", {"dim": -1}), _typed("KernelPreference", "AUTO")
 
 
 def named(layer: str, attribute: str) -> str:
