@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time a sweep on Dask workers of this machine, one thread each: several workers over one, in turns.
 
-python benchmarks/cluster.py [--workers 2] [--runs 32] [--steps 100] [--width 64] [--repeats 3] [--record FILE]
+python benchmarks/cluster.py [--workers 2] [--runs 32] [--steps 100] [--width 64] [--repeats 3]
+                             [--default] [--record FILE]
 
 With --sleep SECONDS the tasks only sleep: what the cluster and fmtsim take for themselves, on a machine that is busy.
+With --default Dask keeps its settings: a profiler and ticks, which take 5 % of two cores with a scheduler on them.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import dask
 import torch
 from distributed import Client, LocalCluster
 
@@ -24,14 +27,18 @@ from fmtsim.lab.training.sweep_folder import run_sweep
 from fmtsim.support.executors import open_tasks
 from fmtsim.support.progress import Progress
 
+QUIET = {"distributed.worker.profile.enabled": False, "distributed.admin.tick.interval": "1s"}  # as docs/sweep.md says
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"workers": 2, "runs": 32, "steps": 100, "width": 64, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--sleep", type=float)
+    parser.add_argument("--default", action="store_true")
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
+    dask.config.set({} if given.default else QUIET)
     config = SweepConfig()
     corpus = load_corpus(None, config.context)
     points = points_of(["bf16"], [4e-3], [given.width], [given.steps], range(given.runs))
