@@ -14,7 +14,7 @@ from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, fma32, su
 from fmtsim.machine import mufu
 
 _MAGNITUDE, _SIGN, _INF = int32(0x7FFFFFFF), int32(-0x80000000), int32(0x7F800000)
-_HALF, _ONE, _ZERO, _TWO = float32(0.5), float32(1.0), float32(0.0), float32(2.0)
+_HALF, _ONE, _ZERO = float32(0.5), float32(1.0), float32(0.0)
 
 
 def _f32(*bits: int) -> tuple[float32, ...]:

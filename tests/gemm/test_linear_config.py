@@ -114,7 +114,7 @@ def test_configs_fail_before_the_first_step(build, error, message):
     refused(message, build, error=error)
 
 
-X, W, BIAS = normal(32, 48, seed=1), normal(64, 48, seed=2), normal(64, seed=3)
+X, W = normal(32, 48, seed=1), normal(64, 48, seed=2)
 
 
 @pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")

@@ -56,10 +56,6 @@ def put_half(block, place, x):
     return of_half(half(x))
 
 
-def get_half(block, place):
-    return of_half(int(block[place]) | int(block[place + 1]) << 8)
-
-
 def nearest(x):
     """nearest_int: the last 23 bits of x + 1.5 * 2**23."""
     return int((np.array(x + F(12582912), F).view(np.int32)) & 0x7FFFFF) - 0x400000

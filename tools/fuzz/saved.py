@@ -349,7 +349,7 @@ def _read_cache(place: Path, files: Files) -> None:
 
 CACHED = _cached()
 CHECKPOINTS = _checkpoints()
-PLAN_FOLDERS, RUNS, RECORDS, TREES = _plans(), _runs(), _records(), _trees()
+PLAN_FOLDERS, RUNS, RECORDS = _plans(), _runs(), _records()
 TRACE = _trace()
 WEIGHTS = _weights()
 TARGETS = [

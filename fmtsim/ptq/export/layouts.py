@@ -20,7 +20,6 @@ from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import located, read_json
 
 _FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column 0, 1, ... of eight
 
 

@@ -14,7 +14,7 @@ from fmtsim.lab.calibration.grow import Nodes, Topic, grow
 from fmtsim.lab.calibration.learn import draw
 
 TOPIC = Topic((KINDS["bf16"], KINDS["bf16_bias"]), leaves=40)
-K, BATCH, KIND = 3, 16, 17  # features
+K = 3  # a feature
 # CUTLASS of two names and one tile, nvjet, a whole chain of another name, an unknown order, a refusal
 CHOICES = (Choice(21, 4, 2, 0, 7), Choice(66, 3, 2), Choice(39), Choice(24, 4, 2, 0, 12), Choice(99), None, Choice(66))
 

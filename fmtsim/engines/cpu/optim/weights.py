@@ -19,7 +19,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.optimizer import Numbers, StateFormat
 
-_MAGNITUDE, _INFINITY, _LEAST = int32(0x7FFFFFFF), int32(0x7F800000), float32(1e-12)
+_MAGNITUDE, _LEAST = int32(0x7FFFFFFF), float32(1e-12)
 _ONE_ON, _MOST = float32(2.0**32), float32(512.0)
 
 
