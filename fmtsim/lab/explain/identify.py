@@ -391,8 +391,7 @@ def _grouped(product: Observed, options: list[Accumulation]) -> tuple[tuple[Accu
         bits = b""
         for a, b in probes:
             places = (torch.arange(len(a)) % product.sizes[0], torch.arange(len(b)) % product.sizes[1])
-            asked = product.part(*places)._replace(a=a, b=b)
-            bits += tensor_bytes(option.multiply(asked))
+            bits += tensor_bytes(option.multiply(product.part(*places)._replace(a=a, b=b)))
         groups.setdefault(bits, []).append(option)
     return tuple(tuple(group) for group in groups.values())
 
