@@ -53,7 +53,7 @@ def test_the_verb_takes_the_kernel(device, monkeypatch):
     monkeypatch.setattr(
         fmtsim.engines.cuda, "hadamard", lambda t, size, *rest: taken.append(size) or real(t, size, *rest)
     )
-    monkeypatch.setattr(verbs, "_has_kernels", lambda t: True)
+    monkeypatch.setattr(verbs, "fused_engine", lambda t: fmtsim.engines.cuda)
     for (t, size, s, dim), y in zip(calls, wanted, strict=True):
         assert_same_bits(verbs.hadamard(t.to(device), size, s, dim=dim, inverse=True), y)
     assert_same_bits(verbs.hadamard(late, 128, 5, inverse=True), wanted[0])
@@ -69,7 +69,7 @@ def test_derivatives_are_transforms_by_the_kernel(device, monkeypatch):
     x, g = rows(64, torch.bfloat16)[:4], torch.randn(4, 128, generator=torch.Generator().manual_seed(2))
     found = []
     for place, on_card in ((x, False), (x.to(device), True)):
-        monkeypatch.setattr(verbs, "_has_kernels", lambda t, answer=on_card: answer)
+        monkeypatch.setattr(verbs, "fused_engine", lambda t, on=on_card: fmtsim.engines.cuda if on else None)
         leaf = place.clone().requires_grad_()
         verbs.hadamard(leaf, 64, 77).backward(g.to(leaf.device))
         found.append(leaf.grad)
