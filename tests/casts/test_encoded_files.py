@@ -164,6 +164,15 @@ def test_scale_codes_that_no_scale_has(saved):
         Encoded.load(saved)
 
 
+def test_a_single_number_has_one_dimension_as_far_as_files_go(tmp_path):
+    path = tmp_path / "x"
+    Encoded.from_parts(EncodedParts(torch.tensor(1, dtype=torch.uint8)), THREE, ()).save(path)
+    assert Encoded.load(path).shape == ()
+    rewrite(path, set_metadata("dim", "-2"))
+    with pytest.raises(DataError, match="dim -2 in the metadata; expected -1 to -1"):
+        Encoded.load(path)
+
+
 def test_codes_in_a_file_beyond_a_codebook(tmp_path):
     path = tmp_path / "x"
     Encoded.from_parts(EncodedParts(torch.tensor([0, 2], dtype=torch.uint8)), THREE, (2,)).save(path)

@@ -14,7 +14,7 @@ from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.calibration import unit_calls as calls
 from fmtsim.lab.calibration.evidence import load_evidence
 from fmtsim.lab.calibration.unit_calls import digest, draw, emulate, kinds_of, orders
-from fmtsim.lab.calibration.unit_check import TorchCard, _known_order, check_unit, emulate_again
+from fmtsim.lab.calibration.unit_check import TorchCard, _driver, _known_order, check_unit, emulate_again
 from fmtsim.lab.cli import calibration
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.spec.plan import GemmPlan
@@ -24,6 +24,20 @@ from tests.support.targets import mm
 
 BLACKWELL = ["bf16", "fp16", "fp16, sums in fp16", "tf32", "int8", "fp8, tensor scales", "fp8, tensor scales, fast",
              "fp8, row scales", "fp8, row scales, fast", "mxfp8", "mxfp4", "nvfp4", "nvfp4, tensor scales"]  # fmt: skip
+
+
+def test_the_version_of_the_driver(monkeypatch):
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build"
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path, **how: line)
+    assert _driver() == "580.159.04"
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path, **how: "no version here")
+    assert _driver() == "unknown"
+
+    def missing(path, **how):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("pathlib.Path.read_text", missing)
+    assert _driver() == "unknown"
 
 
 class Card:
