@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,15 +83,12 @@ def run_on_card(
     ]
     every = {claim.name: list(seeded(claim, seeds, first_seed)) for claim in sized}
     _begin(folder, sized, device, every)
-    runs = [
-        (claim, values[at])
-        for at in range(
-            max(map(len, every.values()))
-        )  # first seeds before second ones, as far as their threads are in turn
-        for claim in sized
-        for values in [every[claim.name]]
-        if at < len(values)
-    ]
+    runs = [  # first seeds before second ones, as far as their threads are in turn
+        (claim, values)
+        for row in zip_longest(*every.values())
+        for claim, values in zip(sized, row, strict=True)
+        if values is not None
+    ]  # fmt: skip
     threads = ThreadPoolExecutor(len(runs))  # they wait for trainings, which other processes run
     try:
         with open_tasks(device, executor, workers=workers, threads=1) as tasks:

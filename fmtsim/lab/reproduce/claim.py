@@ -70,6 +70,11 @@ def near(
     return Expected(name=name, low=low, high=high, published=published, origin=origin, part=part)
 
 
+def above(name: str) -> Expected:
+    """Expect more than nothing, by two standard errors of the mean over seeds."""
+    return Expected(name=name, low=0.0, standard_errors=2.0)
+
+
 def exactly(name: str, value: float, origin: Origin = "formula") -> Expected:
     """Expect a number, with no room beside it."""
     return Expected(name=name, low=value, high=value, published=value, origin=origin)

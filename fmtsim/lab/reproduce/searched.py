@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, settings
+from fmtsim.lab.reproduce.claim import Claim, Expected, Measured, Tell, above, settings
 from fmtsim.lab.reproduce.experiment import last_loss, trainings
 from fmtsim.lab.reproduce.served import formats, images, scheme_of
 from fmtsim.lab.search import Policy, search, search_while_training
@@ -34,6 +34,7 @@ class _Run:
     ) -> None:
         self.steps, self.lr, self.seed, self.device = steps, lr, seed, device
         self.channels, self.convs, self.batch = channels, convs, batch
+        self.test = self.images(4096, seed + 2)
         self.warmup = steps // 4
         self.policy = Policy(
             steps=steps - self.warmup, rate=policy, penalty=1.0, entropy=0.0, sharpen=0.1, seed=seed
@@ -71,7 +72,7 @@ class _Run:
         return model
 
     def right(self, model: nn.Module) -> float:
-        x, kinds = self.images(4096, self.seed + 2)
+        x, kinds = self.test
         with evaluating(model), torch.no_grad():
             return 100 * float((model(x).argmax(1) == kinds).double().mean())
 
@@ -164,11 +165,6 @@ _NOTES = (
 )
 
 
-def _above(name: str) -> Expected:
-    """Expect more than nothing, by two standard errors of the mean."""
-    return Expected(name=name, low=0.0, standard_errors=2.0)
-
-
 CLAIMS = (
     Claim(
         name="fliqs", recorded="not shown", bounds="after", seeds=5, slow=True,
@@ -179,11 +175,11 @@ CLAIMS = (
         expected=(
             Expected(name="high precision, right, %"),
             Expected(name="integers, uniform, right, %"),
-            _above("integers: in flight - uniform, points"),
-            _above("integers: in flight - search afterwards, points"),
+            above("integers: in flight - uniform, points"),
+            above("integers: in flight - search afterwards, points"),
             Expected(name="floats, uniform, right, %"),
-            _above("floats: in flight - uniform, points"),
-            _above("floats: in flight - search afterwards, points"),
+            above("floats: in flight - uniform, points"),
+            above("floats: in flight - search afterwards, points"),
         ),
         notes=f"directions: {_NOTES}. Afterwards come fmtsim's own search and calibration; uniform is trained in it",
     ),
@@ -194,8 +190,8 @@ CLAIMS = (
         source=f"{_SOURCE}: MobileNetV2 +2.69 points on ImageNet",
         measure=searched, settings=_SETTINGS, card=_CARD,
         expected=(
-            _above("integers with widths - uniform, points"),
-            _above("integers with widths - without, points"),
+            above("integers with widths - uniform, points"),
+            above("integers with widths - without, points"),
         ),
         notes=f"a half to all channels of a network twice as wide, in integers: {_NOTES}",
     ),
