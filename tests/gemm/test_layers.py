@@ -201,7 +201,7 @@ def test_an_observer_sees_what_is_rounded_and_what_became_of_it(quantizer, dim, 
     seen, t = [], small(8, 12, BF16, 1).to(dtype)
     layer = Layer(LinearConfig(fprop=Gemm(a=quantizer)))
     watchers = (CallObserver(lambda *given: seen.append(given)),)
-    made = Pass(layer, watchers, t, (8, 12, 12)).operand("x_f", t, dim, factor)
+    made = Pass(layer, watchers, t, t.dtype, (8, 12, 12)).operand("x_f", t, dim, factor)
     ((name, x, values, own, along),) = seen
     assert (name, own) == ("x_f", quantizer)
     rows = t if dim == -1 else t.mT

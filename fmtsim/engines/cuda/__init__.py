@@ -19,15 +19,15 @@ from fmtsim.engines.cuda.native import (
     other_versions,
 )
 from fmtsim.engines.cuda.native import run as run_native
-from fmtsim.engines.cuda.operand import counts_keys, has_both, quantize_both, quantize_operand, unrotate
+from fmtsim.engines.cuda.operand import counts_keys, has_both, narrows, quantize_both, quantize_operand, unrotate
 from fmtsim.engines.cuda.optim.steps import OptimizerBatch, optimizer_steps, supports_optimizer
 from fmtsim.engines.cuda.runtime import available, serves, warmup, why_unavailable
 
 __all__ = [
     "NativeCall", "NativeScales", "OptimizerBatch", "ReductionStages", "available", "count_cast", "counts_keys",
     "covers_groups", "covers_hadamard", "covers_reduction", "cublaslt", "cublaslt_version", "decode", "encode",
-    "encode_packed", "fingerprint", "finish", "gemm", "hadamard", "has_both", "multiply_groups", "optimizer_steps",
-    "other_gpu", "other_settings", "other_versions", "quantize", "quantize_both", "quantize_contiguous",
-    "quantize_operand", "run_native", "serves", "supports", "supports_gemm", "supports_optimizer", "unrotate",
-    "warmup", "why_unavailable",
+    "encode_packed", "fingerprint", "finish", "gemm", "hadamard", "has_both", "multiply_groups", "narrows",
+    "optimizer_steps", "other_gpu", "other_settings", "other_versions", "quantize", "quantize_both",
+    "quantize_contiguous", "quantize_operand", "run_native", "serves", "supports", "supports_gemm",
+    "supports_optimizer", "unrotate", "warmup", "why_unavailable",
 ]  # fmt: skip

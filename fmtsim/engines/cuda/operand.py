@@ -50,6 +50,7 @@ def quantize_operand(
     dim: int = -1,
     folded: bool = False,
     factor: Tensor | None = None,
+    narrow: bool = False,
 ) -> Operand | None:
     """Quantise a matrix by a fused kernel, None where none covers that; nothing waits for the device.
 
@@ -61,8 +62,9 @@ def quantize_operand(
         dim: The inner axis, 0 or -1.
         folded: Multiply the scales of blocks into the elements where bfloat16 holds the products.
         factor: What t, bfloat16, is multiplied with first (``fmtsim.spec.operand.multiplied``).
+        narrow: t is float32, and rounded to bfloat16 as it is read; without a factor and random words.
     """
-    if quantizer.then is not None:
+    if quantizer.then is not None or (narrow and not narrows(t, quantizer, dim, folded)):
         return None
     x, has_blocks = t if dim == -1 else t.mT, isinstance(quantizer.format, BlockFormat)
     if quantizer.is_cast and keys.elements is not None and keys.passes is None and dim == 0:
@@ -70,15 +72,25 @@ def quantize_operand(
     if factor is not None and factor.dim():
         return None if quantizer.transforms or dim == -1 else _scaled(x, quantizer, keys, state, folded, factor)
     if quantizer.transforms or (has_blocks and folded):
-        operand = _rotated(x, quantizer, keys, factor) if folded else None
+        operand = _rotated(x, quantizer, keys, factor, narrow) if folded else None
         if operand is not None or quantizer.transforms:
             return operand
     if factor is not None:
         return None
     if quantizer.scaling is not None:
-        operand = _scaled(x, quantizer, keys, state, folded)
-        return _rotated(x, quantizer, keys, None) if operand is None and folded else operand
+        operand = _scaled(x, quantizer, keys, state, folded, None, narrow)
+        return _rotated(x, quantizer, keys, None, narrow) if operand is None and folded else operand
     return _cast(t, quantizer, keys.elements, dim) if folded else None
+
+
+def narrows(t: Tensor, quantizer: Quantizer, dim: int, folded: bool) -> bool:
+    """Return True if ``quantize_operand`` takes a float32 matrix as what it becomes in bfloat16; looks at no data."""
+    x = t if dim == -1 else t.mT
+    if quantizer.then is not None or quantizer.source == "stored" or quantizer.is_stochastic:
+        return False
+    if quantizer.scaling is not None and not quantizer.transforms and scaled.covers(x, quantizer, narrow=True):
+        return True
+    return folded and rotated.covers(x, quantizer, narrow=True)
 
 
 def quantize_both(
@@ -127,17 +139,20 @@ def unrotate(
     return hadamard.finish_rotated(y, slope, transforms, dtype, scales)
 
 
-def _rotated(x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None) -> Operand | None:
-    operand = rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes)
+def _rotated(
+    x: Tensor, quantizer: Quantizer, keys: Keys, factor: Tensor | None, narrow: bool = False
+) -> Operand | None:
+    operand = rotated.cast_rotated(x, quantizer, keys[:2], keys.signs, factor, keys.passes, narrow)
     if operand is None and keys.passes is not None:  # what counts on the device is covered then
         operand = rotated.cast_rotated(x.contiguous(), quantizer, keys[:2], keys.signs, factor, keys.passes)
     return operand
 
 
 def _scaled(
-    x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: bool, factor: Tensor | None = None
-) -> Operand | None:
-    return scaled.cast_scaled(x, quantizer, keys[:2], folded and _facts(quantizer).folds, state, factor)
+    x: Tensor, quantizer: Quantizer, keys: Keys, state: Any, folded: bool, factor: Tensor | None = None,
+    narrow: bool = False,
+) -> Operand | None:  # fmt: skip
+    return scaled.cast_scaled(x, quantizer, keys[:2], folded and _facts(quantizer).folds, state, factor, narrow)
 
 
 def _cast(t: Tensor, quantizer: Quantizer, key: RandomKey | None, dim: int) -> Operand | None:

@@ -47,6 +47,7 @@ def quantize_operand(
     dim: int = -1,
     folded: bool = False,
     factor: Tensor | None = None,
+    narrow: bool = False,
 ) -> Operand:
     """Quantise a matrix whose products sum over ``dim``, 0 or -1; the result has that axis last, and blocks along it.
 
@@ -59,6 +60,7 @@ def quantize_operand(
         folded: Multiply scales into elements: on a GPU where bfloat16 holds the products (``folds``), else those of
             block formats. Units take them apart.
         factor: What t, bfloat16, is multiplied with first (``multiplied``).
+        narrow: t is float32, and stands for what torch casts it to in bfloat16; kernels round it as they read.
     """
     if quantizer.source == "stored":
         return _stored_operand(t if dim == -1 else t.mT, quantizer, state)
@@ -68,9 +70,10 @@ def quantize_operand(
     engine = fused_engine(t) if on_gpu else None
     if engine is not None:
         usable, direct = _direct(state)
-        t_q = engine.quantize_operand(t, quantizer, keys, direct, dim, folded, factor) if usable else None
+        t_q = engine.quantize_operand(t, quantizer, keys, direct, dim, folded, factor, narrow) if usable else None
         if t_q is not None:
             return t_q  # type: ignore[no-any-return]
+    t = t.to(torch.bfloat16) if narrow else t
     cast = None
     if factor is None:
         key = id(quantizer), t.dtype, dim, folded, on_gpu  # hashing a quantiser takes longer than all else here

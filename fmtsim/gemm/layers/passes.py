@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_together
-from fmtsim.casts.ops import Key
+from fmtsim.casts.ops import Key, fused_engine
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, counts_passes, stream_of
 from fmtsim.gemm.layers.machine import multiply_on_machine
@@ -44,21 +44,42 @@ class Pass:
         layer: Its definition, random keys and states.
         watchers: Observers of the pass.
         t: A tensor of the pass.
+        dtype: Of its operands before they are quantised.
         sizes: M, N and K of its products.
         backward: Which pass.
         traced: The tensors are a compiler's, without values: call operators.
     """
 
     def __init__(
-        self, layer: Layer, watchers: Watchers, t: Tensor, sizes: tuple[int, ...], *, backward: bool = False,
-        traced: bool = False,
+        self, layer: Layer, watchers: Watchers, t: Tensor, dtype: torch.dtype, sizes: tuple[int, ...], *,
+        backward: bool = False, traced: bool = False,
     ) -> None:  # fmt: skip
         self._layer, self._config = layer, layer.config
-        self._backward, self._traced, self._dtype = backward, traced, t.dtype
+        self._backward, self._traced, self._dtype = backward, traced, dtype
         self.counted = traced and counts_passes(layer, t, sizes)
         self._signs: Key = None
         self._drawn: dict[str, Operand] = {}
+        self._narrow: set[str] = set()  # operands whose tensors are float32 in place of bfloat16
         self._watchers = () if traced else watchers
+
+    def cast(self, t: Tensor, *uses: tuple[str, int]) -> Tensor:
+        """Return a matrix in the dtype of the pass, or as it is where kernels round it as they read.
+
+        Args:
+            t: [M, N].
+            uses: Names of the operands that it becomes, and the dimensions that their products sum over.
+        """
+        if t.dtype == self._dtype:
+            return t
+        watched, dtypes, layer = self._traced or self._watchers, (t.dtype, self._dtype), self._layer
+        engine = None if watched or dtypes != (torch.float32, torch.bfloat16) else fused_engine(t)
+        if engine is None or not all(
+            name not in layer.untouched and engine.narrows(t, layer.quantizers[name], dim, name in layer.folded)
+            for name, dim in uses
+        ):
+            return t.to(self._dtype)
+        self._narrow.update(name for name, _ in uses)
+        return t
 
     def operand(self, name: str, t: Tensor, dim: int, factor: Tensor | None = None) -> Operand:
         """Quantise a tensor, times a factor (float32, 0-d) where there is one, whose products sum over ``dim``."""
@@ -70,7 +91,8 @@ class Pass:
             return self._drawn.get(name) or self._traced_operand(name, t, dim, factor)
         else:
             keys = self._keys(name, quantizer, t) if name in layer.random else NO_KEYS
-            operand = quantize_operand(t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor)
+            how = {"dim": dim, "folded": folded, "factor": factor, "narrow": name in self._narrow}
+            operand = quantize_operand(t, quantizer, keys, layer.state.get(name), **how)  # type: ignore[arg-type]
         for watcher in self._watchers:
             watcher.operand(Seen(name, t, operand, keys, dim, factor))
         return operand
@@ -222,12 +244,13 @@ def forward_pass(
 
     The last of these is w in the dtype of autocast, where the backward pass quantises that again.
     """
-    dtype, source = dtypes[0], w
-    w, bias = w.to(dtypes[1]), None if bias is None else bias.to(dtypes[2])
-    _check(x, dtype, w, bias, traced)
-    run = Pass(layer, watchers, w, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
+    dtype, source, later = dtypes[0], w, (layer.config.wgrad.b, layer.config.dgrad.b)
+    _check(x, w, bias, dtypes, traced)
+    run = Pass(layer, watchers, w, dtype, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
+    w = run.cast(w, ("w_f", -1), *([("w_d", 0)] if later[1].source == "original" else []))
+    bias = None if bias is None else bias.to(dtypes[2])
     if x_q is None:
-        rows = as_matrix(x.to(dtype))
+        rows = run.cast(as_matrix(x), ("x_f", -1))
         if traced:
             run.draw(OperandRequest("x_f", rows, -1), OperandRequest("w_f", w, -1))
         x_q = run.operand("x_f", rows, -1)
@@ -237,21 +260,22 @@ def forward_pass(
     y = run.product("fprop", x_q, w_q, bias, dtype)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    later = layer.config.wgrad.b, layer.config.dgrad.b
     cast = None if w is source or traced or later[1].source != "original" else w
     return y, x_q if shares else None, (*saved_of(x_q, later[0]), *saved_of(w_q, later[1]), cast)
 
 
-def _check(x: Tensor, dtype: torch.dtype, w: Tensor, bias: Tensor | None, traced: bool) -> None:
-    """Raise an error for dtypes and shapes that do not fit; ``dtype`` is x's under autocast."""
-    bias_dtype = None if bias is None else bias.dtype
-    for name, t_dtype in (("x", dtype), ("w", w.dtype), ("bias", bias_dtype)):
+def _check(
+    x: Tensor, w: Tensor, bias: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], traced: bool
+) -> None:
+    """Raise an error for dtypes, those under autocast, and shapes that do not fit."""
+    dtype, w_dtype, bias_dtype = dtypes
+    for name, t_dtype in (("x", dtype), ("w", w_dtype), ("bias", bias_dtype)):
         if t_dtype is not None and t_dtype not in FLOATS:
             raise DtypeError(f"EmulatedGEMM: {name} has dtype {t_dtype}; pass float16, bfloat16, float32 or float64")
     plain = not traced and w.device == x.device  # x and w
     if not plain or (bias is not None and not (type(bias) in PLAIN_TYPES and bias.device == x.device)):
         check_together(x=x, w=w, bias=bias)
-    other = w.dtype if w.dtype != dtype else bias_dtype
+    other = w_dtype if w_dtype != dtype else bias_dtype
     if other is not None and other != dtype:
         raise DtypeError(
             f"EmulatedGEMM: x has dtype {dtype}, w or bias {other}; cast them to one dtype, or use torch.autocast"
@@ -274,9 +298,9 @@ def backward_pass(
     wgrad = ctx.layer.config.wgrad
     needs_x, needs_w = ctx.needs_input_grad[:2]
     rows = as_matrix(g)
-    x = None if x is None else as_matrix(x).to(g.dtype)
-    w = None if w is None else w.to(g.dtype)
-    run = Pass(ctx.layer, ctx.watchers, rows, (*rows.shape, ctx.x_shape[-1]), backward=True, traced=traced)
+    run = Pass(ctx.layer, ctx.watchers, rows, g.dtype, (*rows.shape, ctx.x_shape[-1]), backward=True, traced=traced)
+    x = None if x is None else run.cast(as_matrix(x), ("x_w", 0))
+    w = None if w is None else run.cast(w, ("w_d", 0))
     if run.counted:
         run.draw_gradients(rows, w, x, saved, (needs_x, needs_w))
     both = run.gradient_operands(rows) if needs_x and needs_w else None

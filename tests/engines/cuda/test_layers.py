@@ -9,6 +9,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim import EmulatedGEMM, get_format, quantize
+from fmtsim.casts.ops import load_engine
 from fmtsim.engines.cuda.cast import hadamard, scaled
 from fmtsim.gemm.layers import passes
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
@@ -21,10 +22,10 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
-from fmtsim.spec.quantizer import Hadamard, Quantizer
+from fmtsim.spec.quantizer import Hadamard, Quantizer, StraightThrough
 from tests.engines.cuda.emulated_gpu import drawn, take_for_host
 from tests.support.bits import assert_same_bits
-from tests.support.operands import bfloat16s
+from tests.support.operands import bfloat16s, normal
 
 SHAPE = (96, 64)
 
@@ -56,6 +57,34 @@ def test_what_bfloat16_does_not_hold_stays_wide(name, dtype, on_card):
     made = quantize_operand(x, Quantizer(format=fmt), folded=True)
     wide = dtype if name is None else torch.promote_types(dtype, torch.float32)
     assert made.elements.dtype == (torch.bfloat16 if name == "e4m3" and dtype != torch.float64 else wide)
+
+
+@pytest.mark.parametrize("dim", [-1, 0])
+@pytest.mark.parametrize(
+    ("recipe", "name", "narrows"),
+    [
+        ("te_current", "w_f", True), ("te_mxfp8", "x_f", True), ("te_nvfp4", "x_f", True), ("quartet", "x_f", True),
+        ("deepseek_v3", "x_f", True), ("deepseek_v3", "w_f", True), ("ao_rowwise", "w_f", True),
+        ("te_nvfp4", "w_f", False), ("te_nvfp4", "g_d", False),
+    ],
+)  # fmt: skip
+def test_kernels_read_float32_as_what_it_becomes_in_bfloat16(recipe, name, narrows, dim, on_card):
+    quantizer = get_recipe(recipe).linear.operands[name]
+    x = normal(128, 256, seed=3)
+    x[0, :8] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-40, -3.4e38, 1.00390625, 1.01171875, 2.0**-134])
+    for there in (x.to(on_card), normal(128, 256, seed=4, device=on_card) * 2.0**-40):
+        if load_engine("cuda").narrows(there, quantizer, dim, True) is not narrows:
+            assert dim == 0 and quantizer.gradient != StraightThrough()  # masks lie along rows alone
+        keys = Keys(RandomKey(5)) if quantizer.is_stochastic else Keys()
+        found = quantize_operand(there, quantizer, keys, dim=dim, folded=True, narrow=True)
+        wanted = quantize_operand(there.to(torch.bfloat16), quantizer, keys, dim=dim, folded=True)
+        for part in ("elements", "scale", "tensor_scale", "slope"):
+            one, other = getattr(found, part), getattr(wanted, part)
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.stride() == other.stride()
+                assert_same_bits(one.isnan(), other.isnan())
+                assert_same_bits(one.nan_to_num(0.5), other.nan_to_num(0.5))  # a host's NaN has other bits than a GPU's
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's tracer takes no frozen record for a constant")

@@ -2,7 +2,7 @@
 // Largest magnitudes of elements in float32, bfloat16 or float16, the statistic of most scales. "Raw" magnitudes are
 // those of the input's dtype, two in a word where elements have 16 bits, and are compared both at once.
 //
-// Macros: INPUT; OUTPUT: 0 float32, 1 bfloat16, 2 codes of CODE_BITS bits, one a byte, 3 the same packed
+// Macros: INPUT; FROM_FLOAT: memory holds float32, which become INPUT, bfloat16, as they are loaded; OUTPUT: 0 float32, 1 bfloat16, 2 codes of CODE_BITS bits, one a byte, 3 the same packed
 // (docs/semantics.md, section 11).
 #pragma once
 #include "vectors.cuh"
@@ -72,10 +72,20 @@ DEVICE u32 finite_raw_amax(const Vector* in, bool& clean) {
 }
 
 // Eight neighbours in memory. Lines are read again soon, here or by another kernel.
+#if FROM_FLOAT
+typedef float Number;
+struct Eight : Vectors<INPUT, 8> {
+  DEVICE void load(const Number* from) {
+    Words4 w = load_narrowed(from);
+    words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w;
+  }
+};
+#else
 typedef Stored<INPUT>::type Number;
 struct Eight : Vectors<INPUT, 8> {
   DEVICE void load(const Number* from) { Vectors<INPUT, 8>::load<false>(from); }
 };
+#endif
 
 // The largest finite magnitudes of vectors, place by place.
 template <int Count>

@@ -112,6 +112,8 @@ def _scaled() -> Variants:
     yield "statistic.cu", "advance", ()
     power = Scaling(power_of_two="ceil")
     delayed = replace(power, history=History())
+    for name in ("amaxes_of_parts", "amaxes_of_columns"):
+        yield "statistic.cu", name, scaled.input_macros(torch.bfloat16, narrow=True)
     for dtype in NARROW[:2]:
         for name in ("fold_elements", "fold_sums", "fold_last", "amaxes_of_parts", "amaxes_of_columns"):
             yield "statistic.cu", name, scaled.input_macros(dtype)
@@ -144,6 +146,8 @@ def _of_rule(
         assert layout is not None
         for fold in {False, rule.folds and not delayed and scaling.block != (1, None)}:
             yield scaled.variant(layout, rule, dtype, fold, scaling, delayed, delayed)
+            if dtype == torch.float32 and not (fold or delayed or stochastic) and scaling.statistic == "amax":
+                yield scaled.variant(layout, rule, torch.bfloat16, fold, scaling, False, False, scaled.NARROWED)
             if layout.run == 128 and matrix is not x:
                 for what in (scaled.GROUPED, scaled.BOTH) if dtype == torch.float32 else (scaled.BOTH,):
                     yield scaled.variant(layout, rule, dtype, fold, scaling, delayed, delayed, what)
@@ -160,6 +164,8 @@ def _rotated() -> Variants:
         if plan.two_level:
             yield "rotated.cu", "rotated_amax", kernel_macros(plan, transposed)
         yield "rotated.cu", "cast_rotated", kernel_macros(plan, transposed)
+        if place in (0, 6):
+            yield "rotated.cu", "cast_rotated", kernel_macros(plan, transposed, narrow=True)
         if place == 2:
             yield "rotated.cu", "cast_rotated", kernel_macros(plan, transposed, counts=True)
 

@@ -5,7 +5,7 @@
 // A thread takes 32 neighbours of a line, and LANES lanes side by side hold 32 LANES neighbours: 64, which share random
 // words, or the 128 of a long transform. DOWN says along what a matrix is cast, its rows (0) or its columns (1); SIZE
 // is the elements of a transform (1: none), NARROWS says that its result becomes bfloat16, SCALED that x is multiplied
-// by a number first, COUNTED that keys move on by a number on the device, RUN is the elements of a scale's block, 16 or
+// by a number first, FROM_FLOAT that x is float32 and becomes bfloat16 as it is loaded, COUNTED that keys move on by a number on the device, RUN is the elements of a scale's block, 16 or
 // 32. CAST follows:
 #pragma once
 #define BLOCK_FORMAT 0  // the cast of a block format (block.cuh); scales of the tensor stay outside
@@ -21,7 +21,7 @@
 #define SLICES (SIZE > PER_LANE ? SIZE / PER_LANE : 1)  // lanes of a transform
 
 struct alignas(16) RotatedJob {
-  const u16* x;         // [rows, columns]
+  const void* x;        // [rows, columns], bfloat16 or float32
   u16* out;             // like x
   u8* mask;             // or null
   u32* parts;           // [part_count]: amaxes of parts of the tensor
@@ -247,7 +247,11 @@ DEVICE void copy_tile(u16* memory, u16* tile, Corner corner, const RotatedJob& j
     if (STORES) {
       if (there) *(Words4*)far = *near;
     } else {
+#if FROM_FLOAT
+      *near = there ? load_narrowed((const float*)memory + (far - memory)) : Words4{0, 0, 0, 0};
+#else
       *near = there ? *(const Words4*)far : Words4{0, 0, 0, 0};
+#endif
     }
   }
 }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.engines.cuda.cast.general import cast_bytes
-from fmtsim.engines.cuda.cast.parameters import NO_DRAW, draw_of, macros
+from fmtsim.engines.cuda.cast.parameters import NARROWS, NO_DRAW, draw_of, macros
 from fmtsim.engines.cuda.cast.scale_rules import BFLOAT16, fast_macros, float_bits
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.engines.cuda.runtime.launch import Bound
@@ -92,7 +92,8 @@ class Plan(NamedTuple):
         draws_scales: of the scales.
         defines: Macros of the cast.
         head, tail: A ``Cast`` before and behind its ``Draw``.
-        launches: By dtype, shape, strides, whether a call multiplies first, whether it counts, and device.
+        launches: By dtype, shape, strides, whether a call multiplies first, whether it counts, whether it reads
+            float32, and device.
     """
 
     size: int
@@ -106,7 +107,7 @@ class Plan(NamedTuple):
     defines: Defines
     head: bytes
     tail: bytes
-    launches: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, int], Launch]
+    launches: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool, bool, bool, int], Launch]
 
     @property
     def lanes(self) -> int:
@@ -114,17 +115,18 @@ class Plan(NamedTuple):
         return 4 if self.draws_scales else 2
 
 
-def covers(x: Tensor, quantizer: Quantizer) -> bool:
+def covers(x: Tensor, quantizer: Quantizer, narrow: bool = False) -> bool:
     """Return True if ``cast_rotated`` takes a matrix under a quantiser; the device is not looked at.
 
     It takes bfloat16 ``[rows, inner]``, contiguous or the transposed view of such a matrix, ``inner`` a multiple of 64
     (and ``rows`` of 8 in a transposed view), under at most one Hadamard transform of 16 or 32 elements along the inner
     axis and one of these casts: a block format of up to 32 elements in a row whose values bfloat16 holds, or e2m1 under
     the rules of Quartet or the two levels of Quartet II; or under a transform of 128 and the
-    corrected scales of Quartet II, ``inner`` then being a multiple of 128.
+    corrected scales of Quartet II, ``inner`` then being a multiple of 128. ``narrow``: float32, as ``cast_rotated`` has
+    it.
     """
     plan = plan_of(quantizer)
-    if plan is None or x.dtype != torch.bfloat16 or x.dim() != 2 or not x.numel():
+    if plan is None or x.dtype != (torch.float32 if narrow else torch.bfloat16) or x.dim() != 2 or not x.numel():
         return False
     if max(x.shape) > _GRID_LIMIT * 2 * _PER_LANE or x.shape[1] % (plan.lanes * _PER_LANE):
         return False
@@ -144,6 +146,7 @@ def cast_rotated(
     signs: Signs = None,
     factor: Tensor | None = None,
     count: Tensor | None = None,
+    narrow: bool = False,
 ) -> Operand | None:
     """Rotate and quantise a matrix; None where ``covers`` says that it is not taken.
 
@@ -156,6 +159,7 @@ def cast_rotated(
             which are quantised again were left without. None is 1.
         count: int64, 0-d, on the device: what the offsets of all keys are larger by, so that a CUDA graph that is
             replayed draws anew. None is 0.
+        narrow: x is float32, and rounded to bfloat16 as it is read.
 
     Returns:
         Elements times block scales, bfloat16, with the strides of x; a bool slope under a ``ClipMask``; and what all
@@ -168,10 +172,10 @@ def cast_rotated(
     plan, index = plan_of(quantizer), device_index(x)
     if plan is None:
         return None
-    where = x.dtype, x.shape, x.stride(), factor is not None, count is not None, index
+    where = x.dtype, x.shape, x.stride(), factor is not None, count is not None, narrow, index
     how = plan.launches.get(where)
     if how is None:
-        if not covers(x, quantizer):
+        if not covers(x, quantizer, narrow):
             return None
         how = plan.launches[where] = _prepared(plan, *where[1:])
     scale = None if plan.outside is None else constant(plan.outside, x.device)
@@ -179,7 +183,7 @@ def cast_rotated(
         scale = torch.empty((), device=x.device)
     key = keys[plan.draws_scales]
     assert plan.drawn.mode != "stochastic" or key is not None
-    values = torch.empty_like(x)  # with its strides
+    values = torch.empty_like(x, dtype=torch.bfloat16)  # with its strides
     mask = torch.empty_like(x, dtype=torch.bool) if plan.masks else None
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     parts = None if how.find is None else torch.empty(how.parts, dtype=torch.int32, device=x.device)
@@ -193,11 +197,12 @@ def cast_rotated(
 
 
 def _prepared(
-    plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], multiplies: bool, counts: bool, index: int
-) -> Launch:
+    plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], multiplies: bool, counts: bool, narrow: bool,
+    index: int,
+) -> Launch:  # fmt: skip
     """Return the launches for matrices of a shape and layout; computed once, because it takes longer than a launch."""
     contiguous = strides[1] == 1
-    defines = kernel_macros(plan, not contiguous, multiplies, counts)
+    defines = kernel_macros(plan, not contiguous, multiplies, counts, narrow)
     finds = kernel(_FILE, "rotated_amax", index, defines).bound(_THREADS, (_JOB.size,)) if plan.two_level else None
     cast_size = len(plan.head) + len(NO_DRAW) + len(plan.tail)
     casts = kernel(_FILE, "cast_rotated", index, defines).bound(_THREADS, (_JOB.size, cast_size))
@@ -233,16 +238,19 @@ def _signs_of(transform_signs: Signs | Literal["random"], size: int, signs: Sign
 # How a quantiser is computed.
 
 
-def kernel_macros(plan: Plan, transposed: bool, multiplies: bool = False, counts: bool = False) -> Defines:
+def kernel_macros(
+    plan: Plan, transposed: bool, multiplies: bool = False, counts: bool = False, narrow: bool = False
+) -> Defines:
     """Return the macros of a kernel that casts along the rows, ``transposed`` along the columns.
 
-    ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device.
+    ``multiplies``: it casts products with a number; ``counts``: its keys move on by a number on the device;
+    ``narrow``: it reads float32.
     """
     launch = macros(
         LANES=plan.lanes, SCALED=multiplies, COUNTED=counts, DOWN=transposed, SIZE=plan.size, NARROWS=plan.rounded,
         MASKS=plan.masks and not transposed,
     )  # fmt: skip
-    return (*plan.defines, *launch)
+    return (*plan.defines, *launch, *(NARROWS if narrow else ()))
 
 
 def plan_of(quantizer: Quantizer) -> Plan | None:

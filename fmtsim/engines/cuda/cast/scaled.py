@@ -23,7 +23,7 @@ from fmtsim.engines.cuda.cast.layout import (
     MatrixLayout,
     matrix_layout,
 )
-from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, NO_DRAW, draw_of, macros
+from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, NARROWS, NO_DRAW, draw_of, macros
 from fmtsim.engines.cuda.cast.scale_rules import MOMENTS, KernelRule, history_bytes, rule_of
 from fmtsim.formats.scaling import Scaling
 from fmtsim.spec.cast import RandomKey
@@ -44,17 +44,18 @@ _MEAN_THREADS = 256
 _LAST = 1024 * _FOLDED  # numbers that their last block of threads adds up
 _GROUP = 128  # rows and columns that share scales where these are multiplied in, or found along both
 
-ALONE, GROUPED, BOTH = range(3)  # a plan casts x; x times the numbers of its blocks; x along both axes
+# A plan casts x; x times the numbers of its blocks; x along both axes; x, float32, rounded to bfloat16.
+ALONE, GROUPED, BOTH, NARROWED = range(4)
 
 
-def covers(x: Tensor, quantizer: Quantizer, factor: Tensor | None = None) -> bool:
+def covers(x: Tensor, quantizer: Quantizer, factor: Tensor | None = None, narrow: bool = False) -> bool:
     """Return True if ``cast_scaled`` takes a matrix under a quantiser; looks at no data, and is quick.
 
     x is on a CUDA device at a 16-byte address, contiguous or the transpose of a contiguous matrix, whose rows in memory
     have a multiple of eight elements. Transforms and ``then`` of the quantiser are not looked at. A factor goes with
     the transpose of a bfloat16 matrix of whole blocks of 128 columns, under blocks of 128 of its rows.
     """
-    return _plan_for(x, quantizer, False, factor) is not None
+    return _plan_for(x, quantizer, False, factor, narrow) is not None
 
 
 def covers_both(x: Tensor, quantizer: Quantizer) -> bool:
@@ -78,6 +79,7 @@ def cast_scaled(
     fold: bool = False,
     delayed: Any = None,
     factor: Tensor | None = None,
+    narrow: bool = False,
 ) -> Operand | None:
     """Quantise a matrix, blocks along its last axis; None where ``covers`` says that it is not taken.
 
@@ -91,6 +93,7 @@ def cast_scaled(
             the call, and a DelayedScale records the largest magnitude of x in its buffers, in place.
         factor: float32: what each block of 128 columns of a row of x.mT is multiplied with first, the products being
             rounded to float32; None is ones.
+        narrow: x is float32, and rounded to bfloat16 as it is read.
 
     Returns:
         bfloat16 elements with the strides of x, the scales of their blocks, and a bool slope under a ClipMask or a
@@ -99,7 +102,7 @@ def cast_scaled(
 
     Nothing waits for the device, and results do not depend on the run.
     """
-    plan = _plan_for(x, quantizer, fold, factor)
+    plan = _plan_for(x, quantizer, fold, factor, narrow)
     return None if plan is None else plan.cast(x, quantizer, keys[0], delayed, factor)
 
 
@@ -114,11 +117,11 @@ _plans: dict[tuple[Any, ...], "_Plan | None"] = {}
 _quantizers: dict[int, Quantizer] = {}
 
 
-def _plan_for(x: Tensor, quantizer: Quantizer, fold: bool, factor: Tensor | None) -> "_Plan | None":
+def _plan_for(x: Tensor, quantizer: Quantizer, fold: bool, factor: Tensor | None, narrow: bool) -> "_Plan | None":
     if x.data_ptr() % _ALIGNED:
         return None
     if factor is None:
-        return _plan_of(x, quantizer, fold, ALONE)
+        return _plan_of(x, quantizer, fold, NARROWED if narrow else ALONE)
     fits = factor.is_contiguous() and factor.shape == (x.shape[1], x.shape[0] // _GROUP)
     return _plan_of(x, quantizer, fold, GROUPED) if fits else None
 
@@ -147,7 +150,9 @@ def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool, what: int
     assert quantizer.scaling is not None
     scaling, stochastic = quantizer.scaling, quantizer.rounding.mode == "stochastic"
     layout = matrix_layout(x, scaling.block, statistic=scaling.statistic, stochastic=stochastic)
-    if layout is None or (what != ALONE and (layout.kind, layout.run) != (COLUMNS, _GROUP)):
+    if layout is None or (what in (GROUPED, BOTH) and (layout.kind, layout.run) != (COLUMNS, _GROUP)):
+        return None
+    if what == NARROWED and (x.dtype != torch.float32 or scaling.statistic in MOMENTS or scaling.input_scale):
         return None
     if what == GROUPED and (x.dtype != torch.bfloat16 or layout.columns % _GROUP or quantizer.scaling.input_scale):
         return None
@@ -155,7 +160,8 @@ def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool, what: int
     if what == BOTH and not (plain and scaling.block == (1, _GROUP)):
         return None
     block = tuple(size if extent is None else extent for size, extent in zip(x.shape, scaling.block, strict=True))
-    return _Plan(quantizer, rule, layout, block, torch.float32 if what == GROUPED else x.dtype, index, fold, what)
+    dtype = {GROUPED: torch.float32, NARROWED: torch.bfloat16}.get(what, x.dtype)
+    return _Plan(quantizer, rule, layout, block, dtype, index, fold, what)
 
 
 class _Plan:
@@ -166,10 +172,10 @@ class _Plan:
         rule: The quantiser as kernels take it.
         layout: How the matrices lie in memory.
         block: Rows and columns of a block.
-        dtype: Of what is cast.
+        dtype: Of what is cast, after what ``what`` does first.
         index: Of the device.
         fold: As in ``cast_scaled``.
-        what: ALONE, GROUPED or BOTH.
+        what: ALONE, GROUPED, BOTH or NARROWED.
     """
 
     def __init__(
@@ -289,7 +295,8 @@ class _Plan:
         if launch is None:
             sizes = (layout.rows, layout.columns) if long else (layout.rows * layout.columns // 8,)
             name = f"amaxes_of_{'columns' if long else 'parts'}"
-            compiled = runtime.kernel("statistic.cu", name, self._index, input_macros(self._dtype))
+            defines = input_macros(self._dtype, self._what == NARROWED)
+            compiled = runtime.kernel("statistic.cu", name, self._index, defines)
             launch = self._launches[(long,)] = compiled.bound(512, 2, *map(np.uint64, sizes))
         if long:
             tops = torch.zeros(layout.columns, dtype=torch.int32, device=x.device)
@@ -341,18 +348,18 @@ def variant(
 ) -> tuple[str, str, runtime.Defines]:  # fmt: skip
     """Return file, name and macros of the kernel that casts.
 
-    given: under a factor instead of amaxes; records: writing the amaxes of parts; what: ALONE, GROUPED or BOTH.
+    given: under a factor instead of amaxes; records: writing the amaxes of parts; what: what a plan does.
     """
-    defines = rule.defines(DTYPES[dtype], layout.words, fold)
+    defines = (*rule.defines(DTYPES[dtype], layout.words, fold), *(NARROWS if what == NARROWED else ()))
     if layout.kind == TILES:
         return "scaled_tiles.cu", "cast_tiles", (*defines, *macros(CACHED=layout.cached))
     if layout.kind in (COLUMNS, LONG_COLUMNS):
-        extra = {ALONE: {}, GROUPED: {"GROUPED": 1}, BOTH: {"BOTH": 1}}[what]
+        extra = {GROUPED: {"GROUPED": 1}, BOTH: {"BOTH": 1}}.get(what, {})
         return "scaled_tiles.cu", "cast_columns", (*defines, *macros(RUN=layout.run, **extra))
     source = macros(RUN=layout.run, SOURCE=given, RECORDS=records, MOMENTS=scaling.statistic in MOMENTS)
     return "scaled_rows.cu", "cast_runs", (*defines, *source)
 
 
-def input_macros(dtype: torch.dtype) -> runtime.Defines:
-    """Return the macros of the kernels of amaxes and means."""
-    return macros(INPUT=DTYPES[dtype])
+def input_macros(dtype: torch.dtype, narrow: bool = False) -> runtime.Defines:
+    """Return the macros of the kernels of amaxes and means; ``narrow``: they read float32."""
+    return (*macros(INPUT=DTYPES[dtype]), *(NARROWS if narrow else ()))

@@ -50,6 +50,16 @@ DEVICE Words4 load_words(const void* from) {
   Words4 words = {w.x, w.y, w.z, w.w};
   return words;
 }
+// Eight float32 of memory as bfloat16, to nearest even.
+DEVICE Words4 load_narrowed(const float* from) {
+  u32 pairs[4];
+  UNROLLED for (int i = 0; i < 4; i += 2) {
+    Words4 w = load_words<false>(from + 2 * i);
+    pairs[i] = rounded_pair<BFLOAT16>(as_float(w.x), as_float(w.y));
+    pairs[i + 1] = rounded_pair<BFLOAT16>(as_float(w.z), as_float(w.w));
+  }
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
 template <bool Streams>
 DEVICE void store_words(void* to, u32 x, u32 y, u32 z, u32 w) {
   uint4 words = {x, y, z, w};
