@@ -159,6 +159,7 @@ def rotations(device: torch.device) -> None:
         for x in layouts(shape, torch.bfloat16, device):
             x = x.mT if turned else x
             rotated.cast_rotated(x, quantizer, keys, 5)
+            rotated.cast_rotated(x.float(), quantizer, keys, 5, narrow=True)
     y = torch.ones(5, 192, device=device)
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), (16, 32)):
         hadamard.finish_rotated(y, y > 0, (Hadamard(size=size),), dtype, (None, y[:1, :1]))
