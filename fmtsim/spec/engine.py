@@ -197,9 +197,12 @@ class FusedEngine(KernelEngine, Protocol):
 
     def quantize_operand(
         self, t: Tensor, quantizer: Quantizer, keys: Keys, state: Any = None, dim: int = -1, folded: bool = False,
-        factor: Tensor | None = None,
+        factor: Tensor | None = None, narrow: bool = False,
     ) -> Operand | None:  # fmt: skip
         """Quantise a matrix whose products sum over ``dim``."""
+
+    def narrows(self, t: Tensor, quantizer: Quantizer, dim: int, folded: bool) -> bool:
+        """Return True if ``quantize_operand`` takes a float32 matrix as what it becomes in bfloat16."""
 
     def quantize_both(
         self, x: Tensor, quantizer: Quantizer, keys: tuple[RandomKey | None, RandomKey | None]
