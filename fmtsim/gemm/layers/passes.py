@@ -242,7 +242,8 @@ def forward_pass(
 ) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
     """Return y, the quantised x if layers share it (``x_q`` if a layer did so before), and the saved tensors.
 
-    The last of these is w in the dtype of autocast, where the backward pass quantises that again.
+    The last of these is w in the dtype of autocast, where the backward pass quantises that again and no kernel rounds w
+    as it reads.
     """
     dtype, source, later = dtypes[0], w, (layer.config.wgrad.b, layer.config.dgrad.b)
     _check(x, w, bias, dtypes, traced)
