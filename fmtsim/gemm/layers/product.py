@@ -112,7 +112,8 @@ def _integer_sums(a: Operand, b: Operand) -> Tensor:
         sides.append(digits)
     parts = [_digit_sums(x, y, 8 * (i + j)) for (i, x), (j, y) in pairs(*map(enumerate, sides))]
     total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-    return total.to(torch.float32) * unit
+    sums = total.to(torch.float32)
+    return sums if unit == 1 else sums * unit
 
 
 def _digit(numbers: Tensor) -> Tensor:
