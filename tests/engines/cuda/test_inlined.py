@@ -203,8 +203,10 @@ def test_compiled_layers_have_fused_operators_where_they_can(recipe, called, on_
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
 def test_blocks_that_run_down_large_matrices_are_left_to_kernels(on_gpu, monkeypatch):
+    """A GPU's kernels quantise g for both of its products from one read."""
     monkeypatch.setattr(operator, "_LARGE", 128 * 64)  # x and g are as large, w is not
-    assert check_compiled_layer("te_mxfp8", on_gpu, [128]) == {"fused_operand", "quantize_operand"}
+    both = {"quantize_both"} if on_gpu.type == "cuda" else set()
+    assert check_compiled_layer("te_mxfp8", on_gpu, [128]) == {"fused_operand", "quantize_operand"} | both
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of autograd
