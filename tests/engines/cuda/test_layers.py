@@ -11,7 +11,7 @@ import fmtsim
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.casts.ops import load_engine
 from fmtsim.engines.cuda.cast import hadamard, scaled
-from fmtsim.gemm.layers import passes
+from fmtsim.gemm.layers import passes, product
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
@@ -380,3 +380,22 @@ def test_kernels_cast_twice(on_card, monkeypatch):
         wanted = quantize_operand(x.mT, quantizer, Keys())
     assert torch.equal(made.values(torch.float32).cpu(), wanted.values(torch.float32))
     assert made.quantizer is quantizer and len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("int8_mixed", (17, 40, 24)), ("int8_mixed", (64, 96, 80)), ("halo2", (32, 64, 32))]
+)
+def test_layers_of_integers_have_the_bits_of_float64(name, shape, on_card, monkeypatch):
+    """Forward and backward: by a GPU's int8 units, and by products in float64."""
+    (m, k, n), calls, made, int_mm = shape, [], [], torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda *x: calls.append(x) or int_mm(*x))
+    layer = Layer(get_recipe(name).linear)
+    for units in (True, False):
+        if not units:
+            monkeypatch.setattr(product, "is_on_gpu", lambda t: False)
+        x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((m, k), (n, k), (m, n))))
+        y = run_layer(x.requires_grad_(), w.requires_grad_(), None, layer)
+        made.append([y.detach(), *torch.autograd.grad(y, (x, w), g)])
+        assert len(calls) == 3
+    for one, other in zip(*made, strict=True):
+        assert_same_bits(one, other)
