@@ -2,8 +2,8 @@
 // Largest magnitudes of elements in float32, bfloat16 or float16, the statistic of most scales. "Raw" magnitudes are
 // those of the input's dtype, two in a word where elements have 16 bits, and are compared both at once.
 //
-// Macros: INPUT; FROM_FLOAT: memory holds float32, which become INPUT, bfloat16, as they are loaded; OUTPUT: 0 float32, 1 bfloat16, 2 codes of CODE_BITS bits, one a byte, 3 the same packed
-// (docs/semantics.md, section 11).
+// Macros: INPUT; FROM_FLOAT: memory holds float32, which become INPUT, bfloat16, as they are loaded; OUTPUT: 0 float32,
+// 1 bfloat16, 2 codes of CODE_BITS bits, one a byte, 3 the same packed (docs/semantics.md, section 11).
 #pragma once
 #include "vectors.cuh"
 

@@ -21,7 +21,7 @@ from fmtsim.support.replay.hooks import packed
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # as common.cuh numbers them
 BYTES_AT_ONCE = 16  # of a vector
 NARROW = tuple(DTYPES)[:3]  # those of the fast kernels
-NARROWS: Defines = (("FROM_FLOAT", "1"),)  # a kernel reads float32, each of which becomes bfloat16
+FROM_FLOAT: Defines = (("FROM_FLOAT", "1"),)  # a kernel reads float32, each of which becomes bfloat16
 CODE_DTYPES = {torch.uint8: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7}  # of any_format.cu
 _GRID, _HALF_OFFSET, _TABLE, _LOGARITHMIC = range(4)
 (

@@ -5,8 +5,8 @@
 // A thread takes 32 neighbours of a line, and LANES lanes side by side hold 32 LANES neighbours: 64, which share random
 // words, or the 128 of a long transform. DOWN says along what a matrix is cast, its rows (0) or its columns (1); SIZE
 // is the elements of a transform (1: none), NARROWS says that its result becomes bfloat16, SCALED that x is multiplied
-// by a number first, FROM_FLOAT that x is float32 and becomes bfloat16 as it is loaded, COUNTED that keys move on by a number on the device, RUN is the elements of a scale's block, 16 or
-// 32. CAST follows:
+// by a number first, FROM_FLOAT that x is float32 and becomes bfloat16 as it is loaded, COUNTED that keys move on by a
+// number on the device, RUN is the elements of a scale's block, 16 or 32. CAST follows:
 #pragma once
 #define BLOCK_FORMAT 0  // the cast of a block format (block.cuh); scales of the tensor stay outside
 #define DEVIATION 1     // scale = power of two below RN32(RN32(deviation * FACTOR) + OFFSET); ties go to zero

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.engines.cuda.cast.general import cast_bytes
-from fmtsim.engines.cuda.cast.parameters import NARROWS, NO_DRAW, draw_of, macros
+from fmtsim.engines.cuda.cast.parameters import FROM_FLOAT, NO_DRAW, draw_of, macros
 from fmtsim.engines.cuda.cast.scale_rules import BFLOAT16, fast_macros, float_bits
 from fmtsim.engines.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.engines.cuda.runtime.launch import Bound
@@ -250,7 +250,7 @@ def kernel_macros(
         LANES=plan.lanes, SCALED=multiplies, COUNTED=counts, DOWN=transposed, SIZE=plan.size, NARROWS=plan.rounded,
         MASKS=plan.masks and not transposed,
     )  # fmt: skip
-    return (*plan.defines, *launch, *(NARROWS if narrow else ()))
+    return (*plan.defines, *launch, *(FROM_FLOAT if narrow else ()))
 
 
 def plan_of(quantizer: Quantizer) -> Plan | None:

@@ -23,7 +23,7 @@ from fmtsim.engines.cuda.cast.layout import (
     MatrixLayout,
     matrix_layout,
 )
-from fmtsim.engines.cuda.cast.parameters import DTYPES, NARROW, NARROWS, NO_DRAW, draw_of, macros
+from fmtsim.engines.cuda.cast.parameters import DTYPES, FROM_FLOAT, NARROW, NO_DRAW, draw_of, macros
 from fmtsim.engines.cuda.cast.scale_rules import MOMENTS, KernelRule, history_bytes, rule_of
 from fmtsim.formats.scaling import Scaling
 from fmtsim.spec.cast import RandomKey
@@ -350,7 +350,7 @@ def variant(
 
     given: under a factor instead of amaxes; records: writing the amaxes of parts; what: what a plan does.
     """
-    defines = (*rule.defines(DTYPES[dtype], layout.words, fold), *(NARROWS if what == NARROWED else ()))
+    defines = (*rule.defines(DTYPES[dtype], layout.words, fold), *(FROM_FLOAT if what == NARROWED else ()))
     if layout.kind == TILES:
         return "scaled_tiles.cu", "cast_tiles", (*defines, *macros(CACHED=layout.cached))
     if layout.kind in (COLUMNS, LONG_COLUMNS):
@@ -362,4 +362,4 @@ def variant(
 
 def input_macros(dtype: torch.dtype, narrow: bool = False) -> runtime.Defines:
     """Return the macros of the kernels of amaxes and means; ``narrow``: they read float32."""
-    return (*macros(INPUT=DTYPES[dtype]), *(NARROWS if narrow else ()))
+    return (*macros(INPUT=DTYPES[dtype]), *(FROM_FLOAT if narrow else ()))
