@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,7 +47,23 @@ def test_autocast_casts_first_as_linear_does(dtype, machine):
     assert_same_bits(y.detach(), z.detach())
     assert [t.dtype for t in (y, *grads)] == [dtype] + [torch.float32] * 3
     for got, expected in zip(grads, torch.autograd.grad(z, low, g.to(dtype)), strict=True):
-        assert_same_bits(got.to(dtype), expected)  # rounded once, to float32; then as the other is
+        assert_same_bits(got, expected.float())  # as linear's gradients are
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_under_autocast_are_rounded_as_those_of_linear(dtype):
+    """Of whole numbers, whose sums are exact: torch's own layer rounds each gradient to autocast's dtype, once."""
+    results, sizes = [], ((32, 48), (64, 48), (64,), (32, 64))
+    for multiply in (F.linear, lambda *tensors: EmulatedGEMM.apply(*tensors, LinearConfig())):
+        source = torch.Generator().manual_seed(1)
+        x, w, b, g = (torch.randint(-64, 65, size, generator=source).float() for size in sizes)
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        with torch.autocast("cpu", dtype):
+            y = multiply(*leaves)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, g.to(dtype))])
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other)
+    assert not torch.equal(results[0][2], g.T @ x.detach())
 
 
 ROW = scaled(get_format("e4m3"), (1, None))

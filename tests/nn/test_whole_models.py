@@ -189,7 +189,7 @@ def test_inductor_keeps_the_bits_of_products(name):
 @pytest.mark.parametrize("name", ["te_current", "te_nvfp4_all", "quartet", "deepseek_v3", "te_delayed"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast(name, compiled):
-    """Products see bfloat16 operands and return bfloat16, weights and gradients stay float32."""
+    """Products see bfloat16 operands and return bfloat16; gradients are those of bfloat16 weights, in float32."""
     torch._dynamo.reset()
     model, half = (convert(mlp(), recipe=name, generator=7) for _ in range(2))
     half.bfloat16()
@@ -202,6 +202,4 @@ def test_autocast(name, compiled):
     y, *grads = step(model, X, cast)
     z, *halves = step(half, X.bfloat16())
     assert y.dtype == torch.bfloat16 and torch.equal(y, z)
-    assert all(
-        g.dtype == torch.float32 and torch.allclose(g, h.float(), rtol=1e-2) for g, h in zip(grads, halves, strict=True)
-    )
+    assert all(g.dtype == torch.float32 and torch.equal(g, h.float()) for g, h in zip(grads, halves, strict=True))

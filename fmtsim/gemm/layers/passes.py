@@ -27,6 +27,7 @@ from fmtsim.support.dispatch import PLAIN_TYPES
 from fmtsim.support.errors import ArgumentError, DtypeError
 from fmtsim.support.replay.gpu import current_stream
 
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of x, w and bias
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
 
 
@@ -238,7 +239,7 @@ class Pass:
 
 def forward_pass(
     x: Tensor, w: Tensor, bias: Tensor | None, x_q: Operand | None, layer: Layer, watchers: Watchers,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], *, traced: bool, shares: bool,
+    dtypes: Dtypes, *, traced: bool, shares: bool,
 ) -> tuple[Tensor, Operand | None, tuple[Tensor | None, ...]]:  # fmt: skip
     """Return y, the quantised x if layers share it (``x_q`` if a layer did so before), and the saved tensors.
 
@@ -265,9 +266,7 @@ def forward_pass(
     return y, x_q if shares else None, (*saved_of(x_q, later[0]), *saved_of(w_q, later[1]), cast)
 
 
-def _check(
-    x: Tensor, w: Tensor, bias: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], traced: bool
-) -> None:
+def _check(x: Tensor, w: Tensor, bias: Tensor | None, dtypes: Dtypes, traced: bool) -> None:
     """Raise an error for dtypes, those under autocast, and shapes that do not fit."""
     dtype, w_dtype, bias_dtype = dtypes
     for name, t_dtype in (("x", dtype), ("w", w_dtype), ("bias", bias_dtype)):
