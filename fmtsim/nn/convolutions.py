@@ -75,8 +75,8 @@ class EmulatedConv(_Convolution):
 
     The input is unfolded to ``[batch x positions, channels / groups x kernel]``; blocks of x and w run along that inner
     axis and blocks of wgrad along positions, as in a GPU's implicit GEMM. An element that several windows share is
-    quantised in each of them; its gradient is their sum in float32 (float64 for float64), kernel positions in ascending
-    order, rounded once.
+    quantised in each of them; its gradient is the sum of theirs, which have the dtype of the product's operands, in
+    float32 (float64 for float64), kernel positions in ascending order, rounded once to the input's dtype.
     """
 
     _reversed_padding_repeated_twice: list[int]
