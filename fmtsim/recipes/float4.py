@@ -41,12 +41,13 @@ def _nvfp4() -> LinearConfig:
         w_back=FORWARD,
         g_back=cast("nvfp4", rounding=_NVFP4_STOCHASTIC, transforms=rotation),
         x_back=cast("nvfp4", transforms=rotation),
+        casts_weight=False,
     )  # fmt: skip
 
 
 def _four_six(x: str, w: str) -> LinearConfig:
     gradient = cast("nvfp4", rounding=_NVFP4_STOCHASTIC)
-    return layer(cast(x), cast(w), gradient, w_back=FORWARD)
+    return layer(cast(x), cast(w), gradient, w_back=FORWARD, casts_weight=False)
 
 
 def _two_ways() -> tuple[Recipe, ...]:
@@ -54,7 +55,7 @@ def _two_ways() -> tuple[Recipe, ...]:
     mxfp8, row, plain, base = cast("mxfp8_e4m3_rceil"), cast("nvfp4_row"), cast("nvfp4"), _nvfp4()
     again, plain_again = (replace(quantizer, source="requantised") for quantizer in (mxfp8, plain))
     nvfp4_dx = replace(base.dgrad, b=plain_again)
-    composer = layer(row, plain, mxfp8, w_back=again, x_back=again)
+    composer = layer(row, plain, mxfp8, w_back=again, x_back=again, casts_weight=False)
     fp8 = attention_like(layer(cast("e4m3", Scaling()), HIGH, cast("e5m2", Scaling())))
     x, w = cast("nvfp4_four_six_mae_256"), cast("nvfp4_16x16_four_six_mae_256")
     values: dict[str, Any] = {"w_back": FORWARD, "x_back": FORWARD}
@@ -94,7 +95,12 @@ def _two_ways() -> tuple[Recipe, ...]:
         ("ao_four_six_dequantized", _AO, layer(x, w, HIGH, **values), "gradients of the forward values", {}),
     )  # fmt: skip
     return tuple(
-        Recipe(name=name, linear=linear, source=f"{source}: {text}", **{"machine": BLACKWELL, **fields})
+        Recipe(
+            name=name,
+            linear=replace(linear, casts_weight=source != _ZOO),
+            source=f"{source}: {text}",
+            **{"machine": BLACKWELL, **fields},
+        )
         for name, source, linear, text, fields in recipes
     )
 

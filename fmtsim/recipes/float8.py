@@ -58,14 +58,15 @@ def _same_codes(x: Quantizer, w: Quantizer, g: Quantizer, *, fast: bool = True) 
 
 def _hybrid(scaling: Scaling) -> LinearConfig:
     """Return the hybrid of E4M3 forward and E5M2 gradients, each tensor cast once."""
-    return _same_codes(cast("e4m3", scaling), cast("e4m3", scaling), cast("e5m2", scaling))
+    codes = _same_codes(cast("e4m3", scaling), cast("e4m3", scaling), cast("e5m2", scaling))
+    return replace(codes, casts_weight=False)
 
 
 def _te_block() -> LinearConfig:
     row = Scaling(block=(1, 128), power_of_two="ceil")
     tile = Scaling(block=(128, 128), power_of_two="ceil")
     x, w = cast("e4m3", row), cast("e4m3", tile)
-    return layer(x, w, x, w_back=FORWARD)
+    return layer(x, w, x, w_back=FORWARD, casts_weight=False)
 
 
 def _fp8lm() -> LinearConfig:
@@ -124,7 +125,8 @@ def _ao_tensor(name: str) -> Quantizer:
 
 def _ao_rows_hp() -> LinearConfig:
     tensor = cast("e4m3", Scaling(arithmetic="double", power_of_two="ceil", eps=1e-12))
-    return layer(_rows(), _rows(), _rows(), w_back=tensor, g_back=cast(None), x_back=cast(None), fast=True)
+    backward = {"w_back": tensor, "g_back": cast(None), "x_back": cast(None)}
+    return layer(_rows(), _rows(), _rows(), **backward, fast=True, casts_weight=False)
 
 
 def _mx6(weights: str) -> LinearConfig:
@@ -162,7 +164,7 @@ RECIPES = (
     Recipe(
         name="te_mxfp8",
         machine=BLACKWELL,
-        linear=layer(*(cast("mxfp8_e4m3_rceil"),) * 3),
+        linear=layer(*(cast("mxfp8_e4m3_rceil"),) * 3, casts_weight=False),
         aliases=("mxfp8",),
         source=f"{_TE}, MXFP8BlockScaling: E4M3, both directions from the original",
     ),
@@ -227,12 +229,12 @@ RECIPES = (
     Recipe(
         name="ao_tensorwise",
         machine=HOPPER,
-        linear=layer(_ao_tensor("e4m3"), _ao_tensor("e4m3"), _ao_tensor("e5m2"), fast=True),
+        linear=layer(_ao_tensor("e4m3"), _ao_tensor("e4m3"), _ao_tensor("e5m2"), fast=True, casts_weight=False),
         source=f"{_AO}, float8 tensorwise",
     ),
     Recipe(
         name="ao_rowwise",
-        linear=layer(*(_rows(),) * 3, fast=True),
+        linear=layer(*(_rows(),) * 3, fast=True, casts_weight=False),
         machine=HOPPER,
         source=f"{_AO}, float8 rowwise, powers of two",
     ),

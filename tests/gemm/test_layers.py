@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a layer asks of a library or unit, its products without one, and the seeds of its random keys."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -343,3 +344,23 @@ def test_products_are_finished_by_the_factors_and_terms_that_there_are(present, 
     assert (found is used) <= (dtype == torch.float32)
     if not any(present) and dtype == torch.float32:
         assert found is used
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "none"])
+def test_a_weight_may_be_quantised_before_autocast_casts_it(scaling):
+    """The bits of float32 products of what x becomes in bfloat16 and of w as it is, each result rounded once."""
+    config = linear_config(x="e4m3", w="e4m3", g="e5m2", scaling=scaling)
+    config, x, w = dataclasses.replace(config, casts_weight=False), normal(32, 48, seed=1), normal(16, 48, seed=2) / 3
+    x_cast, g, results = x.to(BF16).float(), normal(32, 16, seed=3).to(BF16), []
+    for inputs, how, enabled in (
+        (x, config, True),
+        (x_cast, config, False),
+        (x, dataclasses.replace(config, casts_weight=True), True),
+    ):
+        leaves = inputs.clone().requires_grad_(), w.clone().requires_grad_()
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            y = EmulatedGEMM.apply(*leaves, None, how)
+        results.append([t.to(BF16) for t in (y.detach(), *torch.autograd.grad(y, leaves, g.to(y.dtype)))])
+    for one, other in zip(*results[:2], strict=True):
+        assert_same_bits(one, other)
+    assert not torch.equal(results[0][0], results[2][0])  # that quantises w's cast

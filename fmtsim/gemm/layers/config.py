@@ -139,6 +139,9 @@ class LinearConfig:
         fprop: ``y = x w^T``: a is x, b is w, blocks along K.
         dgrad: ``dx = g w``: a is g, b is w, blocks along N.
         wgrad: ``dw = g^T x``: a is g, b is x, blocks along T.
+        casts_weight: Under autocast, cast w before it is quantised, as torch casts it for its own layers; False
+            quantises it in its own dtype (Transformer Engine, torchao's Float8Linear). One that no quantiser changes is
+            cast in any case.
 
     Operands are quantised from the high-precision original unless their quantisers say otherwise.
     """
@@ -146,6 +149,7 @@ class LinearConfig:
     fprop: Gemm = Gemm()
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
+    casts_weight: bool = True
 
     def __post_init__(self) -> None:
         for name in PRODUCTS:
@@ -198,7 +202,7 @@ class LinearConfig:
         for name in PRODUCTS:
             with located(name):
                 products[name] = replace(getattr(self, name), **{**_NO_MACHINE, **machine})
-        return LinearConfig(**products)
+        return replace(self, **products)
 
     @property
     def machines(self) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ class Layer:
         rows: The rows of x have to be a multiple of this, the least common multiple of the groups along rows.
         routes: What the target of each product multiplies, of the products that have one.
         untouched: Names of the operands whose quantisers change nothing.
+        uncast: Names of the operands that autocast does not cast before they are quantised.
         rotations: Of the products of the backward pass, what ``unrotated`` undoes: rotations of the outer axis, and of
             the inner axis where the product takes an operand of the forward pass as it was rotated.
         shares_x: Whether the quantised x depends on x alone: it takes no random numbers and no remembered scale.
@@ -83,7 +84,7 @@ class Layer:
         self.name = f"{_PROCESS}.{next(_numbers)}"
         facts = _facts_of(config)
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = facts[:6]
-        self.untouched, self.rotations = facts[6:]
+        self.untouched, self.rotations, self.uncast = facts[6:]
         self.shares_x = not ("x_f" in self.random or "x_f" in self.state or "x_f" in self.untouched)
         self._programs = Programs()
         self._counters: dict[torch.device, Tensor] = {}
@@ -200,6 +201,7 @@ class _Facts(NamedTuple):
     routes: dict[str, Route]
     untouched: frozenset[str]
     rotations: dict[str, tuple[list[Hadamard], list[Hadamard]]]
+    uncast: frozenset[str]
 
 
 @lru_cache(maxsize=1024)
@@ -218,7 +220,9 @@ def _facts_of(config: LinearConfig) -> _Facts:
     untouched = frozenset(name for name, q in quantizers.items() if is_untouched(q))
     befores = {"dgrad": config.fprop.a, "wgrad": config.fprop.b}
     rotations = {name: rotations_to_undo(getattr(config, name).a, before) for name, before in befores.items()}
-    return _Facts(quantizers, random, frozenset(quantizers) - for_units, sized, rows, routes, untouched, rotations)
+    uncast = frozenset() if config.casts_weight else frozenset({"w_f", "w_d"}) - untouched
+    folded = frozenset(quantizers) - for_units
+    return _Facts(quantizers, random, folded, sized, rows, routes, untouched, rotations, uncast)
 
 
 def is_untouched(quantizer: Quantizer) -> bool:

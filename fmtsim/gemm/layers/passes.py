@@ -64,13 +64,13 @@ class Pass:
         self._watchers = () if traced else watchers
 
     def cast(self, t: Tensor, *uses: tuple[str, int]) -> Tensor:
-        """Return a matrix in the dtype of the pass, or as it is where kernels round it as they read.
+        """Return a matrix in the dtype of the pass; as it is where kernels round it as they read, or nothing casts it.
 
         Args:
             t: [M, N].
             uses: Names of the operands that it becomes, and the dimensions that their products sum over.
         """
-        if t.dtype == self._dtype:
+        if t.dtype == self._dtype or all(name in self._layer.uncast for name, _ in uses):
             return t
         watched, dtypes, layer = self._traced or self._watchers, (t.dtype, self._dtype), self._layer
         engine = None if watched or dtypes != (torch.float32, torch.bfloat16) else fused_engine(t)
@@ -249,7 +249,8 @@ def forward_pass(
     dtype, source, later = dtypes[0], w, (layer.config.wgrad.b, layer.config.dgrad.b)
     _check(x, w, bias, dtypes, traced)
     run = Pass(layer, watchers, w, dtype, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
-    w = run.cast(w, ("w_f", -1), *([("w_d", 0)] if later[1].source == "original" else []))
+    again = later[1].source == "original" and not layer.uncast  # the backward pass takes what this one casts
+    w = run.cast(w, ("w_f", -1), *([("w_d", 0)] if again else []))
     bias = None if bias is None else bias.to(dtypes[2])
     if x_q is None:
         rows = run.cast(as_matrix(x), ("x_f", -1))
@@ -262,7 +263,7 @@ def forward_pass(
     y = run.product("fprop", x_q, w_q, bias, dtype)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    cast = None if w is source or traced or later[1].source != "original" else w
+    cast = w if again and not (w is source or traced) else None
     return y, x_q if shares else None, (*saved_of(x_q, later[0]), *saved_of(w_q, later[1]), cast)
 
 

@@ -197,7 +197,7 @@ def switched(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
         pairs = zip(names, (gemm.a, gemm.b), makers, strict=True)
         a, b = (q if name in on else _high(q, first) for name, q, first in pairs)
         gemms[product] = Gemm(a=a, b=b)
-    return LinearConfig(**gemms)
+    return replace(config, **gemms)
 
 
 def _high(q: Quantizer, made: Quantizer | None = None) -> Quantizer:
@@ -234,7 +234,7 @@ def _without_history(config: LinearConfig) -> LinearConfig:
         return replace(q, scaling=replace(q.scaling, history=None, empty="one"))
 
     gemms = {name: getattr(config, name) for name in PRODUCTS}
-    return LinearConfig(**{name: replace(gemm, a=now(gemm.a), b=now(gemm.b)) for name, gemm in gemms.items()})
+    return replace(config, **{name: replace(gemm, a=now(gemm.a), b=now(gemm.b)) for name, gemm in gemms.items()})
 
 
 def _attention(config: AttentionConfig, operands: Collection[str]) -> AttentionConfig:

@@ -296,7 +296,7 @@ def delayed(config: LinearConfig | None, window: int) -> LinearConfig:
     for name in PRODUCTS:
         gemm = getattr(config, name)
         fields[name] = dataclasses.replace(gemm, a=shortened(gemm.a), b=shortened(gemm.b))
-    return LinearConfig(**fields)
+    return dataclasses.replace(config, **fields)
 
 
 CLAIMS += (
