@@ -125,8 +125,8 @@ def _ao_tensor(name: str) -> Quantizer:
 
 def _ao_rows_hp() -> LinearConfig:
     tensor = cast("e4m3", Scaling(arithmetic="double", power_of_two="ceil", eps=1e-12))
-    backward = {"w_back": tensor, "g_back": cast(None), "x_back": cast(None)}
-    return layer(_rows(), _rows(), _rows(), **backward, fast=True, casts_weight=False)
+    row, high = _rows(), cast(None)
+    return layer(row, row, row, w_back=tensor, g_back=high, x_back=high, fast=True, casts_weight=False)
 
 
 def _mx6(weights: str) -> LinearConfig:

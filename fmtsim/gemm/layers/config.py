@@ -157,6 +157,10 @@ class LinearConfig:
                 raise ArgumentError(
                     f"LinearConfig {name}={shown(getattr(self, name))} is not a Gemm; pass Gemm(a=..., b=...)"
                 )
+        if not isinstance(self.casts_weight, bool):
+            raise ArgumentError(
+                f"LinearConfig casts_weight={shown(self.casts_weight)} is not a bool; pass True or False"
+            )
         for name in ("dgrad", "wgrad"):
             gemm = getattr(self, name)
             if gemm.emulated and "forward" in (gemm.a.source, gemm.b.source):

@@ -190,7 +190,7 @@ def switched(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
     """
     reused = (name for name in operands if name in _MADE_OF and config.operands[name].source in _REUSED)
     on = {*operands, *(_MADE_OF[name] for name in reused)}
-    gemms = {}
+    gemms: dict[str, Any] = {}
     for product in PRODUCTS:
         gemm, names = getattr(config, product), [name for name in OPERANDS if product_of(name) == product]
         makers = [config.operands.get(_MADE_OF.get(name, "")) for name in names]
