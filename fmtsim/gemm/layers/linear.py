@@ -18,7 +18,7 @@ from fmtsim.casts.ops import OnceOnly, define_operator
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.operand import is_on_gpu
-from fmtsim.gemm.layers.passes import Dtypes, Saved, backward_pass, forget, forward_pass, share, shared
+from fmtsim.gemm.layers.passes import Saved, backward_pass, forget, forward_pass, share, shared
 from fmtsim.gemm.layers.watch import WATCHING, Observer, Watcher, Watchers, watchers_with
 from fmtsim.support.dispatch import (
     autocast_dtype,
@@ -65,7 +65,7 @@ class EmulatedGEMM:
     autocast is that of its cast: gradients of float32 tensors are bfloat16 numbers then, as torch's own are; what a
     target's library does not write (a bias, or another dtype) is added to and rounded from its float32 result. The
     bias gradient, the sum of g over T, is never quantised. Under autocast x, w and bias are first cast to the
-    autocast dtype, as ``torch.nn.functional.linear`` does.
+    autocast dtype, as ``torch.nn.functional.linear`` does; w only where ``config.casts_weight``.
 
     Args:
         x: ``[..., K]``, float16, bfloat16, float32 or float64; the leading dimensions together are T.
@@ -183,7 +183,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x, w and bias, in the dtypes to which autocast cast these."""
+        """Return the gradients of x, w and bias, in the dtype of g; autograd widens them to their tensors'."""
         return _backward(ctx, g, plain=False)
 
 
@@ -202,7 +202,7 @@ class _PlainLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x, w and bias, in the dtypes to which autocast cast these."""
+        """Return the gradients of x, w and bias, in the dtype of g; autograd widens them to their tensors'."""
         return _backward(ctx, g, plain=True)
 
 
@@ -213,8 +213,10 @@ def _forward(
     x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers, *, traced: bool, shares: bool
 ) -> tuple[Tensor | None, ...]:
     """Return y and the saved tensors of x and of w; ``shares``: other layers may reuse the quantised x."""
-    kind, autocast = x.device.type, autocast_dtype(x.device.type)
-    dtypes = _dtypes_of(x, w, bias, autocast)
+    kind, dtypes = x.device.type, (x.dtype, w.dtype, None if bias is None else bias.dtype)
+    autocast = autocast_dtype(kind)
+    if autocast is not None:
+        dtypes = tuple([d if d in (None, torch.float64) else autocast for d in dtypes])  # type: ignore[assignment]
     x_q = shared(x, dtypes[0], layer) if shares else None
     run = partial(forward_pass, x, w, bias, x_q, layer, watchers, dtypes, traced=traced, shares=shares)
     if not (traced or watchers) and is_on_gpu(x):
@@ -233,23 +235,14 @@ def _forward(
     return y, *saved
 
 
-def _dtypes_of(x: Tensor, w: Tensor, bias: Tensor | None, autocast: torch.dtype | None) -> Dtypes:
-    """Return the dtypes that autocast casts tensors to, their own without it."""
-    dtypes = (x.dtype, w.dtype, None if bias is None else bias.dtype)
-    if autocast is None:
-        return dtypes
-    return tuple([d if d in (None, torch.float64) else autocast for d in dtypes])  # type: ignore[return-value]
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], saved: Saved) -> None:
-    """Save the original or quantised tensors that the two backward products need, and the dtypes of the gradients."""
-    x, w, bias, ctx.layer, ctx.watchers = inputs
+    """Save the original or quantised tensors that the two backward products need."""
+    x, w, _, ctx.layer, ctx.watchers = inputs
     needs_x, needs_w, _ = ctx.needs_input_grad[:3]
     config = ctx.layer.config
     source = x if needs_w and config.wgrad.b.source == "original" else None
     weight = w if needs_x and config.dgrad.b.source == "original" else None
     ctx.save_for_backward(source, weight, *saved)
-    ctx.dtypes = _dtypes_of(x, w, bias, autocast_dtype(x.device.type))  # autograd widens a gradient to its tensor's
     ctx.x_shape = x.shape
 
 
@@ -261,7 +254,7 @@ def _backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, ...]:
     w = tensors[2] if tensors[11] is None else tensors[11]
     run = partial(backward_pass, ctx, g, tensors[1], w, (tensors[3:7], tensors[7:11]), traced=not bare)
     if plain and bare and is_on_gpu(g) and not ctx.watchers:
-        run = partial(ctx.layer.repeat, (ctx.needs_input_grad, ctx.dtypes, ctx.x_shape), tensors, run)
+        run = partial(ctx.layer.repeat, (ctx.needs_input_grad, ctx.x_shape), tensors, run)
     again = torch.is_grad_enabled()  # with create_graph=True alone
     if again or autocasts(g.device.type):
         with torch.no_grad(), without_autocast(g.device):

@@ -177,9 +177,7 @@ class Pass:
         )  # fmt: skip
         return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index))
 
-    def gradient(
-        self, name: str, grad: Operand, original: Tensor | None, saved: tuple[Saved, Saved], dtype: torch.dtype
-    ) -> Tensor:
+    def gradient(self, name: str, grad: Operand, original: Tensor | None, saved: tuple[Saved, Saved]) -> Tensor:
         """Return a backward product: the gradient of a tensor that was rotated and rounded in the forward pass.
 
         Args:
@@ -187,9 +185,8 @@ class Pass:
             grad: The incoming gradient, quantised.
             original: The other tensor, [rows, columns], where its quantiser takes that.
             saved: What the forward pass saved of this tensor and of the other one.
-            dtype: Of the result.
         """
-        gemm, fprop, of_x = getattr(self._config, name), self._config.fprop, name == "dgrad"
+        gemm, fprop, of_x, dtype = getattr(self._config, name), self._config.fprop, name == "dgrad", self._dtype
         second = self._second("w_d" if of_x else "x_w", original, saved[1])
         other = self.operand(*second) if isinstance(second, OperandRequest) else second
         first, before = gemm.a, fprop.a if of_x else fprop.b
@@ -311,7 +308,7 @@ def backward_pass(
     dx = dw = dbias = None
     if needs_x:
         assert first is not None
-        dx = run.gradient("dgrad", first, w, saved, ctx.dtypes[0]).reshape(ctx.x_shape)
+        dx = run.gradient("dgrad", first, w, saved).reshape(ctx.x_shape)
     if needs_w:
         if both is not None:
             grad = both[1]
@@ -319,9 +316,9 @@ def backward_pass(
             grad = first.transposed()
         else:
             grad = run.operand("g_w", rows, 0)
-        dw = run.gradient("wgrad", grad, x, saved[::-1], ctx.dtypes[1])
-    if ctx.dtypes[2] is not None and ctx.needs_input_grad[2]:
-        dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(ctx.dtypes[2])
+        dw = run.gradient("wgrad", grad, x, saved[::-1])
+    if ctx.needs_input_grad[2]:
+        dbias = rows.sum(0, dtype=wide_dtype(g.dtype)).to(g.dtype)
     return [dx, dw, dbias]
 
 
