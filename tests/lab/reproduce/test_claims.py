@@ -107,9 +107,15 @@ def compare_with_records(name, measured):
     found, wanted = recorded.summary(measured), recorded.recorded()[name]
     assert list(found) == list(wanted)
     for number, value in wanted.items():
-        ratio = name in recorded.SHORT and re.search("%|points|spreads", number)  # of losses that hardly differ
+        absolute = 1e-6
+        if name in recorded.SHORT and re.search("%|points|spreads", number):
+            absolute = 1.0  # a ratio of differences between losses that hardly differ
+        elif number.endswith(", y") and "%" in measured.axes[1]:
+            # Losses relative to another run's: AVX-512 and AVX2 sum float32 in other orders, 0.003 % of a loss apart
+            # (Intel Xeon of model 207, AMD EPYC Zen 4).
+            absolute = 0.05
         if number != "recovered, %":
-            assert found[number] == pytest.approx(value, rel=rel, abs=1.0 if ratio else 1e-6, nan_ok=True), number
+            assert found[number] == pytest.approx(value, rel=rel, abs=absolute, nan_ok=True), number
 
 
 @pytest.mark.usefixtures("one_thread")
