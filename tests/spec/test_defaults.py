@@ -17,7 +17,6 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.optimizer import FLOAT32, Scheme, StateFormat
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Clamp, Differentiable, Hadamard, Quantizer, StraightThrough, TrustMask
-from tests.support import records
 
 DEFAULTS = {  # all but None, False, "" and (), which the other fields have
     FloatFormat: {"signed": True, "nan": "ieee", "infinities": True, "has_zero": True, "has_subnormals": True,
@@ -67,8 +66,3 @@ def test_defaults(record):
     given = {f.name: f.default for f in dataclasses.fields(record) if f.default is not dataclasses.MISSING}
     told = {name: _shape(v) for name, v in given.items() if v is not None and v is not False and v not in ("", ())}
     assert told == {name: _shape(v) for name, v in DEFAULTS[record].items()}
-
-
-@pytest.mark.parametrize("catalogue", records.CATALOGUES)
-def test_catalogues_and_defaults_of_verbs_are_those_that_were_recorded(catalogue):
-    assert not records.changed(catalogue), records.__doc__

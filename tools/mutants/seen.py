@@ -21,13 +21,13 @@ MOST_OF_KERNELS = 24  # of one file of kernels, all of whose functions share the
 # No trace sees functions that numba compiles: the tests of their engine run instead, the quickest first.
 COMPILED = {
     "fmtsim/engines/cpu/cast/": (
-        "tests/engines/cpu/test_choices.py", "tests/engines/equality/test_blocks.py",
+        "tests/engines/equality/test_blocks.py",
         "tests/engines/equality/test_elements.py", "tests/engines/equality/test_layouts.py",
         "tests/engines/cpu/test_operands.py",
     ),
     "fmtsim/engines/cpu/gemm/": (
         "tests/engines/cpu/test_gemm_bits.py", "tests/engines/cpu/test_gemm_units.py", "tests/engines/cpu/test_gemm.py",
-        "tests/gemm/test_lanes.py", "tests/engines/cpu/test_choices.py", "tests/engines/equality/test_products.py",
+        "tests/gemm/test_lanes.py", "tests/engines/equality/test_products.py",
         "tests/engines/cpu/test_gemm_batch.py",
     ),
     "fmtsim/engines/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
@@ -37,10 +37,6 @@ COMPILED = {
 # Nor is what a test runs in a process of its own, and what numbers tell of all experiments: for the Python of these
 # rooms it comes behind the tests that see a function.
 APART = {
-    "cuda": (
-        "tests/engines/cuda/test_launches.py::test_definitions_are_those_that_were_recorded",
-        "tests/engines/cuda/test_launches.py::test_launches_are_those_that_were_recorded",
-    ),
     "reproduce": (
         "tests/lab/reproduce/test_claims.py::test_claim",
         "tests/lab/reproduce/test_claims.py::test_a_slow_claim_in_short",
@@ -48,10 +44,7 @@ APART = {
     "distributed": ("tests/distributed/test_ranks.py::test_processes_and_the_simulation_give_the_same_bits",),
 }
 # Records and their defaults are worked out where they are imported, before any test runs.
-RECORDED = (
-    "tests/spec/test_defaults.py::test_defaults",
-    "tests/spec/test_defaults.py::test_catalogues_and_defaults_of_verbs_are_those_that_were_recorded",
-)
+RECORDED = ("tests/spec/test_defaults.py::test_defaults",)
 
 _notes: dict[str, Any] = {"seconds": defaultdict(float), "kernels": defaultdict(set)}
 _running = ""

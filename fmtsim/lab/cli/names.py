@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that options take, for ``one_of``, for completion, and to answer typos before torch is imported.
 
-``names.json`` has the names of catalogues that import torch; ``python -m tests.support.records`` writes it.
+``names.json`` has the names of catalogues that import torch; ``python -m tests.support.names`` writes it.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from fmtsim.lab.cli.main import BAD_INPUT, COMMANDS, build_parser, main
 from fmtsim.lab.cli.options import MOST_THREADS, check_threads
 from fmtsim.lab.cli.output import print_text
 from fmtsim.support.errors import ArgumentError, CoverageWarning
-from tests.support.records import NAMES_FILE, recorded_names
+from tests.support.names import NAMES_FILE, recorded_names
 from tests.support.refusals import refused
 
 
@@ -124,7 +124,7 @@ def test_errors_name_options_instead_of_keywords(capsys):
 
 
 def test_the_names_that_typos_are_compared_with_are_those_of_the_catalogues():
-    assert NAMES_FILE.read_text() == recorded_names(), "run python -m tests.support.records"
+    assert NAMES_FILE.read_text() == recorded_names(), "run python -m tests.support.names"
     assert set(names.targets_and_units()) == {*fmtsim.list_targets(), *fmtsim.list_units()}
     assert set(names.recipes()) == set(fmtsim.list_recipes(kind="training"))
     assert set(names.schemes()) == set(fmtsim.list_recipes(kind="ptq"))
