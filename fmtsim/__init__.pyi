@@ -78,9 +78,9 @@ from fmtsim.recipes import Rule as Rule
 from fmtsim.recipes import PtqRecipe as PtqRecipe
 
 # Engines and errors.
-from fmtsim.engines import cuda as cuda
-from fmtsim.engines.cpu import get_num_threads as get_num_threads
-from fmtsim.engines.cpu import set_num_threads as set_num_threads
+from fmtsim import cuda as cuda
+from fmtsim.cpu import get_num_threads as get_num_threads
+from fmtsim.cpu import set_num_threads as set_num_threads
 from fmtsim.support import errors as errors
 from fmtsim.support.errors import FmtsimError as FmtsimError
 

@@ -52,7 +52,7 @@ def one_thread():
 @pytest.fixture
 def emulated(monkeypatch):
     """Run the CUDA engine's kernels on the host, on CPU tensors, as a device of compute capability 9.0."""
-    from tests.engines.cuda import emulator
+    from tests.cuda import emulator
 
     if emulator.COMPILER is None:
         pytest.skip("kernels run on the host only where there is a C++ compiler (g++)")
@@ -70,7 +70,7 @@ def emulated_device(emulated):
 @pytest.fixture
 def gpu_device():
     """Return a GPU where the CUDA engine has one."""
-    import fmtsim.engines.cuda
+    import fmtsim.cuda
 
     if not fmtsim.cuda.available():
         pytest.skip("needs a GPU")

@@ -33,10 +33,10 @@ LAYERS = (
     {"lab.cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-ENGINES = {"engines.torch_engine", "engines.cpu", "engines.cuda"}
+ENGINES = {"torch_engine", "cpu", "cuda"}
 ENGINE_MAY_IMPORT = {"support", "formats", "rounding", "spec", "scaling"}
-KERNELS = {"machine": {"engines.cpu"}}  # rooms that are kernels of the CPU engine themselves
-STOREYS = ("lab", "engines")  # folders whose rooms are one level further down
+KERNELS = {"machine": {"cpu"}}  # rooms that are kernels of the CPU engine themselves
+STOREYS = ("lab",)  # folders whose rooms are one level further down
 parse = cache(ast.parse)  # which takes most of the time of several tests
 HEAVY = ("numba", "llvmlite", "cuda", "matplotlib", "rich", "safetensors")
 
@@ -61,7 +61,7 @@ def parts_imported(source: str, module: str, *, everywhere: bool = False) -> set
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module: its folder's name, of two levels in ``lab`` and ``engines``."""
+    """Return the room of a module: its folder's name, of two levels in ``lab``."""
     parts = module.split(".")[1:]
     return ".".join(parts[: 1 + (parts[0] in STOREYS)])
 
@@ -82,7 +82,7 @@ def violations(source: str, module: str) -> list[str]:
     imported = parts_imported(source, module) - {part}
     if part in ENGINES:
         imported = parts_imported(source, module, everywhere=True)
-        wrong = imported - {part} - ENGINE_MAY_IMPORT - {"engines.torch_engine"}  # which does what kernels leave
+        wrong = imported - {part} - ENGINE_MAY_IMPORT - {"torch_engine"}  # which does what kernels leave
         return [f"{module}: an engine imports fmtsim.{name}" for name in sorted(wrong)]
     lines = [
         f"{module}: imports the engine fmtsim.{name} at module level"
@@ -104,7 +104,7 @@ def modules() -> list[tuple[str, Path]]:
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        if parts not in {("__init__",), ("__main__",), ("lab", "__init__"), ("engines", "__init__")}:
+        if parts not in {("__init__",), ("__main__",), ("lab", "__init__")}:
             found.append((".".join(("fmtsim", *parts)), path))
     return found
 
@@ -125,10 +125,10 @@ def test_imports_point_one_way():
         ("fmtsim.spec.plan", "from ..nn.convert import f", "fmtsim.spec imports fmtsim.nn, which lies above it"),
         (
             "fmtsim.quantize",
-            "from fmtsim.engines.cpu import casts",
-            "imports the engine fmtsim.engines.cpu at module level",
+            "from fmtsim.cpu import casts",
+            "imports the engine fmtsim.cpu at module level",
         ),
-        ("fmtsim.engines.cpu.casts", "def f():\n    import fmtsim.gemm", "an engine imports fmtsim.gemm"),
+        ("fmtsim.cpu.casts", "def f():\n    import fmtsim.gemm", "an engine imports fmtsim.gemm"),
         ("fmtsim.newcomer", "import fmtsim.casts.ops", "fmtsim.newcomer has no layer in this test"),
         (
             "fmtsim.nn.convert",
@@ -144,10 +144,10 @@ def test_a_planted_import_is_seen(module, source, message):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("fmtsim.casts.quantize", "def f():\n    from fmtsim.engines.cpu import casts"),
-        ("fmtsim.casts.ops", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fmtsim.engines.cpu"),
+        ("fmtsim.casts.quantize", "def f():\n    from fmtsim.cpu import casts"),
+        ("fmtsim.casts.ops", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fmtsim.cpu"),
         ("fmtsim.lab.cli.main", "import fmtsim.casts.ops\nfrom . import cast"),
-        ("fmtsim.engines.cpu.gemm.engine", "from fmtsim.spec.plan import GemmPlan"),
+        ("fmtsim.cpu.gemm.engine", "from fmtsim.spec.plan import GemmPlan"),
     ],
 )
 def test_allowed_imports_pass(module, source):
@@ -206,12 +206,12 @@ def engine_modules_named(source: str, inside: set[str]) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     texts = [name for name in names if isinstance(name, str)]
-    return [t for t in texts if f"{t}.".startswith(below) or f"fmtsim.engines.{t}.".startswith(below)]
+    return [t for t in texts if f"{t}.".startswith(below) or f"fmtsim.{t}.".startswith(below)]
 
 
 def engine_modules() -> set[str]:
     names = {module.removesuffix(".__init__") for module, _ in modules()}
-    return {name for name in names if room_of(name) in ENGINES and name.count(".") > 2}
+    return {name for name in names if room_of(name) in ENGINES and name.count(".") > 1}
 
 
 def test_nothing_inside_an_engine_is_named_outside():
@@ -228,10 +228,10 @@ def test_nothing_inside_an_engine_is_named_outside():
     ("source", "seen"),
     [
         ('load_engine("cuda.cast")', True),
-        ('importlib.import_module("fmtsim.engines.cpu.optim.moments")', True),
-        ("def f():\n    from fmtsim.engines.cuda import runtime", True),
+        ('importlib.import_module("fmtsim.cpu.optim.moments")', True),
+        ("def f():\n    from fmtsim.cuda import runtime", True),
         ('load_engine("cuda")', False),
-        ('"""The words of fmtsim.engines.cuda.runtime."""', False),
+        ('"""The words of fmtsim.cuda.runtime."""', False),
         ('warn("run fmtsim.cuda.warmup() first")', False),
     ],
 )

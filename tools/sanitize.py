@@ -26,23 +26,23 @@ from unittest import mock
 import torch
 
 import fmtsim
-from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm import self_test
-from fmtsim.engines.cuda.gemm.fast_path import FastPath
-from fmtsim.engines.cuda.runtime.program import variants
+from fmtsim.cuda import runtime
+from fmtsim.cuda.gemm import self_test
+from fmtsim.cuda.gemm.fast_path import FastPath
+from fmtsim.cuda.runtime.program import variants
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Hadamard, Quantizer
-from tests.engines.cuda.emulator import emulated
-from tests.engines.cuda.emulator.patching import replaced
+from tests.cuda.emulator import emulated
+from tests.cuda.emulator.patching import replaced
 from tests.support.gemm_engine import addend, gemm_spec, operand, unit_scales
 
-CASTS = importlib.import_module("fmtsim.engines.cuda.cast.casts")
-REDUCTION = importlib.import_module("fmtsim.engines.cuda.cast.reduction")
-DISPATCH = importlib.import_module("fmtsim.engines.cuda.gemm.dispatch")
+CASTS = importlib.import_module("fmtsim.cuda.cast.casts")
+REDUCTION = importlib.import_module("fmtsim.cuda.cast.reduction")
+DISPATCH = importlib.import_module("fmtsim.cuda.gemm.dispatch")
 
 ELEMENTS = (
     "e4m3", "e2m1", "bf16", "e5m2fnuz", "int8", "int5", "uint3", "nf4", "lns8_g8", "e8m0", "p3109_k8p3se", "fp32",
@@ -125,7 +125,7 @@ def blocks(device: torch.device, few: bool) -> None:
             cast(x, spec)
     transforms(device)
     rotations(device)
-    both = importlib.import_module("fmtsim.engines.cuda.cast.block")
+    both = importlib.import_module("fmtsim.cuda.cast.block")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
         spec = next(specs(name, -2))
         for x in layouts(shape, torch.bfloat16, device):
@@ -137,8 +137,8 @@ def blocks(device: torch.device, few: bool) -> None:
 
 def transforms(device: torch.device) -> None:
     """Call what casts of blocks have beside them: Hadamard transforms and scaled results."""
-    hadamard = importlib.import_module("fmtsim.engines.cuda.cast.hadamard")
-    finish = importlib.import_module("fmtsim.engines.cuda.gemm.scaled_product")
+    hadamard = importlib.import_module("fmtsim.cuda.cast.hadamard")
+    finish = importlib.import_module("fmtsim.cuda.gemm.scaled_product")
     for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):
             flips = torch.arange(size, device=device) % 3 == 0
@@ -153,7 +153,7 @@ def transforms(device: torch.device) -> None:
 def rotations(device: torch.device) -> None:
     """Rotate and cast operands of products along either axis, and rotate gradients back."""
     names = ("hadamard", "rotated", "kernel_variants")
-    hadamard, rotated, variant = (importlib.import_module(f"fmtsim.engines.cuda.cast.{name}") for name in names)
+    hadamard, rotated, variant = (importlib.import_module(f"fmtsim.cuda.cast.{name}") for name in names)
     keys = RandomKey(1, 2), None
     for (quantizer, turned), shape in itertools.product(variant.rotated_quantizers(), ((64, 192), (192, 64))):
         for x in layouts(shape, torch.bfloat16, device):
@@ -167,7 +167,7 @@ def rotations(device: torch.device) -> None:
 
 def groups(device: torch.device) -> None:
     """Multiply operands whose groups have scales, whole sums and parts, in every layout."""
-    scaled = importlib.import_module("fmtsim.engines.cuda.gemm.scaled_product")
+    scaled = importlib.import_module("fmtsim.cuda.gemm.scaled_product")
     for (m, n, k), first, second in itertools.product(((136, 72, 392), (8, 264, 2056)), (False, True), (False, True)):
         operands = []
         for rows, turned in ((m, first), (n, second)):
@@ -232,7 +232,7 @@ def steps(device: torch.device, few: bool) -> None:
 
 def counts(device: torch.device, few: bool) -> None:
     """Take fingerprints of tensors, and count what casts did to them."""
-    engine = importlib.import_module("fmtsim.engines.cuda")
+    engine = importlib.import_module("fmtsim.cuda")
     multipliers = torch.arange(1 << 16, device=device) | 1
     for shape, dtype in itertools.product(((1,), (37, 129), (8, 3, 520), (3, 66000)), (*DTYPES[:3], torch.int64)):
         for x in layouts(shape, dtype, device):
@@ -284,7 +284,7 @@ def recorded() -> Iterator[set[tuple[str, str]]]:
 
 
 def run(device: torch.device, parts: tuple[str, ...], few: bool) -> set[tuple[str, str]]:
-    cpu = importlib.import_module("fmtsim.engines.cpu")  # whose kernels need not be compiled for operands
+    cpu = importlib.import_module("fmtsim.cpu")  # whose kernels need not be compiled for operands
     no_kernels = mock.patch.object(cpu, "supports", lambda *_: False)
     no_tests = mock.patch.object(self_test, "passes", lambda *_: True)  # self-tests would be the larger part
     with recorded() as fetched, no_kernels, no_tests:

@@ -225,7 +225,7 @@ def load_engine(name: Literal["torch_engine"]) -> TorchEngine: ...
 @cache
 def load_engine(name: str) -> Any:
     """Return an engine, imported when it is first needed."""
-    return importlib.import_module(f"fmtsim.engines.{name}")
+    return importlib.import_module(f"fmtsim.{name}")
 
 
 def _absent(*tensors: torch.Tensor) -> list[torch.Tensor | None]:

@@ -10,9 +10,9 @@ import torch
 from numba import types
 from numpy import float32, int32, int64
 
-from fmtsim.engines.cpu.gemm.operands import number
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, fma32, kernel, overload
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.gemm.operands import number
+from fmtsim.cpu.runtime.jit import bits32, device, float32_of, fma32, kernel, overload
+from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine.unknown import UnknownOrder
 
 NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}  # the one NaN of a GPU's results

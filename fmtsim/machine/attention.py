@@ -13,9 +13,9 @@ import torch
 from numpy import float32
 from torch.nn.functional import pad
 
-from fmtsim.engines.cpu.gemm.engine import gemm, gemm_batch
-from fmtsim.engines.cpu.runtime.jit import fma32, kernel
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.gemm.engine import gemm, gemm_batch
+from fmtsim.cpu.runtime.jit import fma32, kernel
+from fmtsim.cpu.runtime.pool import run
 from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import check_target, resolve_call
 from fmtsim.machine import mufu

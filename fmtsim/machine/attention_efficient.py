@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import enable_reentrant_dispatch
 
-from fmtsim.engines.cpu.runtime.jit import kernel
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.pool import run
 from fmtsim.gemm.products.scaled import mma
 from fmtsim.machine import attention, library, reduce
 from fmtsim.machine.arrays import LOG2E, SIXTEEN_BITS, apply, fma, from_f32, to_f32

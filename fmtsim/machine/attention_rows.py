@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy import float32, float64, int32, int64
 
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, float64_of, fma32, kernel, subroutine
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.runtime.jit import bits32, device, float32_of, float64_of, fma32, kernel, subroutine
+from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import mufu
 from fmtsim.machine.arrays import LN2, LOG2E, flush, from_f32, to_f32
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy import float32, float64, int32, int64, uint32, uint64
 
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of, fma32, subroutine
+from fmtsim.cpu.runtime.jit import bits32, device, float32_of, fma32, subroutine
 from fmtsim.machine import mufu
 
 _MAGNITUDE, _SIGN, _INF = int32(0x7FFFFFFF), int32(-0x80000000), int32(0x7F800000)

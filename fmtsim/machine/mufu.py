@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy import float32, float64, int32, int64
 
-from fmtsim.engines.cpu.runtime.jit import bits32, device, float32_of
+from fmtsim.cpu.runtime.jit import bits32, device, float32_of
 from fmtsim.support.mufu import coefficients
 
 NAN, INFINITY = int32(0x7FFFFFFF), int32(0x7F800000)  # the one NaN that the unit returns

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy import float32, int64
 
-from fmtsim.engines.cpu.runtime.jit import device, fma32, kernel
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.runtime.jit import device, fma32, kernel
+from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library
 from fmtsim.machine.arrays import add_threads, from_f32, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy import float32
 
-from fmtsim.engines.cpu.runtime.jit import device, fma32
+from fmtsim.cpu.runtime.jit import device, fma32
 from fmtsim.machine import library
 from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, elementwise, from_f32, to_f32
 from fmtsim.machine.unknown import UnknownOrder

@@ -5,9 +5,9 @@ import numpy as np
 import torch
 from numpy import float32, uint32, uint64
 
-from fmtsim.engines.cpu.cast.words import philox
-from fmtsim.engines.cpu.runtime.jit import kernel
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.cast.words import philox
+from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.pool import run
 
 _LOW, _HIGH = uint64(0xFFFFFFFF), uint64(32)
 _BLOCK, _BLOCKS, _UNROLL = 256, 132 * (2048 // 256), 4  # threads; blocks at most; numbers of one draw

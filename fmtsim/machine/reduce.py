@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy import float32
 
-from fmtsim.engines.cpu.runtime.jit import fma32, kernel
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.runtime.jit import fma32, kernel
+from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine.arrays import add_strided, chain, from_f32, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder
 

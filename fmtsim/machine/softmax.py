@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy import float32, int64
 
-from fmtsim.engines.cpu.runtime.jit import fma32, kernel
-from fmtsim.engines.cpu.runtime.pool import run
+from fmtsim.cpu.runtime.jit import fma32, kernel
+from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library
 from fmtsim.machine.arrays import SHIFTED, STRIDED, VECTORS, add_in_order, add_threads, from_f32, slot_of, to_f32
 

@@ -37,7 +37,7 @@ class Casts(Protocol):
 
 
 class Engine(Casts, Protocol):
-    """Casts and products: ``fmtsim.engines.torch_engine``, and every other engine where it covers them."""
+    """Casts and products: ``fmtsim.torch_engine``, and every other engine where it covers them."""
 
     def gemm(
         self, a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None, spec: GemmSpec,
@@ -57,14 +57,14 @@ class Functions(Protocol):
 
 
 class TorchEngine(Engine, Functions, Protocol):
-    """``fmtsim.engines.torch_engine``: all casts and products on every device."""
+    """``fmtsim.torch_engine``: all casts and products on every device."""
 
     def compiles_casts(self, kind: str) -> bool:
         """Return True if torch.compile compiles casts for a type of device."""
 
 
 class KernelEngine(Engine, Protocol):
-    """An engine whose kernels cover some calls: ``fmtsim.engines.cpu`` and ``fmtsim.engines.cuda``."""
+    """An engine whose kernels cover some calls: ``fmtsim.cpu`` and ``fmtsim.cuda``."""
 
     def supports(self, verb: str, spec: CastSpec, *tensors: Tensor) -> bool:
         """Return True if kernels cover a verb on these tensors: input and output of quantize, else the input alone."""
@@ -82,7 +82,7 @@ class KernelEngine(Engine, Protocol):
 
 
 class CPUEngine(KernelEngine, Functions, Protocol):
-    """``fmtsim.engines.cpu``: kernels, and the elementary functions.
+    """``fmtsim.cpu``: kernels, and the elementary functions.
 
     Attributes:
         cache_folder: Where compiled kernels are kept, or None.
@@ -154,13 +154,13 @@ class FusedEngine(KernelEngine, Protocol):
     """An engine of GPUs that it ``serves``, with kernels for whole operands of layers, and its library's own products.
 
     Attributes:
-        available, why_unavailable, warmup: What ``fmtsim.engines.cuda`` offers users.
+        available, why_unavailable, warmup: What ``fmtsim.cuda`` offers users.
         NativeCall, NativeScales, run_native: What is asked of the library, its scales, and how
-            (fmtsim/engines/cuda/native.py).
+            (fmtsim/cuda/native.py).
         cublaslt, cublaslt_version, other_gpu, other_settings, other_versions: The library, and what differs from the
-            machine of a target (fmtsim/engines/cuda/native.py).
-        OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/engines/cuda/optim/steps.py).
-        ReductionStages: What a rank computes in a reduction (fmtsim/engines/cuda/cast/reduction.py).
+            machine of a target (fmtsim/cuda/native.py).
+        OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/steps.py).
+        ReductionStages: What a rank computes in a reduction (fmtsim/cuda/cast/reduction.py).
     """
 
     available: Callable[..., bool]

@@ -109,7 +109,7 @@ def test_what_fails_was_not_compiled(terminal):
 
 def test_kernels_of_the_cpu_are_counted(terminal, tmp_path, monkeypatch):
     pytest.importorskip("numba")
-    from fmtsim.engines.cpu.runtime import jit, kernel_cache
+    from fmtsim.cpu.runtime import jit, kernel_cache
 
     monkeypatch.setattr(kernel_cache, "cache_folder", lambda: tmp_path)
 

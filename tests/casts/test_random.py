@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fmtsim
 from fmtsim import RandomKey, Rounding, encode, get_format, quantize, quantize_
 from fmtsim.casts.arguments import drawn_key, drawn_numbers
-from fmtsim.engines.cpu.runtime import pool
+from fmtsim.cpu.runtime import pool
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits, differing, same_bits
 from tests.support.operands import normal

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines import cpu, torch_engine
+from fmtsim import cpu, torch_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
 from fmtsim.gemm.targets import cuda_cores
@@ -180,7 +180,7 @@ def test_few_sums_wait_for_each_other():
             most = max(most, waiting)
             waiting -= additions
         assert waiting == 1 and most <= STACK
-    assert f"#define WAITING {STACK} " in (Path(fmtsim.__file__).parent / "engines/cuda/gemm/reduce.cu").read_text()
+    assert f"#define WAITING {STACK} " in (Path(fmtsim.__file__).parent / "cuda/gemm/reduce.cu").read_text()
     numbers = [number for number, _ in combination(2400, GemmPlan(k_tile=8, lanes=8, split=300, reduce="folded"))]
     assert sorted(n for n in numbers if n != ZERO) == list(range(2400))
 

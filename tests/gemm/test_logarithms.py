@@ -97,7 +97,7 @@ def test_a_product_has_the_bits_of_the_loop(path, formats, k):
 def test_tiles_do_not_matter(monkeypatch):
     a, b = values(codes(LNS8, 40, 70), LNS8), values(codes(LNS8, 9, 70, seed=1), LNS8)
     y = fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS)
-    monkeypatch.setattr("fmtsim.engines.torch_engine.gemm_units._AT_ONCE", 1)
+    monkeypatch.setattr("fmtsim.torch_engine.gemm_units._AT_ONCE", 1)
     assert torch.equal(fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS), y)
     without_kernels(monkeypatch)
     with WithoutFloat64():

@@ -107,7 +107,7 @@ def test_groups_of_rows_change_nothing(monkeypatch, dtype):
 
 def test_engine_is_numba_where_it_says_so(monkeypatch):
     a, b = operands()
-    cpu, slow = importlib.import_module("fmtsim.engines.cpu"), importlib.import_module("fmtsim.engines.torch_engine")
+    cpu, slow = importlib.import_module("fmtsim.cpu"), importlib.import_module("fmtsim.torch_engine")
     asked = []
 
     def supports(*arguments):

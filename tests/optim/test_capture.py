@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.optim.schemes import kernels_of
-from fmtsim.engines.cuda.optim.steps import launches
+from fmtsim.cuda import runtime
+from fmtsim.cuda.optim.schemes import kernels_of
+from fmtsim.cuda.optim.steps import launches
 from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, stepping
 from fmtsim.spec.optimizer import Numbers
 from fmtsim.support.errors import DeviceError

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.cpu.optim import elementary as cpu_elementary
-from fmtsim.engines.torch_engine import reals as torch_elementary
+from fmtsim.cpu.optim import elementary as cpu_elementary
 from fmtsim.optim import StateFormat, codec
 from fmtsim.rounding import elementary
+from fmtsim.torch_engine import reals as torch_elementary
 
 NATIVE = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -219,7 +219,7 @@ def test_rules_of_the_catalogue():
 
 
 def test_codebooks_that_kernels_cannot_tell_apart_have_no_fast_path():
-    from fmtsim.engines.cpu.optim import steps
+    from fmtsim.cpu.optim import steps
     from fmtsim.rounding import codebooks
 
     close = CodebookFormat(name="close", values=tuple(i / 10**6 for i in range(255)) + (1.0,))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.cpu.optim import steps
+from fmtsim.cpu.optim import steps
 from fmtsim.optim import get_scheme, rules
 from fmtsim.optim.codec import encode
 from fmtsim.rounding.elementary import exp, ln

@@ -38,6 +38,6 @@ def test_modes_have_codes_of_their_own():
 
 
 def test_the_kernels_of_a_gpu_name_modes_by_the_same_codes():
-    text = (Path(fmtsim.__file__).parent / "engines/cuda/include/rounding.cuh").read_text("utf-8")
+    text = (Path(fmtsim.__file__).parent / "cuda/include/rounding.cuh").read_text("utf-8")
     named = {mode.lower(): int(code, 16) for mode, code in re.findall(r"#define MODE_(\w+) (0x[0-9a-f]+)", text)}
     assert len(named) >= 5 and named == {mode: CODES[mode] for mode in named}

@@ -6,7 +6,6 @@ import hashlib
 import pytest
 import torch
 
-from fmtsim.engines.torch_engine.philox import words
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.hadamard_matrix import (
     CONSTRUCTIONS,
@@ -20,6 +19,7 @@ from fmtsim.scaling.hadamard_matrix import (
 )
 from fmtsim.spec.cast import RandomKey
 from fmtsim.support.errors import ArgumentError
+from fmtsim.torch_engine.philox import words
 from tests.support.bits import assert_same_bits
 from tests.support.operands import wide
 

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from fmtsim.engines import cpu, torch_engine
+from fmtsim import cpu, torch_engine
 from fmtsim.formats.block import BlockFormat, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import TensorScale, block_scaling

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.question import Choice, Question
-from tests.engines.cuda.emulator.kernels import COMPILER, EmulatorError
+from tests.cuda.emulator.kernels import COMPILER, EmulatorError
 
 
 @cache

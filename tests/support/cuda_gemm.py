@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from fmtsim import Datapath, get_unit
-from fmtsim.engines.cpu.gemm.engine import gemm as cpu_gemm
-from fmtsim.engines.cpu.gemm.engine import supports_gemm as cpu_supports
-from fmtsim.engines.cuda import runtime
-from fmtsim.engines.cuda.gemm import self_test
-from fmtsim.engines.cuda.gemm.fast_path import FastPath, Plan
-from fmtsim.engines.cuda.gemm.job import TILE, Gpu, Job, accumulation_order, gpu_of
+from fmtsim.cpu.gemm.engine import gemm as cpu_gemm
+from fmtsim.cpu.gemm.engine import supports_gemm as cpu_supports
+from fmtsim.cuda import runtime
+from fmtsim.cuda.gemm import self_test
+from fmtsim.cuda.gemm.fast_path import FastPath, Plan
+from fmtsim.cuda.gemm.job import TILE, Gpu, Job, accumulation_order, gpu_of
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -21,8 +21,8 @@ from tests.support.bits import assert_same_bits
 from tests.support.gemm_engine import addend, operand, unit_scales
 from tests.support.gemm_oracle import sums as oracle
 
-DISPATCH = importlib.import_module("fmtsim.engines.cuda.gemm.dispatch")
-GENERAL = importlib.import_module("fmtsim.engines.cuda.gemm.general")
+DISPATCH = importlib.import_module("fmtsim.cuda.gemm.dispatch")
+GENERAL = importlib.import_module("fmtsim.cuda.gemm.general")
 PASSED, COMPARED = self_test._passed, self_test._compared  # what tests replace
 KEY = RandomKey(1 << 63, (1 << 40) + 3)
 HALF = Datapath(block=16, fraction_bits=25, min_exponent=-133)

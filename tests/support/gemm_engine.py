@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fmtsim
 from fmtsim import GemmPlan, get_format, get_unit, list_units
-from fmtsim.engines.cpu.gemm.engine import gemm, supports_gemm
+from fmtsim.cpu.gemm.engine import gemm, supports_gemm
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.lab.verify.operands import spread
 from fmtsim.rounding.modes import MODES, Rounding

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.engines.torch_engine.reals import narrow
 from fmtsim.support.errors import DtypeError
 from fmtsim.support.float64 import Float64, arithmetic, capable, float64, floor_log2, from_bits, has_float64
+from fmtsim.torch_engine.reals import narrow
 from tests.support.bits import assert_same_bits
 from tests.support.refusals import refused
 from tests.support.without_float64 import Float64Used, WithoutFloat64

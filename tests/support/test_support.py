@@ -32,8 +32,8 @@ def test_no_test_module_is_imported():
 
 
 @pytest.mark.parametrize(
-    "source", ["from tests.engines.cpu.test_gemm import check", "from tests.engines.cpu import test_gemm",
-               "import tests.engines.cpu.test_gemm",
+    "source", ["from tests.cpu.test_gemm import check", "from tests.cpu import test_gemm",
+               "import tests.cpu.test_gemm",
                "def f():\n    from . import test_gemm"],
 )  # fmt: skip
 def test_an_import_of_a_test_module_is_seen(source):

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fmtsim import torch_engine
 from fmtsim.casts import ops
-from fmtsim.engines import torch_engine
 
 
 class Float64Used(RuntimeError):
@@ -50,7 +50,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(**{name: getattr(torch_engine, name) for name in torch_engine.__all__}, **refuses)
     loads = ops.load_engine
     for name, module in list(sys.modules.items()):
-        if not name.startswith("fmtsim.") or name.startswith(("fmtsim.engines.cpu", "fmtsim.engines.cuda")):
+        if not name.startswith("fmtsim.") or name.startswith(("fmtsim.cpu", "fmtsim.cuda")):
             continue
         for function in vars(module).values():
             if type(function) is _lru_cache_wrapper:

@@ -28,14 +28,14 @@ def test_mutants_change_one_place_and_still_parse():
 
 
 def test_mutants_of_kernels_leave_comments_and_strings_alone():
-    for mutant in mutants_of("fmtsim/engines/cuda/cast/scale.cuh"):
+    for mutant in mutants_of("fmtsim/cuda/cast/scale.cuh"):
         text = (ROOT / mutant.file).read_text()
         line = text[text.rfind("\n", 0, mutant.start) + 1 : mutant.start]
         assert "//" not in line and not line.lstrip().startswith("#") and mutant.old != mutant.new
 
 
 def test_mutants_of_kernels_leave_sizes_of_arrays_and_launches_alone():
-    found = {mutant.key.split(": ", 1)[1] for mutant in mutants_of("fmtsim/engines/cuda/optim/optimizer.cu")}
+    found = {mutant.key.split(": ", 1)[1] for mutant in mutants_of("fmtsim/cuda/optim/optimizer.cu")}
     assert not any("__launch_bounds__(256" in key or "__shared__ u32 shared[8]" in key for key in found)
     assert any("old = prepared(as_float(found[3])" in key for key in found)  # an index is not a size
 
@@ -139,7 +139,7 @@ def test_catalogues_have_the_tests_of_their_records(file):
 
 def test_a_test_that_takes_all_seconds_comes_behind_shorter_ones():
     trials = Trials()
-    mutant = next(m for m in mutants_of("fmtsim/engines/cuda/cast/any_format.cu") if m.function == "place_of")
+    mutant = next(m for m in mutants_of("fmtsim/cuda/cast/any_format.cu") if m.function == "place_of")
     longest = max(trials._seen[f"{mutant.file}:"], key=trials._seconds.__getitem__)
     assert trials._seconds[longest] > 60 and trials.tests_of(mutant)[0] != longest
     assert any("test_blocks" in test for test in trials.tests_of(mutant))
@@ -153,6 +153,6 @@ def test_fuzzing_comes_last():
 
 
 def test_a_function_that_the_map_does_not_know_has_the_tests_of_its_room():
-    nowhere = Mutant("fmtsim/engines/cuda/cast/nothing.cu", "nothing", 1, 0, 1, "a", "b")
+    nowhere = Mutant("fmtsim/cuda/cast/nothing.cu", "nothing", 1, 0, 1, "a", "b")
     tests = Trials(jobs=1).tests_of(nowhere)
-    assert tests and all(test.startswith("tests/engines/cuda/") for test in tests)
+    assert tests and all(test.startswith("tests/cuda/") for test in tests)

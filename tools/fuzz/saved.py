@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import fmtsim
-from fmtsim.engines.cpu.runtime import kernel_cache
-from fmtsim.engines.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime import kernel_cache
+from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
 from fmtsim.gemm.targets.learned import Group, Tree, learned_bytes
 from fmtsim.gemm.targets.question import Choice, Kind

@@ -20,19 +20,19 @@ MOST_TESTS = 8  # of one function
 MOST_OF_KERNELS = 24  # of one file of kernels, all of whose functions share them
 # No trace sees functions that numba compiles: the tests of their engine run instead, the quickest first.
 COMPILED = {
-    "fmtsim/engines/cpu/cast/": (
-        "tests/engines/equality/test_blocks.py",
-        "tests/engines/equality/test_elements.py", "tests/engines/equality/test_layouts.py",
-        "tests/engines/cpu/test_operands.py",
+    "fmtsim/cpu/cast/": (
+        "tests/equality/test_blocks.py",
+        "tests/equality/test_elements.py", "tests/equality/test_layouts.py",
+        "tests/cpu/test_operands.py",
     ),
-    "fmtsim/engines/cpu/gemm/": (
-        "tests/engines/cpu/test_gemm_bits.py", "tests/engines/cpu/test_gemm_units.py", "tests/engines/cpu/test_gemm.py",
-        "tests/gemm/test_lanes.py", "tests/engines/equality/test_products.py",
-        "tests/engines/cpu/test_gemm_batch.py",
+    "fmtsim/cpu/gemm/": (
+        "tests/cpu/test_gemm_bits.py", "tests/cpu/test_gemm_units.py", "tests/cpu/test_gemm.py",
+        "tests/gemm/test_lanes.py", "tests/equality/test_products.py",
+        "tests/cpu/test_gemm_batch.py",
     ),
-    "fmtsim/engines/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
-    "fmtsim/engines/cpu/counting.py": ("tests/lab/analysis/test_stats.py",),
-    "fmtsim/engines/cpu/runtime/": ("tests/engines/cpu", "tests/optim/test_engines.py", "tests/engines"),
+    "fmtsim/cpu/optim/": ("tests/optim/test_codec.py", "tests/optim/test_engines.py"),
+    "fmtsim/cpu/counting.py": ("tests/lab/analysis/test_stats.py",),
+    "fmtsim/cpu/runtime/": ("tests/cpu", "tests/optim/test_engines.py", "tests/equality"),
 }  # fmt: skip
 # Nor is what a test runs in a process of its own, and what numbers tell of all experiments: for the Python of these
 # rooms it comes behind the tests that see a function.
@@ -60,7 +60,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_configure() -> None:
-    from tests.engines.cuda.emulator import kernels
+    from tests.cuda.emulator import kernels
 
     real = kernels.HostKernel.__init__
 
@@ -139,7 +139,7 @@ def write_map(coverage_file: str, notes: str, joined: bool = False) -> int:
             seconds[test] = max(seconds[test], spent)  # the controller has the sums, workers their shares
         for test, files in note["kernels"].items():
             for file in files:
-                for part in _with_headers(f"fmtsim/engines/cuda/{file}"):
+                for part in _with_headers(f"fmtsim/cuda/{file}"):
                     seen[part, ""][test] += 1
     data = coverage.CoverageData(coverage_file)
     data.read()
@@ -202,7 +202,7 @@ def read_map() -> tuple[dict[str, list[str]], dict[str, float]]:
 
 def _with_headers(file: str, found: frozenset[str] = frozenset()) -> set[str]:
     """Return a kernel file and the headers that it includes, as paths below the root."""
-    path = next((ROOT / "fmtsim/engines/cuda").rglob(Path(file).name), None)
+    path = next((ROOT / "fmtsim/cuda").rglob(Path(file).name), None)
     if path is None:
         return set()
     name = os.path.relpath(path, ROOT)

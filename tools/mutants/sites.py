@@ -65,9 +65,9 @@ class Mutant:
 
     @property
     def folder(self) -> str:
-        """Return the room's folder in the package, ``gemm`` or ``engines/cpu``; empty for files beside the rooms."""
+        """Return the room's folder in the package, ``gemm`` or ``cpu``; empty for files beside the rooms."""
         parts = self.file.split("/")[1:-1]
-        return "/".join(parts[: 1 + (parts[:1] in (["lab"], ["engines"]))])
+        return "/".join(parts[: 1 + (parts[:1] == ["lab"])])
 
     @property
     def key(self) -> str:
@@ -228,7 +228,7 @@ class _Python(ast.NodeVisitor):
 
     def _seen_arguments(self, name: str | None, call: ast.Call) -> int | None:
         """Return how many arguments may be changed: pool.run's last two, but for multiples above 1, pick threads."""
-        if name != "run" or not self._file.startswith(("fmtsim/machine/", "fmtsim/engines/cpu/")):
+        if name != "run" or not self._file.startswith(("fmtsim/machine/", "fmtsim/cpu/")):
             return None
         return 2 if [ast.unparse(argument) for argument in call.args[2:3]] == ["1"] else 3
 

@@ -28,7 +28,7 @@ def measured_gpu(
     arguments: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, Any], Callable[[], str]]:
     """Return the record and how it reads; ``keep`` gets what there is after every case: a run may be cut short."""
-    import fmtsim.engines.cuda
+    import fmtsim.cuda
 
     reason = fmtsim.cuda.why_unavailable()
     if reason is not None:

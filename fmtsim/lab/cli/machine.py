@@ -130,7 +130,7 @@ def _cpu_engine() -> dict[str, Any]:
 
 
 def _cuda_engine() -> dict[str, Any]:
-    from fmtsim.engines import cuda
+    from fmtsim import cuda
 
     reason = cuda.why_unavailable()
     return {"name": "cuda", "available": reason is None, "reason": reason or "tensors on CUDA devices, by CUDA kernels"}

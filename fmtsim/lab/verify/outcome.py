@@ -172,7 +172,7 @@ def device_of(name: str) -> torch.device:
         device = torch.device("cpu")
     if device.type != "cuda":
         raise ArgumentError(f"--device {name} is not a CUDA device; choose cuda or cuda:1, or leave it out for the CPU")
-    import fmtsim.engines.cuda
+    import fmtsim.cuda
 
     reason = fmtsim.cuda.why_unavailable(device)
     if reason is not None:

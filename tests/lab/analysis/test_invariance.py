@@ -15,7 +15,7 @@ from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import without_doubts
 from fmtsim.lab.analysis.invariance import batch_invariance, same_bits
 from fmtsim.spec.plan import GemmPlan
-from tests.engines.cuda import batch_rows
+from tests.cuda import batch_rows
 from tests.support.fake_gpu import FakeGPU
 from tests.support.refusals import refused
 from tests.support.targets import hopper, linear, mm

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.engines.cpu import weighted_sums
+from fmtsim.cpu import weighted_sums
 from fmtsim.formats.tensor_file import read_tensors, write_tensors
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.lab.analysis import fingerprint

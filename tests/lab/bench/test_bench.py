@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmtsim.engines.cpu.runtime import pool
+from fmtsim.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.bench import cpu, gemm, gpu, gpu_cases, layers, models, overheads, simulated, timing

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-import fmtsim.engines.cuda
+import fmtsim.cuda
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.bench import gpu, gpu_cases
 from fmtsim.lab.bench.gpu import CASES, Result, measure, worst

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import fmtsim
-from fmtsim.engines import cuda
+from fmtsim import cuda
 from fmtsim.gemm.products import native
 from fmtsim.lab.cli.arguments.numbers import DATA
 from fmtsim.lab.cli.main import BAD_INPUT, main

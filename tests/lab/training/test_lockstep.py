@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training in lockstep: two models that do the same stay equal, and one planted bit is found where it was planted.
 
-Here both sides are emulated, since there is no card; who multiplies on a card is tested in tests/engines/cuda.
+Here both sides are emulated, since there is no card; who multiplies on a card is tested in tests/cuda.
 """
 
 import dataclasses

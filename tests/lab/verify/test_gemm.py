@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-import fmtsim.engines.torch_engine
+import fmtsim.torch_engine
 from fmtsim.gemm.products import operator
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.verify import gemm
@@ -329,7 +329,7 @@ def test_arguments_of_the_other_half_are_refused(words, message, capsys):
 def engine(request, monkeypatch):
     """Multiply by the CPU engine where it can, then by torch operations alone."""
     if request.param == "torch":
-        monkeypatch.setattr(operator, "gemm_engine", lambda spec, a, b: fmtsim.engines.torch_engine)
+        monkeypatch.setattr(operator, "gemm_engine", lambda spec, a, b: fmtsim.torch_engine)
 
 
 @needs_vectors

@@ -189,7 +189,7 @@ CPU = torch.device("cpu")
 
 def product(a, b, spec, c=None, scale_a=None, scale_b=None, random=None):
     """Stand in for run_gemm on a device."""
-    door = importlib.import_module("fmtsim.engines.cuda.gemm.dispatch")
+    door = importlib.import_module("fmtsim.cuda.gemm.dispatch")
     out = torch.empty(a.shape[0], b.shape[0], dtype=units.sum_dtype(spec.datapath))
     assert door.supports_gemm(spec, a, b)
     door.gemm(a, b, c, scale_a, scale_b, spec, random, out)
@@ -220,7 +220,7 @@ def test_a_planted_bit_is_seen(monkeypatch):
 
 
 def test_casts_of_a_device_are_held_to_the_oracle():
-    torch_engine = importlib.import_module("fmtsim.engines.torch_engine")
+    torch_engine = importlib.import_module("fmtsim.torch_engine")
     on_device = OnDevice(CPU, lambda *_: torch_engine)
     engines = {"torch_engine": torch_engine, "cpu": on_device}
     for name in ("e4m3", "mxfp4"):

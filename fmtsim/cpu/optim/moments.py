@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step in one pass: on moments that are bytes of a codebook, decoded, updated and encoded, or on float32.
+
+The definition is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same. Vectors are
+those of ``simd.py``. How a code is found is said at ``fmtsim.rounding.codebooks.Table``: one lookup by a number's
+leading 16 bits gives the only threshold that its other 16 bits can lie on either side of.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy import float32, int32
+
+from fmtsim.cpu.runtime import simd
+from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
+from fmtsim.cpu.runtime.pool import run
+from fmtsim.spec.optimizer import Book, Numbers
+
+ALIGNMENT = simd.LANES
+"""Blocks are multiples of this."""
+
+RULES = ("adam", "lion", "sgd", "nesterov")
+"""Updates by their numbers in the kernels; all but the first have one moment."""
+
+_ADAM, _LION, _SGD, _NESTEROV = range(len(RULES))
+_MAGNITUDE, _INFINITY, _ONE = int32(0x7FFFFFFF), int32(0x7F800000), int32(1)
+
+
+def step_codes(
+    rule: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Sequence[tuple[torch.Tensor, torch.Tensor, Book]],
+    numbers: Numbers,
+    block: int,
+    zeroing: bool,
+) -> int:
+    """Do a step of one parameter in place; return how many elements of the gradient are not finite.
+
+    Args:
+        rule: One of RULES.
+        parameter, gradient: float32, contiguous.
+        moments: Of each moment codes (uint8), scales (float32) and the book, of 256 values with 0 among them.
+        numbers: The scalars of the step.
+        block: Numbers that share a scale, a multiple of ALIGNMENT.
+        zeroing: Elements whose gradient is not finite lose their moments and keep their parameter.
+    """
+    arrays = arrays_of([parameter, gradient, *(codes.view(torch.int8) for codes, _, _ in moments)])
+    scales, books = arrays_of([scales for _, scales, _ in moments]), [book for _, _, book in moments]
+    whole, tail = divmod(arrays[0].size, block)
+    counts: list[int] = []
+
+    def part(numbers_of: list[np.ndarray], scales_of: list[np.ndarray], start: int, stop: int) -> None:
+        states: list[Any] = []  # of each moment codes, scales and the four arrays of its book; None for a missing one
+        for place, book in enumerate(books):
+            states += (numbers_of[2 + place], scales_of[place], *book)
+        states += [None] * 6 * (2 - len(books))
+        counts.append(
+            _codes(
+                *numbers_of[:2], *states, np.array(numbers, np.float32), RULES.index(rule), block, zeroing, start, stop
+            )
+        )
+
+    run(lambda start, stop: part(arrays, scales, start, stop), whole, 1, block)
+    if tail:
+        fillers = 0, 0, *(int(np.flatnonzero(book.values == 0)[0]) for book in books)  # of which all decode to zero
+        last = [np.full(block, filler).astype(array.dtype) for filler, array in zip(fillers, arrays, strict=True)]
+        for padded, array in zip(last, arrays, strict=True):
+            padded[:tail] = array[whole * block :]
+        part(last, [scale[whole:] for scale in scales], 0, 1)
+        put_back(last, arrays, whole * block)
+    return sum(counts)
+
+
+def step_floats(
+    rule: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    numbers: Numbers,
+    zeroing: bool,
+) -> int:
+    """Do a step of one parameter whose moments are float32, in place; return what ``step_codes`` returns.
+
+    Args:
+        rule, numbers, zeroing: As of ``step_codes``.
+        parameter, gradient, moments: float32, contiguous, of one size.
+    """
+    nothing, how = [None] * (2 - len(moments)), (np.array(numbers, np.float32), RULES.index(rule), zeroing)
+    return in_lanes([parameter, gradient, *moments], lambda arrays, *ends: _floats(*arrays, *nothing, *how, *ends))
+
+
+def arrays_of(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """Return flat arrays of contiguous tensors."""
+    return [tensor.detach().view(-1).numpy() for tensor in tensors]
+
+
+def in_lanes(tensors: Sequence[torch.Tensor], step: Callable[..., int]) -> int:
+    """Return the sum of ``step(arrays, start, stop)`` over whole vectors of tensors; zeros fill up the last one."""
+    arrays = arrays_of(tensors)
+    whole = arrays[0].size // simd.LANES * simd.LANES
+    counts: list[int] = []
+    run(lambda start, stop: counts.append(step(arrays, start, stop)), whole, simd.LANES)
+    if whole < arrays[0].size:
+        last = [np.zeros(simd.LANES, array.dtype) for array in arrays]
+        for padded, array in zip(last, arrays, strict=True):
+            padded[: array.size - whole] = array[whole:]
+        counts.append(step(last, 0, simd.LANES))
+        put_back(last, arrays, whole)
+    return sum(counts)
+
+
+def put_back(last: list[np.ndarray], arrays: list[np.ndarray], start: int) -> None:
+    """Write what a padded last part has become, but for the gradient."""
+    for place, array in enumerate(arrays):
+        if place != 1:
+            array[start:] = last[place][: array.size - start]
+
+
+@kernel
+def _floats(p, g, m, v, numbers, rule, zeroing, start, stop):
+    bad = 0
+    for i in range(start, stop, simd.LANES):
+        x, y, m_old = simd.load(p, i), simd.load(g, i), simd.load(m, i)
+        infinite = is_infinite(y)
+        bad += simd.largest(infinite) and count_infinite(g, i, simd.LANES)
+        if v is None:
+            z, m_new = _of_one_moment(x, y, m_old, numbers, rule)
+        else:
+            z, m_new, v_new = _adam(x, y, m_old, simd.load(v, i), numbers)
+            simd.store(v, i, dropped(infinite, v_new, zeroing))
+        simd.store(p, i, _stayed(infinite, z, x, zeroing))
+        simd.store(m, i, dropped(infinite, m_new, zeroing))
+    return bad
+
+
+@kernel
+def _codes(
+    p, g, m_codes, m_scales, m_values, m_words, m_lowest, m_least,
+    v_codes, v_scales, v_values, v_words, v_lowest, v_least, numbers, rule, block, zeroing, start, stop,
+):  # fmt: skip
+    m_all, v_all = np.empty(block, np.float32), np.empty(block, np.float32)
+    bad = 0
+    for b in range(start, stop):
+        first = b * block
+        m_top, v_top, odd = simd.splat(int32(0)), simd.splat(int32(0)), simd.splat(int32(0))
+        for i in range(0, block, simd.LANES):
+            m_old = _decoded(m_codes, first + i, m_values, m_scales[b])
+            x, y = simd.load(p, first + i), simd.load(g, first + i)
+            infinite = is_infinite(y)
+            odd = simd.iadd(odd, infinite)
+            if v_codes is None:
+                z, m_new = _of_one_moment(x, y, m_old, numbers, rule)
+            else:
+                v_old = _decoded(v_codes, first + i, v_values, v_scales[b])
+                z, m_new, v_new = _adam(x, y, m_old, v_old, numbers)
+                v_kept = dropped(infinite, v_new, zeroing)
+                simd.store(v_all, i, v_kept)
+                v_top = simd.smax(v_top, _magnitude(v_kept))
+            simd.store(p, first + i, _stayed(infinite, z, x, zeroing))
+            m_kept = dropped(infinite, m_new, zeroing)
+            simd.store(m_all, i, m_kept)
+            m_top = simd.smax(m_top, _magnitude(m_kept))
+        bad += simd.largest(odd) and count_infinite(g, first, block)
+        m_scales[b] = _encode(m_all, simd.largest(m_top), m_codes, first, m_words, m_lowest, m_least)
+        if v_codes is not None:
+            v_scales[b] = _encode(v_all, simd.largest(v_top), v_codes, first, v_words, v_lowest, v_least)
+    return bad
+
+
+@device
+def dropped(infinite, moment, zeroing):
+    """Return moments without those of gradients that are not finite, if these are dropped."""
+    return _stayed(infinite, moment, simd.splat(float32(0.0)), zeroing)
+
+
+@device
+def _stayed(infinite, new, old, zeroing):
+    return simd.where_same(infinite, simd.splat(int32(0)), new, old) if zeroing else new
+
+
+@device
+def _magnitude(x):
+    return simd.and_(simd.as_i32(x), simd.splat(_MAGNITUDE))
+
+
+@device
+def is_infinite(x):
+    """Return 1 for lanes that are NaN or infinite, else 0."""
+    below = simd.splat(int32(_INFINITY - 1))
+    return simd.where_below(below, _magnitude(x), simd.splat(_ONE), simd.splat(int32(0)))
+
+
+@device
+def _decoded(codes, index, values, scale):
+    places = simd.and_(simd.zext32(simd.load(codes, index)), simd.splat(int32(255)))
+    return simd.fmul(simd.gather(values, places), simd.splat(scale))
+
+
+@device
+def _adam(x, y, m, v, numbers):
+    """Return new parameter and moments: the update of fmtsim/optim/rules.py, operation by operation."""
+    y = _penalised(x, y, numbers)
+    m = simd.fadd(simd.fmul(m, simd.splat(numbers[3])), simd.fmul(y, simd.splat(numbers[4])))
+    square = simd.fmul(simd.fmul(y, simd.splat(numbers[6])), y)
+    v = simd.fadd(simd.fmul(v, simd.splat(numbers[5])), square)
+    root = simd.sqrt(v)
+    if numbers[7] != float32(1.0):
+        root = simd.fdiv(root, simd.splat(numbers[7]))
+    return _moved(x, simd.fdiv(m, simd.fadd(root, simd.splat(numbers[8]))), numbers), m, v
+
+
+@device
+def _of_one_moment(x, y, m, numbers, rule):
+    """Return new parameter and moment: the other updates of fmtsim/optim/rules.py, operation by operation."""
+    if rule == _LION:
+        mixed = simd.fadd(simd.fmul(m, simd.splat(numbers[3])), simd.fmul(y, simd.splat(numbers[4])))
+        zero, one, less = simd.splat(float32(0.0)), simd.splat(float32(1.0)), simd.splat(float32(-1.0))
+        direction = simd.where_less(zero, mixed, one, simd.where_less(mixed, zero, less, zero))
+        m = simd.fadd(simd.fmul(m, simd.splat(numbers[5])), simd.fmul(y, simd.splat(numbers[6])))
+    else:
+        y = _penalised(x, y, numbers)
+        m = simd.fadd(simd.fmul(m, simd.splat(numbers[3])), y)
+        direction = simd.fadd(y, simd.fmul(m, simd.splat(numbers[3]))) if rule == _NESTEROV else m
+    return _moved(x, direction, numbers), m
+
+
+@device
+def _penalised(x, y, numbers):
+    return simd.fadd(y, simd.fmul(x, simd.splat(numbers[2]))) if numbers[2] != float32(0.0) else y
+
+
+@device
+def _moved(x, direction, numbers):
+    z = simd.fsub(simd.fmul(x, simd.splat(numbers[0])), simd.fmul(direction, simd.splat(numbers[9])))
+    return simd.fmul(z, simd.splat(numbers[1]))
+
+
+@device
+def _encode(x, top, codes, first, words, lowest, least):
+    """Write the codes of a block's numbers; return its scale. top: the largest magnitude's bits, NaN above Inf."""
+    scale = float32_of(max(top, bits32(float32(least))))
+    divisor = simd.splat(scale if scale != float32(0.0) else float32(1.0))
+    buckets = words.size // 2
+    behind, base = simd.splat(int32(buckets)), simd.splat(int32(lowest))
+    nothing, last = simd.splat(int32(0)), simd.splat(int32(buckets - 1))
+    low, high = simd.splat(int32(0xFFFF)), simd.splat(int32(0x1FFFF))
+    for i in range(0, x.size, simd.LANES):
+        number = simd.load(x, i)
+        y = simd.fdiv(number, divisor)
+        bits = simd.as_i32(y)
+        key = simd.isub(simd.lshr(_magnitude(y), simd.splat(int32(16))), base)
+        key = simd.smin(simd.smax(key, nothing), last)
+        sign = simd.ashr(bits, simd.splat(int32(31)))
+        word = simd.gather(words, simd.iadd(key, simd.and_(sign, behind)))
+        offset = simd.and_(simd.xor(bits, sign), low)
+        code = simd.lshr(word, simd.splat(int32(17)))
+        limit = simd.and_(word, high)
+        code = simd.where_below(offset, limit, code, simd.iadd(code, simd.splat(_ONE)))
+        code = simd.where_equal(y, y, code, nothing)
+        simd.store(codes, first + i, simd.trunc8(code))
+    return scale
+
+
+@device
+def count_infinite(g, first, block):
+    """Return how many numbers are NaN or infinite."""
+    count = 0
+    for i in range(block):
+        count += (bits32(g[first + i]) & _MAGNITUDE) >= _INFINITY
+    return count

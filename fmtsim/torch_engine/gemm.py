@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products of emulated units: the verb ``gemm`` of the engine (docs/matmul.md).
+
+The outputs are cut into tiles so small that the products of one of their blocks stay in a cache. A tile goes through
+all its sums before the next one begins, which keeps memory independent of the size of the product.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from fmtsim.rounding.modes import Rounding
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
+from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.spec.schedule import Part, combination, schedule
+from fmtsim.support.float64 import from_bits, has_float64
+from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
+from fmtsim.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
+from fmtsim.torch_engine.gemm_units import integer_sums, logarithmic_sums, wrapped
+from fmtsim.torch_engine.philox import GROUP, random_integers
+from fmtsim.torch_engine.reals import narrow
+
+NAN32 = 0x7FFFFFFF
+NAN64 = 0x7FFFFFFFFFFFFFFF
+
+_ROWS_AT_ONCE = 1 << 20  # elements of an int8 operand that are turned into float64 at once
+
+
+@torch.no_grad()
+def gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    spec: GemmSpec,
+    random: RandomKey | None,
+    out: torch.Tensor,
+) -> None:
+    """Write the reduced sums of ``a b^T`` into ``out``, before the epilogue.
+
+    Args:
+        a: [M, K], any strides: float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 or float64, values of ``spec.a``;
+            int8 for an IntegerDatapath.
+        b: [N, K], likewise.
+        c: [M, N] of out's dtype, values of the accumulator, or None.
+        scale_a: [M, ceil(K / g)] float32, or None: scales inside the unit where it has some (g = ``scale_block``), else
+            those of a scaled promotion (g = ``promote_every``).
+        scale_b: [N, ceil(K / g)] float32, or None.
+        spec: The unit, the accumulation order and the formats.
+        random: The key of stochastic rounding, or None.
+        out: [M, N] contiguous; float32, float64 where float32 does not hold the accumulator, int32 of integers. NaN has
+            all bits set but the sign; without products it is c or +0.
+
+    The result depends on neither device, threads nor tiles. Arguments are not checked, except those that this engine
+    cannot compute.
+
+    Raises:
+        ArgumentError: A two-stage unit with operands or widths that float64 does not hold.
+    """
+    if isinstance(spec.datapath, IntegerDatapath):
+        _integers(a, b, c, spec, out)
+        return
+    if isinstance(spec.datapath, LogDatapath):
+        logarithmic_sums(a, b, spec, out)
+        return
+    rows, columns, k = a.shape[0], b.shape[0], a.shape[1]
+    unit = unit_of(spec, k, has_float64(out.device))
+    summation = Summation(spec, unit, k)
+    finite = all_finite(a, b, scale_a, scale_b)
+    rounding = spec.datapath.rounding if isinstance(spec.datapath, Datapath) else Rounding()
+    stochastic = rounding.mode == "stochastic"
+    for m, n in _tiles(rows, columns, max(1, _budget(out.device) // unit.weight), whole_rows=stochastic):
+        first, count = m.start * columns + n.start, (m.stop - m.start) * (n.stop - n.start)
+        draw = _drawer(random, rounding, rows * columns, first, count, (m.stop - m.start, n.stop - n.start), out.device)
+        operands, scales = _operands(a[m], b[n], scale_a, scale_b, m, n, spec, finite)
+        sums = summation(operands, None if c is None else exact(c[m, n]), draw, scales)
+        out[m, n] = _final(sums, out.dtype)
+
+
+def _operands(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    m: slice,
+    n: slice,
+    spec: GemmSpec,
+    finite: bool,
+) -> tuple[Rows, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return a tile's operands with K leading, and the scales of a scaled promotion."""
+    a_t, b_t = a.t()[:, :, None], b.t()[:, None, :]
+    if scale_a is None or scale_b is None:
+        return Rows(a_t, b_t, finite=finite), None
+    scale_a_t, scale_b_t = scale_a[m].t()[:, :, None], scale_b[n].t()[:, None, :]
+    if isinstance(spec.datapath, Datapath) and spec.datapath.scale is not None:
+        return Rows(a_t, b_t, scale_a_t, scale_b_t, spec.datapath.scale_block, finite), None
+    return Rows(a_t, b_t, finite=finite), (exact(scale_a_t), exact(scale_b_t))
+
+
+def _final(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float64 sums as the output's dtype, with the one NaN."""
+    if dtype == torch.float64:
+        return from_bits(torch.where(torch.isnan(sums), NAN64, sums.view(torch.int64)))
+    bits = narrow(sums, torch.float32).view(torch.int32)
+    return torch.where(torch.isnan(sums), NAN32, bits).view(torch.float32)
+
+
+def _drawer(
+    random: RandomKey | None,
+    rounding: Rounding,
+    outputs: int,
+    first: int,
+    count: int,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> Draw:
+    """Return what draws the random integers of a tile: outputs ``first`` to ``first + count`` of each block."""
+
+    def draw(block: int) -> torch.Tensor | None:
+        if rounding.mode != "stochastic":
+            return None
+        assert random is not None
+        start = block * outputs + first
+        aligned = start - start % GROUP
+        return random_integers(random, rounding, aligned, start - aligned + count, device)[start - aligned :].view(
+            shape
+        )
+
+    return draw
+
+
+def _budget(device: torch.device) -> int:
+    """Return how many float64 numbers a temporary may hold: 1 MB on a CPU, more where a launch costs time."""
+    return 1 << 17 if device.type == "cpu" else 1 << 19
+
+
+def _tiles(rows: int, columns: int, outputs: int, whole_rows: bool) -> Iterator[tuple[slice, slice]]:
+    """Yield rectangles of about that many outputs; with ``whole_rows`` their outputs follow each other in memory."""
+    if whole_rows:
+        width = min(columns, outputs)
+        height = max(1, outputs // max(columns, 1)) if width == columns else 1
+    else:
+        height = min(rows, max(1, math.isqrt(outputs)))
+        width = min(columns, max(1, outputs // max(height, 1)))
+        height = min(rows, max(1, outputs // max(width, 1)))
+    for row in range(0, rows, max(height, 1)):
+        for column in range(0, columns, max(width, 1)):
+            yield slice(row, min(row + height, rows)), slice(column, min(column + width, columns))
+
+
+def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: GemmSpec, out: torch.Tensor) -> None:
+    """Write sums of integers modulo ``2**32``, or clamped to int32 after every block."""
+    path = spec.datapath
+    assert isinstance(path, IntegerDatapath)
+    k = a.shape[1]
+    size = min(max(1, _ROWS_AT_ONCE // max(k, 1)), 1 << 10)
+    for m, n in _tiles(a.shape[0], b.shape[0], size * size, whole_rows=False):
+        total = torch.zeros(m.stop - m.start, n.stop - n.start, dtype=torch.int64, device=out.device)
+        if c is not None:
+            total += c[m, n]
+        if not path.saturate:
+            out[m, n] = wrapped(total + integer_sums(a[m], b[n])).to(torch.int32)
+            continue
+        parts = schedule(k, path, spec.plan)
+        promote = spec.plan.promote_every is not None
+        starts = [total, *[torch.zeros_like(total)] * (len(parts) - 1)]
+        sums = [_clamped_part(a[m], b[n], part, start, promote) for part, start in zip(parts, starts, strict=False)]
+        total = combined(combination(k, spec.plan), sums.__getitem__, lambda x, y: _clamp(x + y)) if sums else total
+        out[m, n] = total.to(torch.int32)
+
+
+def _clamp(sums: torch.Tensor) -> torch.Tensor:
+    return sums.clamp(-(1 << 31), (1 << 31) - 1)
+
+
+def _clamped_part(a: torch.Tensor, b: torch.Tensor, part: Part, start: torch.Tensor, promote: bool) -> torch.Tensor:
+    """Return the sum of a part, clamped after every block and every promotion."""
+    outer = start
+    for chain in part:
+        total = torch.zeros_like(start) if promote else outer
+        for indices in chain.blocks:
+            block = slice(indices[0], indices[-1] + 1)  # blocks of integers are runs of K
+            total = _clamp(total + integer_sums(a[:, block], b[:, block]))
+        outer = _clamp(outer + total) if promote else total
+    return outer
