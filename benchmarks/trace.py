@@ -11,8 +11,8 @@ import statistics
 import time
 
 import fmtsim
-from fmtsim.lab.bench.layers import Case, Step, wait
-from fmtsim.lab.bench.models import GPU_SIZES
+from benchmarks.suite.layers import Case, Step, wait
+from benchmarks.suite.models import GPU_SIZES
 
 
 def seconds(step: Step, traced: bool, level: str) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.scaling import SCALE_RULES, SCALINGS
 from fmtsim.gemm.models import find_models, list_models
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.reproduce.run import CLAIMS, get_claims
+from studies.claims.run import CLAIMS, get_claims
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, FmtsimError, FormatError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fmtsim.casts.ops import load_engine
-from fmtsim.lab.bench.overheads import usual_calls
+from benchmarks.suite.overheads import usual_calls
 from fmtsim.lab.cli import machine
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.support import compilation
@@ -128,7 +128,7 @@ def test_warmup_runs_the_calls_and_says_what_it_took(terminal, monkeypatch, caps
             ran.append("first")
 
     monkeypatch.setattr(
-        "fmtsim.lab.bench.overheads.usual_calls", lambda: iter([("a", first), ("b", lambda: ran.append("second"))])
+        "benchmarks.suite.overheads.usual_calls", lambda: iter([("a", first), ("b", lambda: ran.append("second"))])
     )
     assert main(["warmup", "--quiet", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -150,7 +150,7 @@ def test_warmup_of_a_gpu_shows_how_far_it_is(monkeypatch, capsys):
 
     engines["cuda"] = SimpleNamespace(available=lambda: True, warmup=on_gpu)
     monkeypatch.setattr(machine, "load_engine", engines.get)
-    monkeypatch.setattr("fmtsim.lab.bench.overheads.usual_calls", lambda: iter(()))
+    monkeypatch.setattr("benchmarks.suite.overheads.usual_calls", lambda: iter(()))
     shown = SimpleNamespace(
         stage=lambda label, total: steps.append((label, total)), step=lambda done: steps.append(done)
     )

@@ -21,7 +21,7 @@ import torch
 import fmtsim
 from fmtsim.gemm.models import DTYPES, models
 from fmtsim.lab.analysis import batch_invariance
-from fmtsim.lab.calibration.gpu import GPU, STORED, Extras, open_gpu
+from tools.calibrate.gpu import GPU, STORED, Extras, open_gpu
 from fmtsim.spec.call import GemmCall
 
 COLUMNS = 512  # of a result that are looked at

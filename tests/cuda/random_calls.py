@@ -27,8 +27,8 @@ from fmtsim.cuda.native import NativeCall, NativeScales, run
 from fmtsim.gemm.models import models
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.calibration.campaign import Data, make_data, multiply, question
-from fmtsim.lab.calibration.gpu import Extras, TorchGPU
+from tools.calibrate.campaign import Data, make_data, multiply, question
+from tools.calibrate.gpu import Extras, TorchGPU
 from fmtsim.lab.cli.output import format_table
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.support.errors import DeviceError

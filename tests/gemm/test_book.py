@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run
-from fmtsim.gemm.targets.book_writer import _Writer, book_bytes, write_book
+from tools.calibrate.book_writer import _Writer, book_bytes, write_book
 from fmtsim.gemm.targets.question import WINDOW, Choice, Kind, Question, pack
-from fmtsim.lab.calibration.book import sizes_of
+from tools.calibrate.book import sizes_of
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused
 

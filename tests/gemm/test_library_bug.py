@@ -12,7 +12,7 @@ import fmtsim
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.book import Book, Family
-from fmtsim.gemm.targets.book_writer import book_bytes
+from tools.calibrate.book_writer import book_bytes
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import get_target

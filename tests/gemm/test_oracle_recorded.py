@@ -11,7 +11,7 @@ import torch
 from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.gemm.products import operator
 from fmtsim.lab.verify.gemm import replay_call
-from fmtsim.lab.verify.recordings import Recording, read_calls, read_dots
+from tools.calibrate.recordings import Recording, read_calls, read_dots
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import assert_same_bits, differing
 from tests.support.gemm_oracle import sums

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from fmtsim.lab.calibration.campaign import Data, multiply
-from fmtsim.lab.calibration.gpu import NO_EXTRAS
+from tools.calibrate.campaign import Data, multiply
+from tools.calibrate.gpu import NO_EXTRAS
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan

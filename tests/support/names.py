@@ -12,10 +12,10 @@ from pathlib import Path
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.catalogue import units
-from fmtsim.lab.bench.models import PEERS
+from benchmarks.suite.models import PEERS
 from fmtsim.lab.cli import names as cli_names
 from fmtsim.lab.memory.states import RULES
-from fmtsim.lab.reproduce.run import CLAIMS
+from studies.claims.run import CLAIMS
 from fmtsim.machine.simulate import TARGETS
 from fmtsim.optim import list_schemes
 from fmtsim.recipes.catalogue import RECIPES

@@ -19,7 +19,7 @@ import torch
 import fmtsim
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.page import write_page
-from fmtsim.lab.calibration.planfile import write_plan
+from tools.calibrate.planfile import write_plan
 from fmtsim.lab.cli import products
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.output import write_json

@@ -23,7 +23,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.registry import KINDS, format_from_json, format_to_dict, format_to_json, get_format, list_formats
 from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.gemm.targets.book import Book, Family
-from fmtsim.gemm.targets.book_writer import book_bytes
+from tools.calibrate.book_writer import book_bytes
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import PLANS, get_target
 from fmtsim.gemm.targets.target import Target as Plan

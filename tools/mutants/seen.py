@@ -38,8 +38,8 @@ COMPILED = {
 # rooms it comes behind the tests that see a function.
 APART = {
     "reproduce": (
-        "tests/lab/reproduce/test_claims.py::test_claim",
-        "tests/lab/reproduce/test_claims.py::test_a_slow_claim_in_short",
+        "tests/studies/claims/test_claims.py::test_claim",
+        "tests/studies/claims/test_claims.py::test_a_slow_claim_in_short",
     ),
     "distributed": ("tests/distributed/test_ranks.py::test_processes_and_the_simulation_give_the_same_bits",),
 }

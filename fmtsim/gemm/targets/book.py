@@ -121,7 +121,7 @@ class Book:
     Example:
         >>> import torch
         >>> from fmtsim.gemm.targets.book import Book, Family
-        >>> from fmtsim.gemm.targets.book_writer import book_bytes
+        >>> from tools.calibrate.book_writer import book_bytes
         >>> from fmtsim.gemm.targets.question import Choice, Kind, Question
         >>> kind = Kind("bf16", "bf16", torch.bfloat16)
         >>> runs = ((1, Choice(66, 3, 2)), (65, Choice(66)), (16385, None))

@@ -86,7 +86,7 @@ _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 # Functions that errors name, and what does the same here.
 _LISTED = {
     "fmtsim.list_formats()": "fmtsim formats",
-    "fmtsim.lab.calibration.list_models()": "fmtsim memory --model list",
+    "tools.calibrate.list_models()": "fmtsim memory --model list",
     "list the values: fmtsim.formats.spec.CodebookFormat(...)": "in Python, fmtsim.formats.spec.CodebookFormat has any",
 }
 

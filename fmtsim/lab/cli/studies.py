@@ -16,9 +16,9 @@ from fmtsim.gemm.models import list_models
 from fmtsim.lab.cli.options import check_device, parse_number, workers_of
 from fmtsim.lab.cli.output import answer, format_table, json_text, origin
 from fmtsim.lab.memory import Lora, Parallel, StoredFormats, serving_memory, training_memory
-from fmtsim.lab.reproduce import Claim, Result, get_claims, run_claim, run_claims
-from fmtsim.lab.reproduce.claim import Verdict
-from fmtsim.lab.reproduce.report import HEADER, LEFT, about, ending, markdown, plot_result, rows_of
+from studies.claims import Claim, Result, get_claims, run_claim, run_claims
+from studies.claims.claim import Verdict
+from studies.claims.report import HEADER, LEFT, about, ending, markdown, plot_result, rows_of
 from fmtsim.lab.training import sweep_folder
 from fmtsim.lab.training.corpus import Corpus, load_corpus, task_corpus
 from fmtsim.lab.training.scaling_law import Choice, ScalingLaw, fit_law
@@ -273,7 +273,7 @@ def _run_all(claims: Sequence[Claim], arguments: argparse.Namespace, workers: in
 
 def _run_on_card(claims: Sequence[Claim], arguments: argparse.Namespace, workers: int) -> list[Result]:
     """Run those of the claims that have a size for a GPU, or all that are named."""
-    from fmtsim.lab.reproduce.card import run_on_card
+    from studies.claims.card import run_on_card
 
     if arguments.out is None:
         raise ArgumentError("--device keeps each training in a folder, and goes on there; pass --out DIR")

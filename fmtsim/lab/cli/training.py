@@ -17,7 +17,7 @@ from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.losses import badness
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
-from fmtsim.lab.bench.timing import bounded_threads
+from benchmarks.suite.timing import bounded_threads
 from fmtsim.lab.cli.arguments.models import EVERY, SHARE_LAYERS, TRAIN_DEFAULTS
 from fmtsim.lab.cli.model_options import simulated
 from fmtsim.lab.cli.options import check_device, check_threads, read_target

@@ -19,8 +19,8 @@ from fmtsim.gemm.products.resolver import call_name, check_plan, recorded_calls
 from fmtsim.gemm.products.scales import unit_scales
 from fmtsim.gemm.targets.target import get_target, list_targets
 from fmtsim.gemm.units.unit import get_unit, list_units
-from fmtsim.lab.calibration.campaign import is_scalar, variants
-from fmtsim.lab.calibration.order import orders
+from tools.calibrate.campaign import is_scalar, variants
+from tools.calibrate.order import orders
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, UNIT_SCALES, GemmCall, OperandFormat, Operation
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath

@@ -100,7 +100,7 @@ def training_memory(
     dtypes and needs more. What is not counted is among the notes of the result.
 
     Args:
-        model: A name of ``fmtsim.lab.calibration.list_models()``, the path of a ``config.json`` of Hugging Face, a
+        model: A name of ``tools.calibrate.list_models()``, the path of a ``config.json`` of Hugging Face, a
             configuration, a ``fmtsim.lab.memory.ModelSize``, or a number of parameters, of which activations are
             unknown.
         recipe: A recipe, which decides what layers keep of their inputs and weights; None runs in high precision.

@@ -20,7 +20,7 @@ from fmtsim.gemm.products.scaled import mma, scaled_mm
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.verify.outcome import Advance, Task, moved, task_of
-from fmtsim.lab.verify.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
+from tools.calibrate.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots
 from fmtsim.spec.call import GemmCall, ScaleKind
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 
@@ -86,7 +86,7 @@ def gemm_tasks(
     """Return a task for each set of recordings in some folders.
 
     Args:
-        folders: Folders with files that ``fmtsim.lab.verify.recordings`` describes.
+        folders: Folders with files that ``tools.calibrate.recordings`` describes.
         limit: Compare about so many results of each set: the first dot products, the cheapest calls (at least one).
         device: Where the products are computed; None is the CPU.
 

@@ -16,7 +16,7 @@ from fmtsim.formats.interop import torch_dtype
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.explain.candidates import Observed, candidates
 from fmtsim.lab.explain.samples import deciding, part_of
-from fmtsim.lab.verify.recordings import find_recordings, read_calls
+from tools.calibrate.recordings import find_recordings, read_calls
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import ArgumentError, DtypeError

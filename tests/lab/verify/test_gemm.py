@@ -15,7 +15,7 @@ from fmtsim.gemm.products import operator
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.verify import gemm
 from fmtsim.lab.verify.gemm import SQUARE, gemm_tasks, plan_basis
-from fmtsim.lab.verify.recordings import Call, find_recordings, read_calls, read_dots
+from tools.calibrate.recordings import Call, find_recordings, read_calls, read_dots
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import DataError
 from tests.support.operands import normal

@@ -16,7 +16,7 @@ from fmtsim.lab.verify.checks import boundaries, finite_values, rough_matrix, wo
 from fmtsim.lab.verify.gemm import Replay, _cheapest, merged
 from fmtsim.lab.verify.outcome import Outcome, PlantedError, Tally, engines, task_of
 from fmtsim.lab.verify.plan import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
-from fmtsim.lab.verify.recordings import Call
+from tools.calibrate.recordings import Call
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import IntegerDatapath

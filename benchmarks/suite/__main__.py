@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run of ``fmtsim bench``: casts against a plain copy, products against torch's float32 one, overheads, records."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite import cpu, gemm, overheads
+from benchmarks.suite.against import Comparison, compared
+from benchmarks.suite.overheads import Overhead
+from benchmarks.suite.timing import Timed
+from fmtsim.lab.cli.machine import processor
+from fmtsim.lab.cli.options import check_positive, check_threads, chosen_cases
+from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.files import check_folder
+from fmtsim.support.records import read_json, shown_path
+from fmtsim.support.table import jsonable
+
+Measured = tuple[dict[str, Any], Callable[[], str]]
+Keep = Callable[[dict[str, Any]], None]
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Measure and print; a missed target, or what became slower, is shown and is not an error."""
+    check_positive(arguments, "side", "shape", "threads", "repeats")
+    for count in arguments.threads:
+        check_threads(count)
+    if arguments.record is not None:
+        check_folder(arguments.record.parent, "--record")
+    before = None if arguments.against is None else read_record(arguments.against, arguments.what)
+
+    def keep(record: dict[str, Any]) -> None:
+        if arguments.record is not None:
+            write_json(arguments.record, record)
+
+    record, text = _measure(arguments, keep)
+    at_work("")
+    keep(record)
+    parts = [text]
+    if before is not None:
+        rows = compared(before, jsonable(record))
+        record = record | {"against": rows.to_dict()}
+        parts.append(lambda: "\n" + against_text(rows, before, record, arguments.against))
+    answer(arguments, record, lambda: "\n".join(part() for part in parts))
+    return 0
+
+
+def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
+    """Return the record of what is asked for, and how it reads."""
+    if arguments.what == "gpu":
+        from benchmarks.suite.device import measured_gpu
+
+        return measured_gpu(arguments, keep)
+    if arguments.what == "layers":
+        from benchmarks.suite.device import measured_layers
+
+        return measured_layers(arguments, keep)
+    if arguments.what == "simulate":
+        return _measured_simulations(arguments)
+    results = list(_results(arguments))
+    others = [] if arguments.kernels_only else list(_overheads(arguments))
+    machine = {**processor(), **versions_of(("torch", "numba")), **origin()}
+    key, table = ("kernels", cast_table) if arguments.what == "casts" else ("products", product_table)
+    record = {"machine": machine, key: [r.to_dict() for r in results], "overheads": [o.to_dict() for o in others]}
+    about = f"{machine['processor']}, torch {machine['torch']}, numba {machine['numba']}\n"
+    parts = [about, table(results), *(["", overhead_table(others)] if others else [])]
+    return record, lambda: "\n".join(parts)
+
+
+def _measured_simulations(arguments: argparse.Namespace) -> Measured:
+    """Return the record of models under ``simulate``, and how it reads."""
+    from benchmarks.suite import simulated
+
+    cases = each_shown(chosen_cases(simulated.CASES, arguments.only))
+    results = [simulated.measure(case, arguments.repeats) for case in cases]
+    machine = {**processor(), **versions_of(("torch", "numba", "transformers")), **origin()}
+    header = ["model", "s", "target, s", "plain, s", "ratio", "processor, s"]
+    rows = [
+        [r.case.name, *(f"{x:.2f}" for x in (r.seconds, r.case.target, r.plain_seconds, r.ratio, r.processor_seconds))]
+        for r in results
+    ]
+    return {"machine": machine, "results": [r.to_dict() for r in results]}, lambda: format_table(header, rows)
+
+
+def _results(arguments: argparse.Namespace) -> Iterator[Any]:
+    how: dict[str, Any] = {"threads": arguments.threads, "repeats": arguments.repeats}
+    bench: Any = cpu if arguments.what == "casts" else gemm
+    how |= {"side": arguments.side} if arguments.what == "casts" else {"shape": tuple(arguments.shape)}
+    for case in each_shown(chosen_cases(bench.CASES, arguments.only)):
+        yield bench.measure(case, **how)
+
+
+def _overheads(arguments: argparse.Namespace) -> Iterator[Overhead]:
+    if arguments.what == "casts":
+        at_work("import time")
+        yield overheads.import_time()
+    work: overheads.Work = "casts" if arguments.what == "casts" else "products"
+    at_work("first calls")
+    yield from overheads.first_calls(work)
+    at_work("extra memory")
+    yield from overheads.extra_memory(work, arguments.side)
+
+
+def cast_table(results: Sequence[cpu.Result]) -> str:
+    """Return a line for each cast: its speed, its share of a copy's, and whether that was the target."""
+    header = ["cast", f"copy, {results[0].fewest} thread", "Gelem/s", "of copy", "target", "met"]
+    rows = []
+    for result in results:
+        first = result.fewest
+        gigabytes = 8 * result.elements / result.base_seconds[first] / 1e9
+        rows.append([
+            result.case.name, f"{gigabytes:.1f} GB/s", f"{result.elements / result.seconds[first] / 1e9:.2f}",
+            f"{result.ratio():.2f}", f"{result.case.target:.2f}", "yes" if result.met else "NO", *_threads(result),
+        ])  # fmt: skip
+    return format_table(header + _thread_header(results[0], "copy"), rows)
+
+
+def product_table(results: Sequence[gemm.Result]) -> str:
+    """Return a line for each case: its speed, its share of torch's float32 product, and whether that was the target."""
+    header = ["product", "shape", "ms", "GMAC/s", "of sgemm", "target", "stretch", "extra cost", "limit", "met"]
+    return format_table(header + _thread_header(results[0], "sgemm"), map(_product_row, results), left=(0, 1))
+
+
+def _product_row(result: gemm.Result) -> list[str]:
+    case, seconds, (m, n, k) = result.case, result.seconds[result.fewest], result.shape
+    verdict = "stretch" if result.stretched else {True: "pass", False: "MISS", None: "-"}[result.met]
+    shares = ["-" if value is None else f"{value:.2f}" for value in (case.target, case.stretch)]
+    costs = ["-" if value is None else f"{100 * value:+.0f} %" for value in (result.extra, case.extra)]
+    shape, work = f"{m}x{n}x{k}", case.products * m * n * k
+    return [
+        case.name, shape if case.side is None else f"{case.products} of {shape}", f"{1e3 * seconds:.1f}",
+        f"{work / seconds / 1e9:.2f}",
+        f"{result.ratio():.3g}" if result.ratio() < 0.1 else f"{result.ratio():.2f}", *shares, *costs, verdict,
+        *_threads(result),
+    ]  # fmt: skip
+
+
+def _thread_header(result: Timed, base: str) -> list[str]:
+    counts = [count for count in result.seconds if count != result.fewest]
+    return [word for count in counts for word in (f"{count} threads", f"of {base}", f"{base} gains")]
+
+
+def _threads(result: Timed) -> list[str]:
+    cells = []
+    for count in result.seconds:
+        if count != result.fewest:
+            gain, base_gain = result.gains(count)
+            cells += [f"{gain:.2f}x", f"{result.ratio(count):.2f}", f"{base_gain:.2f}x"]
+    return cells
+
+
+def overhead_table(overheads: Sequence[Overhead]) -> str:
+    """Return a line for each figure with its limit."""
+    rows = []
+    for item in overheads:
+        value = "not measurable here" if item.value is None else f"{item.value:.3f} {item.unit}"
+        rows.append((item.name, value, f"{item.limit:g} {item.unit}", {True: "yes", False: "NO", None: "-"}[item.met]))
+    return format_table(("what", "measured", "limit", "met"), rows)
+
+
+KEYS = {
+    "casts": {"kernels"}, "gemm": {"products"}, "gpu": {"results", "compiling_seconds"}, "layers": {"results", "sizes"},
+}  # fmt: skip
+
+
+def read_record(path: Path, what: str) -> dict[str, Any]:
+    """Return an earlier record.
+
+    Raises:
+        ArgumentError: The file is not there, or holds something else.
+    """
+    record = read_json(path, ArgumentError, f"record of fmtsim bench {what}")
+    try:
+        compared(record, record)
+        fits = KEYS[what] <= record.keys() and isinstance(record["machine"], dict)
+    except (KeyError, TypeError, AttributeError, OverflowError):
+        fits = False
+    if not fits:
+        raise ArgumentError(
+            f"--against {shown_path(path)} is not a record of fmtsim bench {what}; pass what fmtsim bench {what} "
+            "--record FILE wrote"
+        )
+    return record  # type: ignore[no-any-return]
+
+
+def against_text(found: Comparison, before: dict[str, Any], now: dict[str, Any], path: Path) -> str:
+    """Return the comparison in words and a table."""
+    about = (_machine(before), before["machine"].get("date"))
+    lines = [f"compared with {shown_path(path)}, {', '.join(str(part) for part in about if part)}"]
+    if _machine(before) != _machine(now):
+        lines.append(f"which is another machine: this is {_machine(now)}")
+    counts = f"{len(found.slower)} slower by more than 5 %, {found.faster} faster"
+    lines.append(f"measurements compared: {found.compared}, of which {counts}")
+    if found.missing:
+        named = ", ".join(found.missing[:3]) + (" ..." if len(found.missing) > 3 else "")
+        lines.append(f"absent there, or under other settings: {len(found.missing)} ({named})")
+    if found.slower:
+        rows = [(c.name, f"{c.before:.4g}", f"{c.now:.4g}", f"{c.slower:.2f}") for c in found.slower]
+        lines += ["", format_table(("slower", "before", "now", "times as long"), rows)]
+    return "\n".join(lines)
+
+
+def _machine(record: dict[str, Any]) -> str:
+    about = record["machine"]
+    name = about.get("device", about.get("processor", "an unknown machine"))
+    return f"{name}, torch {about.get('torch', 'unknown')}"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learn what cuBLASLt chooses: ask it random questions, and grow decision trees from its answers."""
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fmtsim.gemm.model_calls import FP8_STEP
+from tools.calibrate.ask import Asker
+from fmtsim.gemm.targets.learned import Group, write_learned
+from fmtsim.gemm.targets.order import Architecture
+from fmtsim.gemm.targets.question import Choice, Kind, Question
+from tools.calibrate.book import KINDS, asker, similar_kinds
+from tools.calibrate.grow import Numbers, Topic, grow
+from fmtsim.spec.call import LARGE_BLOCKS
+from fmtsim.support.errors import ArgumentError
+from fmtsim.support.executors import AnyExecutor, open_tasks
+from fmtsim.support.progress import Progress
+
+FEWEST: Final = 20  # questions about a topic
+AT_ONCE: Final = 5_000  # questions that a process is handed
+DIED: Final = (
+    "a process that asks the library or grows a tree died, from lack of memory perhaps; nothing was written, and what "
+    "was asked is lost: use fewer --workers, or fewer --questions"
+)
+_ELEMENTS: Final = 1 << 33  # of an operand or a result
+_STEPS: Final = ((64, 0.25), (128, 0.10), (16, 0.15), (8, 0.15))  # shares of sizes that are multiples
+_HEADS: Final = (32, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256)
+
+
+def _topics() -> tuple[Topic, ...]:
+    """Return all topics; those whose trees take longest come first, to grow while others are asked."""
+    others = similar_kinds(KINDS.values())
+
+    def fp8(scalings: Sequence[str], leaves: int, share: float) -> Topic:
+        kinds = [kind for kind in KINDS.values() if kind.scaling in scalings]
+        alike = ([kind, *(other for other, same in others.items() if same == kind)] for kind in kinds)
+        return Topic(tuple(itertools.chain(*alike)), False, leaves, share)  # next to each other, for trees to part
+
+    def half(names: str, leaves: int, batched: bool = False, share: float = 1.0) -> Topic:
+        return Topic(tuple(KINDS[name] for name in names.split()), batched, leaves, share)
+
+    return (
+        fp8(("tensor",), 30_000, 4.0),
+        half("bf16 bf16_fp32 fp16 fp16_fp32", 60_000, True, 1.5), half("tf32", 30_000, True),
+        half("bf16 bf16_fp32", 35_000), half("fp16 fp16_fp32", 35_000), half("tf32", 30_000), half("fp16_sums", 30_000),
+        half("fp32", 50_000), half("fp32_bias", 20_000), half("fp32", 10_000, True),
+        half("bf16_bias", 25_000), half("fp16_bias", 25_000),
+        fp8(LARGE_BLOCKS, 15_000, 2.5),
+        half("tf32_bias", 15_000), half("fp16_sums_bias", 15_000), half("fp16_sums", 10_000, True, 0.5),
+        fp8(("row",), 1_000, 0.25),
+    )  # fmt: skip
+
+
+TOPICS: Final = _topics()
+
+
+def check_learner() -> None:
+    """Raise ArgumentError where what grows trees is not installed."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise ArgumentError("--learn grows trees by scikit-learn, which is not installed; pip install scikit-learn")
+
+
+def learn(
+    path: Path, open_library: Callable[[], Asker], *, count: int, architecture: Architecture | None = None,
+    topics: Sequence[Topic] = TOPICS, workers: int = 1, progress: Progress | None = None,
+    executor: AnyExecutor = None,
+) -> list[Group]:  # fmt: skip
+    """Ask random questions, grow a tree for each topic that the library has answers about, and write them.
+
+    Args:
+        path: The file to write.
+        open_library: Opens the library in a process.
+        count: Questions about each topic at most, times its share; a twentieth, 100,000 at least, is held out.
+        architecture: Of the GPU; None where the orders behind the library's choices are not known.
+        topics: What the trees are about.
+        workers: Processes.
+        progress: Shows how it comes along.
+        executor: Asks and grows instead of processes, as in ``make_book``.
+
+    Raises:
+        ArgumentError: There are too few questions to hold any out, or scikit-learn is not installed.
+        DeviceError: The library cannot be asked, or a process died. Nothing is written then.
+    """
+    check_learner()
+    progress, growing = progress or Progress(), []
+    counts = [int(count * topic.share) for topic in topics]
+    if min(counts) < FEWEST:
+        raise ArgumentError(f"{count} questions are too few to learn from; ask a million or more")
+    with open_tasks(open_library, executor, workers=workers, threads=1, died=DIED) as tasks:
+        for number, (topic, most) in enumerate(zip(topics, counts, strict=True)):
+            asked = draw(topic, most, number)
+            width = asked.shape[1]
+            progress.stage(f"answers, {number + 1} of {len(topics)}", width)
+            parts = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, width, AT_ONCE)]
+            labels, choices = np.zeros(width, np.int64), dict[Choice | None, int]()
+            for (begin, _, part), (chosen, numbers) in tasks.each_done(_answers, parts, progress, AT_ONCE):
+                choice_labels = np.array([choices.setdefault(choice, len(choices)) for choice in chosen])
+                labels[begin : begin + part.shape[1]] = choice_labels[numbers]
+            if (labels != choices.get(None, -1)).sum() < FEWEST:
+                continue  # the library refuses such calls
+            growing.append(tasks.submit(_grow, (topic, asked, list(choices), labels, architecture)))
+        progress.stage("trees", len(growing))
+        grown = []
+        for tree in growing:
+            grown.append(tasks.result(tree))
+            progress.step(len(grown))
+    write_learned(path, grown)
+    return [group for group, _ in grown]
+
+
+def _grow(library: Callable[[], Asker], part: Any) -> Any:
+    return grow(*part)
+
+
+def draw(topic: Topic, count: int, seed: int) -> Numbers:
+    """Return different random questions, int64 [6, up to count]: the kind's number, layout, m, n, k, batch.
+
+    Sizes spread evenly over powers of two, and many are multiples of 8 to 128; a tenth are products with vectors. Half
+    of the questions has up to 8192 rows, and N and K up to 16384; a fourth the sizes of layers, N and K from 256 to
+    32768. Of batches, three fourths are products of attention. FP8's choices differ for small results of long sums:
+    half of its questions are about those. What is drawn twice is asked once, so that answers held out are new. A seed
+    gives the same questions everywhere.
+    """
+    rng = np.random.Generator(np.random.PCG64(seed))
+    usual = rng.integers(0, 4, count)
+    layout, m, n, k = _products(rng, usual)
+    kind, batch = rng.integers(0, len(topic.kinds), count), np.ones(count, np.int64)
+    if topic.batched:
+        any_batch = 1 + _sizes(rng, count, 9)
+        either = zip(
+            _attention(rng, count), (layout, np.minimum(m, 8192), np.minimum(n, 8192), np.minimum(k, 16384), any_batch),
+            strict=True,
+        )  # fmt: skip
+        layout, m, n, k, batch = (np.where(usual > 0, *pair) for pair in either)
+    elif topic.kinds[0].bias:  # torch adds it itself where N or K is 1
+        n, k = np.maximum(n, 2), np.maximum(k, 2)
+    if topic.kinds[0].scaling != "none":
+        hard = rng.random(count) < 0.5
+        m, k = np.where(hard, np.minimum(m, np.maximum(131072 // n, 1)), m), k + 5120 * hard
+        step = 128 if topic.kinds[0].scaling in LARGE_BLOCKS else FP8_STEP
+        layout, n, k = 0 * layout, -(-n // FP8_STEP) * FP8_STEP, -(-k // step) * step
+        m = -(-m // 4) * 4 if step == 128 else m
+    n = np.where(n * k * batch > _ELEMENTS, 16 * np.maximum(_ELEMENTS // (16 * k * batch), 1), n)
+    widest = np.maximum(n, k) * batch
+    m = np.where(m * widest > _ELEMENTS, 4 * np.maximum(_ELEMENTS // (4 * widest), 1), m)
+    if not topic.batched:  # as torch names the layouts of vectors, but those of a batch of one
+        first = (layout <= 1) | (m == 1) | (k == 1)
+        second = ((layout == 0) | (layout == 3)) & (n > 1) & (k > 1)
+        named = np.where(first, np.where(second, 0, 1), np.where(second, 3, 2))
+        layout = np.where(rng.random(count) < (0.0 if topic.kinds[0].bias else 0.1), layout, named)
+    asked = np.stack([kind, layout, m, n, k, batch])
+    codes = (asked * rng.integers(1 << 62, size=(6, 1))).sum(0)  # of a question; they overflow
+    return asked[:, np.sort(np.unique(codes, return_index=True)[1])]
+
+
+def _products(rng: np.random.Generator, usual: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Return layout, m, n and k: of all sizes where ``usual`` is 0, of layers where it is 3, else of common ones."""
+    count = len(usual)
+    m = _sizes(rng, count, np.where(usual == 0, 14, 13))
+    n, k = (_sizes(rng, count, np.array((18, 14, 14, 15))[usual], 8 * (usual == 3)) for _ in range(2))
+    layout, share = rng.permutation(np.arange(count) % 6), rng.integers(0, 100, count)
+    m, n = np.where(share < 20, n, m), np.where(share < 20, m, n)
+    m, k = np.where((share >= 20) & (share < 40), k, m), np.where((share >= 20) & (share < 40), m, k)
+    m, n = np.where((share >= 40) & (share < 45), 1, m), np.where((share >= 45) & (share < 50), 1, n)
+    return np.where(layout > 3, 0, layout), m, n, k
+
+
+def _attention(rng: np.random.Generator, count: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    """Return layout, m, n, k and batch of scores, values and gradients, a fourth of them in other layouts or sizes."""
+    tokens, others, any_head = (_sizes(rng, count, top) for top in (12, 12, 10))
+    heads = np.array(_HEADS)[rng.integers(0, len(_HEADS), count)]
+    share = rng.integers(0, 100, count)
+    head = np.where(share < 70, heads, np.where(share < 85, 8 * rng.integers(1, 33, count), any_head))
+    others = np.where(rng.random(count) < 0.5, tokens, others)
+    form = rng.integers(0, 4, count)
+    m = np.where(form == 2, others, tokens)
+    n = np.where((form == 0) | (form == 3), others, head)
+    k = np.select([form == 0, form == 1, form == 2], [head, others, tokens], _sizes(rng, count, 12))
+    layout = np.where((form == 3) | (rng.random(count) < 0.25), rng.integers(0, 4, count), form)
+    batch = np.array((1, 1, 3, 3, 5, 7))[rng.integers(0, 6, count)] << rng.integers(0, 9, count)
+    return layout, m, n, k, np.where(batch < 2, 2, batch)
+
+
+def _sizes(rng: np.random.Generator, count: int, top: int | Numbers, least: int | Numbers = 0) -> Numbers:
+    low = np.int64(1) << rng.integers(least, top, count)
+    sizes, share, begin = low + rng.integers(0, 1 << 62, count) % low, rng.random(count), 0.0
+    for step, part in _STEPS:
+        chosen = (share >= begin) & (share < begin + part) & (sizes >= step)
+        sizes, begin = np.where(chosen, sizes // step * step, sizes), begin + part
+    return sizes
+
+
+def _answers(
+    library: Callable[[], Asker], part: tuple[int, tuple[Kind, ...], Numbers]
+) -> tuple[list[Choice | None], Numbers]:
+    """Return the choices of some questions, each once, and which of them answers which question."""
+    index_of: dict[Choice | None, int] = {}
+    _, kinds, asked = part
+    choice = asker(library).choice
+    numbers = [
+        index_of.setdefault(choice(Question(kinds[kind], *rest)), len(index_of)) for kind, *rest in asked.T.tolist()
+    ]
+    return list(index_of), np.array(numbers)
