@@ -3,7 +3,7 @@
 
 Storages are counted once, Parameters and what layers keep of their weights not. In the emulation each layer keeps its
 own elements of its input, on a GPU in bfloat16, so that a second number counts each different input once, in the
-recipe's format. The last number is that of ``fmtsim.training_memory``.
+recipe's format. The last number is that of ``fmtsim.lab.training_memory``.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def estimate(block: nn.Module, recipe: str | None, tokens: int, width: int, head
     size = ModelSize(name="block", blocks=1, hidden=width, intermediate=inner, heads=heads, kv_heads=heads,
                      head_dim=width // heads, vocabulary=1, gated=gated)  # fmt: skip
     again = recipe == "checkpointing"
-    found = fmtsim.training_memory(size, None if again else recipe, tokens=tokens,
+    found = fmtsim.lab.training_memory(size, None if again else recipe, tokens=tokens,
                                    checkpointing="full" if again else "none")  # fmt: skip
     return found["activations"] / tokens
 

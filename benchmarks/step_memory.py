@@ -56,7 +56,7 @@ def estimate(config: GPTConfig, batch: int, again: str) -> MemoryEstimate:
         name="llama", blocks=config.layers, hidden=config.width, intermediate=inner, heads=config.heads,
         kv_heads=config.heads, head_dim=config.width // config.heads, vocabulary=config.vocabulary, tied=True,
     )  # fmt: skip
-    return fmtsim.training_memory(
+    return fmtsim.lab.training_memory(
         size, optimizer="deepseek_v3", formats=StoredFormats(master=None, loss="bf16"), batch=batch,
         tokens=config.context, checkpointing=again,  # type: ignore[arg-type]
     )  # fmt: skip

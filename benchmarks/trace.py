@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time a traced step against the same step: ``python benchmarks/trace.py --device cuda``.
 
-The model is the GPT of ``fmtsim bench layers`` (124 million parameters, in bfloat16 autocast on a GPU), in eager mode,
+The model is the GPT of ``benchmarks.suite layers`` (124 million parameters, bfloat16 autocast on a GPU), in eager mode,
 plain and under recipes; steps are forward, backward and AdamW. Traced and plain steps alternate, and the ratio is that
 of the medians. What asking for the record of a traced step takes then is printed apart.
 """

@@ -28,7 +28,7 @@ from fmtsim.gemm.units.unit import get_unit as get_unit
 from fmtsim.gemm.units.unit import list_units as list_units
 from fmtsim.gemm.units.unit import register_unit as register_unit
 
-# Models: training under a recipe, quantisation after training, checkpoints, optimizer states, memory.
+# Models: training under a recipe, quantisation after training, checkpoints, optimizer states.
 from fmtsim.machine.simulate import simulate as simulate
 from fmtsim.nn import convert as convert
 from fmtsim.ptq import ptq as ptq
@@ -45,20 +45,13 @@ from fmtsim.recipes import register_recipe as register_recipe
 from fmtsim.gemm.layers.config import linear_config as linear_config
 from fmtsim import optim as optim
 from fmtsim.lab.search import search as search
-from fmtsim.lab.memory import serving_memory as serving_memory
-from fmtsim.lab.memory import training_memory as training_memory
 
 # Analysis: where a model loses precision, and where two computations differ.
 from fmtsim.lab.analysis.observe import observe as observe
 from fmtsim.lab.analysis.attribute import attribute as attribute
 from fmtsim.lab.analysis.tracing import trace as trace
 from fmtsim.lab.analysis.bisect import bisect as bisect
-from fmtsim.lab.analysis.bisect import assert_same_bits as assert_same_bits
 from fmtsim.lab.analysis.compare import compare as compare
-from fmtsim.lab.analysis.recode import check_recode as check_recode
-from fmtsim.lab.analysis.mismatch import explain_mismatch as explain_mismatch
-from fmtsim.lab.analysis.perplexity import perplexity as perplexity
-from fmtsim.lab.analysis.native import compare_native as compare_native
 
 # Records: what arguments above take besides names.
 from fmtsim.formats.spec import FloatFormat as FloatFormat

@@ -34,6 +34,17 @@ def pytest_collect_file():
     return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
+CHECKOUT = tuple(Path(__file__).parent / name for name in ("studies", "benchmarks", "tools"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests of what the wheel does not have."""
+    for item in items:
+        if any(folder in item.path.parents for folder in CHECKOUT):
+            item.add_marker(pytest.mark.checkout)
+
+
 def pytest_collection_finish():
     """Let no garbage collection look at modules and tests again and again: they stay until the end."""
     gc.enable()

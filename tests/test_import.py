@@ -29,7 +29,8 @@ LAYERS = (
     {"lab.search"},
     {"lab.memory"},
     {"lab.analysis"},
-    {"lab.training", "lab.explain", "lab.verify", "lab.bench", "lab.calibration", "lab.reproduce", "integrations"},
+    {"testing"},
+    {"lab.training", "lab.explain", "lab.verify", "integrations"},
     {"lab.cli"},
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -88,7 +89,7 @@ def violations(source: str, module: str) -> list[str]:
         f"{module}: imports the engine fmtsim.{name} at module level"
         for name in sorted((imported & ENGINES) - KERNELS.get(part, set()))
     ]
-    if not part.startswith(("lab", "integrations")):
+    if not part.startswith(("lab", "integrations", "testing")):
         climbs = sorted(n for n in parts_imported(source, module, everywhere=True) if n.startswith("lab"))
         lines += [f"{module}: the library imports fmtsim.{name} of the laboratory" for name in climbs]
     for name in sorted(imported - ENGINES):

@@ -20,7 +20,6 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.scaling import SCALE_RULES, SCALINGS
 from fmtsim.gemm.models import find_models, list_models
 from fmtsim.lab.cli.main import main
-from studies.claims.run import CLAIMS, get_claims
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, FmtsimError, FormatError
@@ -222,12 +221,11 @@ LISTS: dict[str, Callable[[str], object]] = {
     "scaling": lambda name: fmtsim.linear_config(x="e4m3", w="e4m3", g="e5m2", scaling=name),
     "scale rule": lambda name: fmtsim.quantize(torch.ones(2, 32), "mxfp8", scale_rule=name),
     "overflow": lambda name: fmtsim.quantize(FROM_ZERO, "e4m3", overflow=name),
-    "claim": lambda name: get_claims([name]),
 }  # fmt: skip
 WRONG = {
     "unit": "hopper.wgm", "target": "h2x", "recipe": "te_nvp4", "ptq recipe": "w4a", "scheme": "bnb", "format": "e4m3q",
     "reduction": "fp8l", "rounding": "stochstic", "kind": "blocks", "model": list_models()[0][:-1],
-    "scaling": "tensors", "scale rule": "flor", "overflow": "saturated", "claim": CLAIMS[0].name[:-1],
+    "scaling": "tensors", "scale rule": "flor", "overflow": "saturated",
 }  # fmt: skip
 _LISTED = re.compile(r"(?:choose(?: one of)?|did you mean|there are) (.*?)(?:\(|\)|; |\?|$)")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run of ``fmtsim bench``: casts against a plain copy, products against torch's float32 one, overheads, records."""
+"""``python -m benchmarks.suite``: casts against a plain copy, products against torch's float32 one, overheads."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,85 @@ from benchmarks.suite.against import Comparison, compared
 from benchmarks.suite.overheads import Overhead
 from benchmarks.suite.timing import Timed
 from fmtsim.lab.cli.machine import processor
-from fmtsim.lab.cli.options import check_positive, check_threads, chosen_cases
+from fmtsim.lab.cli.main import run_program
+from fmtsim.lab.cli.names import Files, targets
+from fmtsim.lab.cli.options import add_json, check_positive, check_threads, chosen_cases, count, flag, option
 from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder
 from fmtsim.support.records import read_json, shown_path
 from fmtsim.support.table import jsonable
 
+SUMMARY = "Time casts relative to a copy, products (gemm), the CUDA engine (gpu), layers in training, simulate."
 Measured = tuple[dict[str, Any], Callable[[], str]]
 Keep = Callable[[dict[str, Any]], None]
+
+
+BENCH_SIZES = {
+    "width": "of the models; by default what fits the device", "layers": "blocks of a model",
+    "batch_size": "sequences of a step", "context": "tokens of a sequence",
+}  # fmt: skip
+BENCH_DEFAULTS = {"side": 4096, "shape": [512, 512, 2048], "threads": [1, 2]}
+KERNELS = ("side", "threads", "kernels_only")
+# Which options belong to what is measured, beside those that all have.
+BENCH_OPTIONS = {
+    "casts": KERNELS, "gemm": (*KERNELS, "shape"), "gpu": (), "simulate": (),
+    "layers": ("recipes", "device", *BENCH_SIZES, "target", "emulate"),
+}  # fmt: skip
+
+
+def declare_bench(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    choices = (
+        "casts relative to a copy, matrix products relative to torch's float32 product, the CUDA engine, models "
+        "under simulate, or training steps under recipes, both relative to plain ones"
+    )
+    parser.add_argument("what", nargs="?", choices=tuple(BENCH_OPTIONS), default="casts", help=choices)
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
+    option(parser, "--repeats", "timed runs of each case", 9)
+    option(parser, "--record", "also write the measurements to a JSON file", metavar="FILE", type=Path)
+    option(parser, "--against", "say what became slower by more than 5 %% since this record", metavar="FILE", type=Path,
+           names=Files("pass a file that --record wrote"))  # fmt: skip
+    add_json(parser)
+    _add_kernels(parser.add_argument_group("casts and gemm"))
+    _add_layers(parser.add_argument_group("layers"))
+
+
+def check_bench(arguments: argparse.Namespace) -> None:
+    """Refuse an option of another job than the one that is asked for."""
+    for name in dict.fromkeys(name for options in BENCH_OPTIONS.values() for name in options):
+        is_set = getattr(arguments, name) not in (BENCH_DEFAULTS.get(name), False)
+        if is_set and name not in BENCH_OPTIONS[arguments.what]:
+            jobs = " and ".join(what for what, options in BENCH_OPTIONS.items() if name in options)
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} belongs to benchmarks.suite {jobs}, not to {arguments.what}; leave it out"
+            )
+
+
+def _add_kernels(group: argparse._ArgumentGroup) -> None:
+    side = "N: casts take float32 [N, N], and the memory of a product is measured for N"
+    option(group, "--side", side, BENCH_DEFAULTS["side"])
+    shape = "of products: [M, K] times [K, N]"
+    option(group, "--shape", shape, BENCH_DEFAULTS["shape"], ("M", "N", "K"), type=int, nargs=3)
+    option(group, "--threads", "thread counts", BENCH_DEFAULTS["threads"], type=int, nargs="+")
+    flag(group, "--kernels-only", "leave out import time, first calls and memory")
+
+
+def _add_layers(group: argparse._ArgumentGroup) -> None:
+    text = "recipes, torchao_float8 or microxcaling_mxfp4; by default some recipes, and what is installed"
+    option(group, "--recipes", text, metavar="NAME", nargs="+")
+    option(group, "--device", "cpu, cuda or cuda:1 (default cuda where there is one)", metavar="DEVICE")
+    for name, text in BENCH_SIZES.items():
+        count(group, f"--{name.replace('_', '-')}", text)
+    option(group, "--target", "what multiplies under the recipes, such as h200", metavar="NAME", names=targets)
+    flag(group, "--emulate", "emulate the target, also on a GPU that is one")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Measure and print; a missed target, or what became slower, is shown and is not an error."""
     check_positive(arguments, "side", "shape", "threads", "repeats")
-    for count in arguments.threads:
-        check_threads(count)
+    for threads in arguments.threads:
+        check_threads(threads)
     if arguments.record is not None:
         check_folder(arguments.record.parent, "--record")
     before = None if arguments.against is None else read_record(arguments.against, arguments.what)
@@ -138,16 +202,16 @@ def _product_row(result: gemm.Result) -> list[str]:
 
 
 def _thread_header(result: Timed, base: str) -> list[str]:
-    counts = [count for count in result.seconds if count != result.fewest]
-    return [word for count in counts for word in (f"{count} threads", f"of {base}", f"{base} gains")]
+    counts = [threads for threads in result.seconds if threads != result.fewest]
+    return [word for threads in counts for word in (f"{threads} threads", f"of {base}", f"{base} gains")]
 
 
 def _threads(result: Timed) -> list[str]:
     cells = []
-    for count in result.seconds:
-        if count != result.fewest:
-            gain, base_gain = result.gains(count)
-            cells += [f"{gain:.2f}x", f"{result.ratio(count):.2f}", f"{base_gain:.2f}x"]
+    for threads in result.seconds:
+        if threads != result.fewest:
+            gain, base_gain = result.gains(threads)
+            cells += [f"{gain:.2f}x", f"{result.ratio(threads):.2f}", f"{base_gain:.2f}x"]
     return cells
 
 
@@ -171,7 +235,7 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
     Raises:
         ArgumentError: The file is not there, or holds something else.
     """
-    record = read_json(path, ArgumentError, f"record of fmtsim bench {what}")
+    record = read_json(path, ArgumentError, f"record of python -m benchmarks.suite {what}")
     try:
         compared(record, record)
         fits = KEYS[what] <= record.keys() and isinstance(record["machine"], dict)
@@ -179,8 +243,8 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
         fits = False
     if not fits:
         raise ArgumentError(
-            f"--against {shown_path(path)} is not a record of fmtsim bench {what}; pass what fmtsim bench {what} "
-            "--record FILE wrote"
+            f"--against {shown_path(path)} is not a record of benchmarks.suite {what}; pass what "
+            f"benchmarks.suite {what} --record FILE wrote"
         )
     return record  # type: ignore[no-any-return]
 
@@ -206,3 +270,12 @@ def _machine(record: dict[str, Any]) -> str:
     about = record["machine"]
     name = about.get("device", about.get("processor", "an unknown machine"))
     return f"{name}, torch {about.get('torch', 'unknown')}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program("python -m benchmarks.suite", SUMMARY, declare_bench, run_bench, check_bench, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two records of ``fmtsim bench``: what became slower between them."""
+"""Two records of ``python -m benchmarks.suite``: what became slower between them."""
 
 import math
 from collections.abc import Iterator

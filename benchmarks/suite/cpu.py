@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.suite.timing import Timed, in_turns
 from fmtsim.casts.quantize import encode, quantize
-from benchmarks.suite.timing import Timed, bounded_threads, in_turns
+from fmtsim.lab.training.loop import bounded_threads
 from fmtsim.rounding.modes import RoundingName
 
 SIDE = 4096  # 4096 x 4096 = 16M float32 elements, 64 MB: far beyond any cache

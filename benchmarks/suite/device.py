@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``fmtsim bench gpu`` and ``layers``: the CUDA engine, and training steps under recipes."""
+"""Runs of ``python -m benchmarks.suite gpu`` and ``layers``: the CUDA engine, and training steps under recipes."""
 
 import argparse
 import platform

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.suite.timing import Timed, in_turns
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.matmul import bmm, int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
-from benchmarks.suite.timing import Timed, bounded_threads, in_turns
+from fmtsim.lab.training.loop import bounded_threads
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
 

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.suite import gemm
+from benchmarks.suite.gpu_cases import CASES, FP8_FAST, FP8_SLOW, NEAREST, Case, Row
+from benchmarks.suite.timing import in_turns_on_device
 from fmtsim.casts.ops import load_engine
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.registry import get_format
@@ -22,9 +25,6 @@ from fmtsim.formats.representable import result_dtype
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.products.matmul import mm
-from benchmarks.suite import gemm
-from benchmarks.suite.gpu_cases import CASES, FP8_FAST, FP8_SLOW, NEAREST, Case, Row
-from benchmarks.suite.timing import in_turns_on_device
 from fmtsim.lab.verify.workers import default_workers
 from fmtsim.rounding.modes import get_rounding
 from fmtsim.spec.cast import CastSpec, RandomKey

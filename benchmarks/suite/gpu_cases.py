@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``fmtsim bench gpu`` measures: rows, each a goal, and the cases that have to reach it."""
+"""What ``python -m benchmarks.suite gpu`` measures: rows, each a goal, and the cases that have to reach it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from fmtsim.formats.registry import get_format
 from benchmarks.suite import gemm
+from fmtsim.formats.registry import get_format
 from fmtsim.spec.datapath import Datapath
 
 Kind = Literal["quantize", "encode", "product", "layer", "call"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of ``fmtsim bench layers``, and other software that converts them, where it is installed."""
+"""The models of ``python -m benchmarks.suite layers``, and other software that converts them, where it is installed."""
 
 import importlib
 import importlib.util

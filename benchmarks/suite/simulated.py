@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of ``fmtsim bench simulate``: models in bfloat16 under ``simulate``, against the host's own torch."""
+"""The cases of ``python -m benchmarks.suite simulate``: models in bfloat16 under ``simulate``, against plain torch."""
 
 import time
 from collections.abc import Callable

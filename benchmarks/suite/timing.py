@@ -3,8 +3,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +94,3 @@ def in_turns_on_device(actions: Sequence[Action], repeats: int, ahead: int = 1_0
 def _medians(actions: Sequence[Action], repeats: int, seconds: Callable[[Action], float]) -> tuple[float, ...]:
     rounds = [[seconds(action) for action in actions] for _ in range(repeats + 1)]
     return tuple(statistics.median(taken) for taken in zip(*rounds[1:], strict=True))
-
-
-@contextmanager
-def bounded_threads(count: int | None) -> Iterator[None]:
-    """Bound torch's threads, which the engine follows, for a while; None leaves them as they are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

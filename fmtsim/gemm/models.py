@@ -113,7 +113,7 @@ def find_models(names: Iterable[str]) -> list[Model]:
     for name in names:
         if name not in by_name:
             hint = did_you_mean(name, by_name)
-            raise ArgumentError(f"unknown model {name!r}{hint} (tools.calibrate.list_models() has all "
+            raise ArgumentError(f"unknown model {name!r}{hint} (fmtsim.gemm.models.list_models() has all "
                                 f"{len(by_name)})")  # fmt: skip
     return [by_name[name] for name in names]
 

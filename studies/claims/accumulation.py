@@ -10,13 +10,13 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import LogFormat
 from fmtsim.gemm.products.matmul import mm
-from studies.claims.claim import Claim, Expected, Measured, Tell, settings
-from studies.claims.experiment import generator, normal, relative_error, told
-from studies.claims.optimizers import regressed, start
 from fmtsim.nn.convert import convert
 from fmtsim.optim.optimizers import Madam
 from fmtsim.spec.datapath import LogDatapath
 from fmtsim.spec.plan import GemmPlan
+from studies.claims.claim import Claim, Expected, Measured, Tell, settings
+from studies.claims.experiment import generator, normal, relative_error, told
+from studies.claims.optimizers import regressed, start
 
 
 def accumulation(

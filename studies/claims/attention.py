@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 from studies.claims.claim import Claim, Measured, Tell, near, settings
 from studies.claims.experiment import generator, told
-from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
 
 
 def flash_attention(

@@ -20,9 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from studies.claims.claim import Claim, Tell
-from studies.claims.experiment import SHARING
-from studies.claims.run import Result, run_claim, seeded
 from fmtsim.lab.training.sweep import SweepRun
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.spec import Recipe
@@ -31,6 +28,9 @@ from fmtsim.support.executors import AnyExecutor, Tasks, open_tasks
 from fmtsim.support.files import write_file
 from fmtsim.support.progress import Progress
 from fmtsim.support.records import parse_json, read_file
+from studies.claims.claim import Claim, Tell
+from studies.claims.experiment import SHARING
+from studies.claims.run import Result, run_claim, seeded
 
 PLAN, TRAININGS = "plan.json", "trainings"
 RULE = "every training runs its steps to the end; none begins after the budget; a claim counts the seeds that ended"

@@ -11,12 +11,12 @@ from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.gemm.layers.config import LinearConfig
-from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
-from studies.claims.experiment import normal, relative_error, slope_of, through, told
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast, slope
 from fmtsim.spec.quantizer import Differentiable, Quantizer
+from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
+from studies.claims.experiment import normal, relative_error, slope_of, through, told
 
 _QUARTET = "Castro et al., Quartet, arXiv:2505.14669; IST-DASLab/Quartet 00ccd38"
 _EDEN = "Quartet II, arXiv:2601.22813; IST-DASLab/Quartet-II 8776a90"

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.gemm.layers.operand import quantize_operand
-from studies.claims.claim import Tell
 from fmtsim.lab.training.run import descend
 from fmtsim.scaling.cast import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
+from studies.claims.claim import Tell
 
 T = TypeVar("T")
 SHARING: ContextVar[Callable[[Tell, Callable[..., Any], Sequence[Mapping[str, Any]]], list[Any]] | None] = ContextVar(

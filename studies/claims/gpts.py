@@ -12,10 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from fmtsim.gemm.layers.config import LinearConfig
-from studies.claims.claim import Claim, Expected, Measured, Tell, above, near, settings
-from studies.claims.experiment import generator, last_of, told, trainings
-from studies.claims.outliers import INTEL, delayed
-from studies.claims.widths import text
 from fmtsim.lab.training.corpus import load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig, LanguageModel, Llama
 from fmtsim.lab.training.run import descend
@@ -25,6 +21,10 @@ from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer, StraightThrough
+from studies.claims.claim import Claim, Expected, Measured, Tell, above, near, settings
+from studies.claims.experiment import generator, last_of, told, trainings
+from studies.claims.outliers import INTEL, delayed
+from studies.claims.widths import text
 
 _NVFP4 = "NVIDIA, Pretraining LLMs with NVFP4, arXiv:2509.25149, sections 3 and 4, figure 4"
 _BACK = "Lee et al., To FP8 and Back Again, arXiv:2405.18710 (abstract and secondary sources)"

@@ -13,8 +13,8 @@ from typing import Any
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
-from studies.claims.claim import Claim, Expected, Measured, Tell, near, settings
 from fmtsim.spec.datapath import LogDatapath
+from studies.claims.claim import Claim, Expected, Measured, Tell, near, settings
 
 _AND, _ADDER, _CHOICE = 1, 5, 3  # two-input gates of an AND, of a full adder, of a choice between two bits
 _GUARD = 8  # bits for 256 products

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import LogFormat
-from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
-from studies.claims.experiment import generator, last_loss, told
 from fmtsim.lab.training.corpus import Corpus, load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.lab.training.learner import BETAS, CLIP, WEIGHT_DECAY, schedule
 from fmtsim.optim import SGD, Adam, AdamW, Madam, QuantizedOptimizer, Scheme, StateFormat, get_scheme, memory
 from fmtsim.optim import codec as states
 from fmtsim.spec.optimizer import STATE_RULES
+from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
+from studies.claims.experiment import generator, last_loss, told
 
 _COAT = "Xi et al., COAT, arXiv:2410.19313, section 4; NVlabs/COAT 80ec99f"
 _FP8LM = "Peng et al., FP8-LM, arXiv:2310.18313, section 2.2; Azure/MS-AMP 9746ea8"

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from fmtsim.lab.training.corpus import load_corpus, sample
+from fmtsim.lab.training.decoders import GPT, GPTConfig
+from fmtsim.nn.convert import convert
 from studies.claims.claim import Claim, Expected, Measured, Tell, near, settings
 from studies.claims.experiment import generator, trainings
 from studies.claims.gpts import train_text
 from studies.claims.widths import text
-from fmtsim.lab.training.corpus import load_corpus, sample
-from fmtsim.lab.training.decoders import GPT, GPTConfig
-from fmtsim.nn.convert import convert
 
 _LENGTH = 32
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fmtsim.lab.memory import StoredFormats, bits_per_element, serving_memory, training_memory
 from fmtsim.lab.memory.estimate import GB
+from fmtsim.ptq import ptq
 from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from studies.claims.experiment import generator, last_loss, told
-from fmtsim.ptq import ptq
 
 _SHEN = "Shen et al., Efficient Post-training Quantization with FP8 Formats, arXiv:2309.14592, abstract"
 _NEMOTRON = "Nemotron-4 340B technical report, arXiv:2406.11704"

@@ -11,11 +11,11 @@ from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
-from studies.claims.claim import Claim, Expected, Measured, Tell, settings
-from studies.claims.experiment import decibels, draw, generator, normal, relative_error, told
 from fmtsim.recipes.ptq_catalogue import minifloat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.cast import cast
+from studies.claims.claim import Claim, Expected, Measured, Tell, settings
+from studies.claims.experiment import decibels, draw, generator, normal, relative_error, told
 
 _MX = "OCP Microscaling Formats v1.0, section 6.3"
 _NVIDIA = "NVIDIA, arXiv:2509.25149, section 2"

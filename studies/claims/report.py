@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from studies.claims.claim import Bounds, Claim, Expected
-from studies.claims.run import Result
 from fmtsim.support import table
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
+from studies.claims.claim import Bounds, Claim, Expected
+from studies.claims.run import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 import torch
 
-from studies.claims.claim import Claim, Expected, Measured, Tell, Verdict
 from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, shown
 from fmtsim.support.executors import AnyExecutor, open_tasks
+from studies.claims.claim import Claim, Expected, Measured, Tell, Verdict
 
 _MODULES = (
     "ratios estimators outliers attention accumulation training widths gpts wire quantised multipliers served searched "
@@ -32,7 +32,7 @@ def get_claims(names: Sequence[str] = ()) -> tuple[Claim, ...]:
     for name in names:
         if name not in by_name:
             hint = did_you_mean(name, by_name)
-            raise ArgumentError(f"unknown claim {shown(name)}{hint} (fmtsim reproduce --list shows all)")
+            raise ArgumentError(f"unknown claim {shown(name)}{hint} (python -m studies.claims --list shows all)")
     return tuple(claim for claim in CLAIMS if not names or claim.name in names)
 
 

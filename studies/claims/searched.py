@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from studies.claims.claim import Claim, Expected, Measured, Tell, above, settings
-from studies.claims.experiment import last_loss, trainings
-from studies.claims.served import formats, images, scheme_of
 from fmtsim.lab.search import Policy, search, search_while_training
 from fmtsim.lab.search.switching import bits_of
 from fmtsim.nn.convert import convert
 from fmtsim.ptq import ptq
 from fmtsim.ptq.calibrate import evaluating
 from fmtsim.recipes.ptq import PtqRecipe
+from studies.claims.claim import Claim, Expected, Measured, Tell, above, settings
+from studies.claims.experiment import last_loss, trainings
+from studies.claims.served import formats, images, scheme_of
 
 _BITS = 4  # of both operands everywhere: the cost that all have
 

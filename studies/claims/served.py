@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import IntFormat
-from studies.claims.claim import Claim, Expected, Measured, Tell, settings
-from studies.claims.experiment import decibels, generator, last_loss, relative_error, told
-from studies.claims.multipliers import luts
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert, revert
@@ -23,6 +20,9 @@ from fmtsim.ptq.calibrate import evaluating
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.ptq_catalogue import minifloat, operand
 from fmtsim.recipes.ptq_methods import Calibration
+from studies.claims.claim import Claim, Expected, Measured, Tell, settings
+from studies.claims.experiment import decibels, generator, last_loss, relative_error, told
+from studies.claims.multipliers import luts
 
 _GAUDI = "Intel, FP8 inference on Gaudi, arXiv:2503.09975 (abstract): less than 1 % of accuracy lost"
 _QUALCOMM = "van Baalen et al., FP8 versus INT8, arXiv:2303.17951, section on networks trained in FP8"

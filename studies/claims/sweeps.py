@@ -5,12 +5,12 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from studies.claims.claim import Claim, Expected, Measured, Tell, native, near, settings
-from studies.claims.experiment import trainings
 from fmtsim.lab.training.corpus import Corpus, load_corpus, task_corpus
 from fmtsim.lab.training.scaling_law import Choice, Trained, fit_law
 from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, points_of, train_point
 from fmtsim.lab.training.sweep_result import SweepResult, byte_entropy
+from studies.claims.claim import Claim, Expected, Measured, Tell, native, near, settings
+from studies.claims.experiment import trainings
 
 
 def nothing(tell: Tell) -> Measured:

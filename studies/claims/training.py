@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.layers.operand import quantize_operand
-from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
-from studies.claims.estimators import operand
-from studies.claims.experiment import generator, told
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import LossScale
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
+from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
+from studies.claims.estimators import operand
+from studies.claims.experiment import generator, told
 
 
 def sums(tell: Tell, *, steps: int, copies: int, seed: int) -> Measured:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
-from studies.claims.claim import Claim, Expected, Measured, Tell, settings
-from studies.claims.experiment import generator, last_loss
 from fmtsim.lab.training.decoders import Attention
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.convert import convert
 from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups
+from studies.claims.claim import Claim, Expected, Measured, Tell, settings
+from studies.claims.experiment import generator, last_loss
 
 _VOCABULARY = 64
 _linear = partial(MuLinear, bias=False)

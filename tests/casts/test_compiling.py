@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fmtsim.casts.ops import load_engine
-from benchmarks.suite.overheads import usual_calls
 from fmtsim.lab.cli import machine
 from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.usual_calls import usual_calls
 from fmtsim.support import compilation
 from fmtsim.support.compilation import compiling
 from fmtsim.support.folder import kernel_folder
@@ -128,7 +128,7 @@ def test_warmup_runs_the_calls_and_says_what_it_took(terminal, monkeypatch, caps
             ran.append("first")
 
     monkeypatch.setattr(
-        "benchmarks.suite.overheads.usual_calls", lambda: iter([("a", first), ("b", lambda: ran.append("second"))])
+        "fmtsim.lab.cli.usual_calls.usual_calls", lambda: iter([("a", first), ("b", lambda: ran.append("second"))])
     )
     assert main(["warmup", "--quiet", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -150,7 +150,7 @@ def test_warmup_of_a_gpu_shows_how_far_it_is(monkeypatch, capsys):
 
     engines["cuda"] = SimpleNamespace(available=lambda: True, warmup=on_gpu)
     monkeypatch.setattr(machine, "load_engine", engines.get)
-    monkeypatch.setattr("benchmarks.suite.overheads.usual_calls", lambda: iter(()))
+    monkeypatch.setattr("fmtsim.lab.cli.usual_calls.usual_calls", lambda: iter(()))
     shown = SimpleNamespace(
         stage=lambda label, total: steps.append((label, total)), step=lambda done: steps.append(done)
     )
@@ -166,9 +166,7 @@ def test_warmup_refuses_devices_without_kernels(monkeypatch, capsys):
 
 
 def test_usual_calls_run():
-    """Those beside the cases of ``fmtsim bench``, which have tests of their own."""
     calls = dict(usual_calls())
-    assert {name.split()[0] for name in calls} == {"cast", "decode", "optimizer", "training", "product"}
-    for name, call in calls.items():
-        if not name.startswith(("cast", "product")):
-            call()
+    assert {name.split()[0] for name in calls} == {"cast", "encode", "decode", "optimizer", "training", "product"}
+    for call in calls.values():
+        call()

@@ -21,8 +21,9 @@ import torch
 import fmtsim
 from fmtsim.gemm.models import DTYPES, models
 from fmtsim.lab.analysis import batch_invariance
-from tools.calibrate.gpu import GPU, STORED, Extras, open_gpu
+from fmtsim.lab.explain.order_data import STORED, Extras
 from fmtsim.spec.call import GemmCall
+from tools.calibrate.gpu import GPU, open_gpu
 
 COLUMNS = 512  # of a result that are looked at
 FP8 = ("e4m3", "e5m2")

@@ -27,11 +27,12 @@ from fmtsim.cuda.native import NativeCall, NativeScales, run
 from fmtsim.gemm.models import models
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
-from tools.calibrate.campaign import Data, make_data, multiply, question
-from tools.calibrate.gpu import Extras, TorchGPU
 from fmtsim.lab.cli.output import format_table
+from fmtsim.lab.explain.order_data import Data, Extras, make_data, question
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.support.errors import DeviceError
+from tools.calibrate.campaign import multiply
+from tools.calibrate.gpu import TorchGPU
 
 SIDE = 8  # rows and columns that are kept of a result
 SEED = 20261122  # of the data

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run
-from tools.calibrate.book_writer import _Writer, book_bytes, write_book
 from fmtsim.gemm.targets.question import WINDOW, Choice, Kind, Question, pack
-from tools.calibrate.book import sizes_of
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused
+from tools.calibrate.book import sizes_of
+from tools.calibrate.book_writer import _Writer, book_bytes, write_book
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)
 FP16 = Kind("fp16", "fp16", torch.float16, "16f", bias=True)
@@ -228,7 +228,7 @@ def test_messages(tmp_path):
     content, path = book_bytes([family()], library="a GPU"), tmp_path / "a.book"
     refused(r"a\.book: No such file; a plan book lies there", Book.open, path, error=DataError)
     for wrong, message in (
-        (b"GIF89a", r"a\.book is not a plan book; fmtsim calibrate --book makes one"),
+        (b"GIF89a", r"a\.book is not a plan book; python -m tools.calibrate --book makes one"),
         (content[:-1], r"a\.book is damaged as a plan book \(it has \d+ bytes instead of \d+\); make it anew"),
         (content[:20], "it ends after 20 bytes"),
         (content[:-1] + b"!", "its checksum is wrong"),

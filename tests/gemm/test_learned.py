@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets import learned
-from fmtsim.gemm.targets.learned import FEATURES, MAGIC, Group, Learned, Tree, learned_bytes, write_learned
+from fmtsim.gemm.targets.learned import FEATURES, MAGIC, Group, Learned, Tree
 from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused
 from tests.support.targets import linear, mm
+from tools.calibrate.learned_writer import learned_bytes, write_learned
 
 BF16, FP16 = (Kind(name, name, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)))
 CHOICES = (Choice(66), Choice(66, 3, 2), Choice(24, 1, 0, 0, 13))
@@ -102,9 +103,13 @@ def test_features_keep_their_places():
 def test_damaged_files(tmp_path, damage):
     path = trees(tmp_path)
     path.write_bytes(path.read_bytes()[damage])
-    with pytest.raises(DataError, match="holds no trees that fmtsim reads .*; make it with calibrate --learn"):
+    with pytest.raises(
+        DataError, match="holds no trees that fmtsim reads .*; make it with python -m tools.calibrate --learn"
+    ):
         Learned.open(path).find(Question(BF16, 0, 64, 64, 64))
-    refused("No such file; fmtsim calibrate --learn makes one", Learned.open, tmp_path / "none", error=DataError)
+    refused(
+        "No such file; python -m tools.calibrate --learn makes one", Learned.open, tmp_path / "none", error=DataError
+    )
 
 
 def test_a_header_of_lists_without_end(tmp_path):

@@ -12,7 +12,6 @@ import fmtsim
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.book import Book, Family
-from tools.calibrate.book_writer import book_bytes
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import get_target
@@ -20,6 +19,7 @@ from fmtsim.lab.analysis import batch_invariance
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import LibraryBugWarning, PlanUnknownWarning
 from tests.support.targets import hopper, mm
+from tools.calibrate.book_writer import book_bytes
 
 K, END = 1000, 960
 

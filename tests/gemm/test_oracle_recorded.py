@@ -10,12 +10,12 @@ import torch
 
 from fmtsim import GemmPlan, get_format, get_unit
 from fmtsim.gemm.products import operator
-from fmtsim.lab.verify.gemm import replay_call
-from tools.calibrate.recordings import Recording, read_calls, read_dots
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import assert_same_bits, differing
 from tests.support.gemm_oracle import sums
 from tests.support.recorded import GOLDEN, VECTORS, needs_golden, needs_vectors
+from tools.calibrate.recordings import Recording, read_calls, read_dots
+from tools.calibrate.replay import replay_call
 
 DOTS = sorted(path.stem for path in VECTORS.glob("mtc_*.npz"))
 PROBES = ("probe_minexp_bf16_fp32", "probe_minexp_fp16_fp16", "probe_minexp_tf32_fp32", "probe_special_bf16_fp32")

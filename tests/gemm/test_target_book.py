@@ -9,11 +9,11 @@ import torch
 
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.book import Family
-from tools.calibrate.book_writer import write_book
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, question_of
 from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused
 from tests.support.targets import mm
+from tools.calibrate.book_writer import write_book
 
 BF16 = Kind("bf16", "bf16", torch.float32)
 NINE, STREAM_K = Choice(66, 9, 2), Choice(41, -1, 2, 0, 35)
@@ -125,7 +125,10 @@ def test_books_of_plan_files(tmp_path):
     assert Target.from_dict(record, folder=tmp_path).to_dict() == record
     path = tmp_path / "mine.json"
     for change, message in (
-        ({"book": "b.book"}, "mine.json: plan: .*b.book: No such file; a plan book lies there, which fmtsim calibrate"),
+        (
+            {"book": "b.book"},
+            "mine.json: plan: .*b.book: No such file; a plan book lies there, which python -m tools.calibrate",
+        ),
         ({"book": "../a.book"}, "plan: book='../a.book' is not the name of a file beside the plan file"),
         ({"book": 3}, "plan: book=3 is not the name of a file beside the plan file"),
         ({"architecture": "sm_89"}, "architecture='sm_89' is not allowed; choose None, 'sm_90', 'sm_100', 'sm_103'"),

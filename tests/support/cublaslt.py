@@ -9,7 +9,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tools.calibrate.ask import Asker
+from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.question import Choice, Question
 from tests.cuda.emulator.kernels import COMPILER, EmulatorError
 

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from tools.calibrate.campaign import Data, multiply
-from tools.calibrate.gpu import NO_EXTRAS
+from fmtsim.lab.explain.order_data import Data
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DeviceError
+from tools.calibrate.campaign import multiply
+from tools.calibrate.gpu import NO_EXTRAS
 
 CHAIN = GemmPlan()
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.catalogue import units
-from benchmarks.suite.models import PEERS
 from fmtsim.lab.cli import names as cli_names
 from fmtsim.lab.memory.states import RULES
-from studies.claims.run import CLAIMS
 from fmtsim.machine.simulate import TARGETS
 from fmtsim.optim import list_schemes
 from fmtsim.recipes.catalogue import RECIPES
@@ -29,12 +27,11 @@ NAMES_FILE = Path(cli_names.__file__).with_name("names.json")
 def recorded_names() -> str:
     """Return the text of ``names.json``."""
     lists = {
-        "targets": list_targets(), "units": [unit.name for unit in units()], "simulated": TARGETS, "peers": PEERS,
+        "targets": list_targets(), "units": [unit.name for unit in units()], "simulated": TARGETS,
         "recipes": [recipe.name for recipe in RECIPES], "schemes": [recipe.name for recipe in PTQ_RECIPES],
         "recipe_aliases": [alias for recipe in RECIPES for alias in recipe.aliases],
         "scheme_aliases": [alias for recipe in PTQ_RECIPES for alias in recipe.aliases], "widths": WIDTHS,
         "optimizers": OPTIMIZERS, "rules": RULES, "states": list_schemes(), "reductions": REDUCTIONS,
-        "claims": [claim.name for claim in CLAIMS],
     }  # fmt: skip
     lines = [f"{json.dumps(key)}: {json.dumps(sorted(values))}" for key, values in lists.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"

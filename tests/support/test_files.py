@@ -19,7 +19,6 @@ import torch
 import fmtsim
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.page import write_page
-from tools.calibrate.planfile import write_plan
 from fmtsim.lab.cli import products
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.output import write_json
@@ -31,6 +30,7 @@ from fmtsim.support.files import check_file, check_folder, write_file, write_fil
 from fmtsim.support.folder import kernel_folder
 from tests.support.faults import largest_file, small_disk
 from tests.support.refusals import refused
+from tools.calibrate.planfile import write_plan
 
 ROOT = Path(files.__file__).parents[1]
 NEXT = "name a file in a folder that exists, can be written to and has room"
@@ -217,7 +217,7 @@ def test_a_folder_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(files.tempfile, "mkdtemp", refuse)
     refused("^--out .*new: .* is not a folder one can write to; choose another$", check_folder, tmp_path / "new")
     refused("^--plot .* is not a folder one can write to", check_file, "--plot", tmp_path / "x.png")
-    assert main(["reproduce", "--only", "eden", "--out", str(tmp_path)]) == BAD_INPUT
+    assert main(["sweep", "--out", str(tmp_path)]) == BAD_INPUT
 
 
 def writes(source: str) -> list[str]:

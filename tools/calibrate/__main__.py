@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run of ``fmtsim calibrate``: ask a GPU for its arithmetic and orders, or compare it with what is known of it."""
+"""``python -m tools.calibrate``: ask a GPU for its arithmetic and orders, or compare it with what is known of it."""
 
 import argparse
 import datetime
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +14,35 @@ from typing import Any, cast, get_args
 import torch
 
 from fmtsim.gemm.model_calls import model_calls
-from fmtsim.gemm.models import PASSES, find_models, list_models, parse_tokens, read_shapes
-from tools.calibrate.ask import Asker, open_asker
+from fmtsim.gemm.models import DTYPES, PASSES, find_models, list_models, parse_tokens, read_shapes
+from fmtsim.gemm.targets.ask import Asker, open_asker
 from fmtsim.gemm.targets.learned import Group
 from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.target import Target, find_target, get_target
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.lab.cli import names
+from fmtsim.lab.cli.main import run_program
+from fmtsim.lab.cli.names import Files
+from fmtsim.lab.cli.options import (
+    EXECUTOR,
+    add_device,
+    add_json,
+    add_layers,
+    add_tokens,
+    check_positive,
+    count,
+    flag,
+    option,
+    workers_of,
+)
+from fmtsim.lab.cli.output import MISMATCH, answer, format_table, write_json
+from fmtsim.lab.cli.products import chosen_dtypes, chosen_shapes
+from fmtsim.lab.cli.results import gemm_text, report_gemm
+from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.spec.call import GemmCall
+from fmtsim.support.errors import ArgumentError, DeviceError, shown
+from fmtsim.support.files import check_file
+from fmtsim.support.progress import make_progress
 from tools.calibrate.arithmetic import Measured, arithmetics, family_of, measure_all
 from tools.calibrate.book import Made, book_target, choose_kinds, families_of, lattice, make_book, similar_kinds
 from tools.calibrate.campaign import SEEDS, Finding, calibrate
@@ -27,21 +51,56 @@ from tools.calibrate.gpu import TorchGPU, open_gpu
 from tools.calibrate.learn import check_learner, learn
 from tools.calibrate.planfile import plan_file, write_plan
 from tools.calibrate.recheck import RuleCheck, recheck
+from tools.calibrate.replay import gemm_tasks
 from tools.calibrate.unit_calls import kinds_of
 from tools.calibrate.unit_check import TorchCard, check_unit, emulate_again
-from fmtsim.lab.cli.arguments.machine import EVIDENCE, PLAN, QUICK
-from fmtsim.lab.cli.options import check_positive, workers_of
-from fmtsim.lab.cli.output import MISMATCH, answer, format_table, write_json
-from fmtsim.lab.cli.products import chosen_dtypes, chosen_shapes
-from fmtsim.recipes.serialization import recipe_to_dict
-from fmtsim.spec.call import GemmCall
-from fmtsim.support.errors import ArgumentError, DeviceError, shown
-from fmtsim.support.files import check_file
-from fmtsim.support.progress import make_progress
 
+PLAN, EVIDENCE, BOOK, LEARNED = "fmtsim-plan.json", "fmtsim-evidence.json", "fmtsim.book", "fmtsim.trees"
+RECORDINGS = Files("pass a folder of mtc_*.npz, probe_*.npz or recorded calls", folders=True)
+SUMMARY = "Measure this GPU's arithmetic and its library's accumulation orders, and write a plan file."
 SHOWN = 10
 MODES = {"bf16": ("bf16",), "fp16": ("fp16", "fp16 sums"), "tf32": ("tf32",), "fp8_fast": ("e4m3", "e5m2"),
          "fp8_slow": ("e4m3", "e5m2")}  # fmt: skip
+
+
+QUICK = 64  # calls that --quick measures
+
+
+def declare_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    what = parser.add_argument_group("which products (default: the layers of gpt2)")
+    add_layers(what, ",".join(DTYPES), "gpt2, llama-8b, ...")
+    add_tokens(what)
+    flag(what, "--quick", f"at most {QUICK} of these calls, evenly chosen, and one set of data each")
+    base = "try this target's plans first, and append its rules to the new ones; with --book, write the difference"
+    option(parser, "--base", base, metavar="TARGET", names=names.targets)
+    option(parser, "--out", f"file to write, {PLAN} or {EVIDENCE} unless given", metavar="FILE")
+    check = parser.add_argument_group("comparing a GPU with its emulation, instead of measuring it")
+    run_both = (
+        "run calls of every rule of this target, or every kind of call that reaches this unit, and write evidence"
+    )
+    option(check, "--check", f"{run_both} (h200, hopper.wgmma)", metavar="TARGET", names=names.targets_and_units)
+    option(check, "--calls", "calls of every rule", 3)
+    book = parser.add_argument_group("querying the cuBLASLt heuristic, which runs no kernel")
+    every = "write or continue a plan book and its target: the kernel for every number of rows of the layers of"
+    models = f"--model and --shapes, by default of all {len(list_models())} known models ({BOOK} unless named)"
+    option(book, "--book", f"{every} {models}", metavar="FILE", nargs="?", const=BOOK)
+    kinds = "kinds of calls, such as bf16,fp8_rows (default: all; an unknown kind prints all names)"
+    option(book, "--kinds", kinds, metavar="LIST")
+    option(book, "--lattice", "add layers with up to N sizes of outputs and of inputs, from 64 to 32768", 0)
+    trees = "write a file of decision trees, trained on this library's results for random sizes"
+    option(book, "--learn", f"{trees} ({LEARNED} unless named)", metavar="FILE", nargs="?", const=LEARNED)
+    option(book, "--questions", "queries for each group of kinds; some groups take more or fewer", 3_000_000)
+    option(book, "--workers", "processes that query (default: one per core)", type=int)
+    option(check, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE",
+           names=names.files)  # fmt: skip
+    replay = parser.add_argument_group("replaying recorded products, on the CPU")
+    folders = "a folder of mtc_*.npz, probe_*.npz or recorded calls; every bit is compared"
+    option(replay, "--recordings", folders, metavar="DIR", nargs="+", names=RECORDINGS)
+    count(replay, "--limit", "compare about N outputs of each set")
+    add_device(parser, "cuda")
+    option(parser, "--executor", EXECUTOR, metavar="URL")
+    add_json(parser)
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
@@ -49,7 +108,8 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
 
     With ``--check`` and ``--evidence``: 0 where no bit differs and every rule, or kind of call, was run.
     """
-    jobs = {"book": run_book, "learn": run_learn, "check": run_check, "evidence": run_evidence}
+    jobs = {"book": run_book, "learn": run_learn, "check": run_check, "evidence": run_evidence,
+            "recordings": run_recordings}  # fmt: skip
     asked = [name for name in jobs if getattr(arguments, name) is not None]
     if len(asked) > 1:
         raise ArgumentError(f"--{asked[0]} and --{asked[1]} are different jobs; give one of them")
@@ -115,7 +175,11 @@ def run_unit(arguments: argparse.Namespace, unit: str) -> int:
         checks = check_unit(unit, card, progress.step)
     record = recipe_to_dict(checks)
     write_json(out, record)
-    answer(arguments, record, lambda: f"{evidence_table(checks)}\nwritten: {out}; fmtsim calibrate --evidence {out}")
+    answer(
+        arguments,
+        record,
+        lambda: f"{evidence_table(checks)}\nwritten: {out}; python -m tools.calibrate --evidence {out}",
+    )
     return 0 if checks.proves else MISMATCH
 
 
@@ -158,6 +222,20 @@ def evidence_table(found: Evidence, wrong: Sequence[int | None] = ()) -> str:
         (about, "", format_table(head, rows, left=(0, 1, 2, 6)), "",
          f"{total}{f'; {idle} kinds were not run' if idle else ''}{again}")
     )  # fmt: skip
+
+
+def run_recordings(arguments: argparse.Namespace) -> int:
+    """Replay recorded products through the public verbs, on the CPU; 0 where every bit is the recorded one."""
+    check_positive(arguments, "limit")
+    tasks = gemm_tasks(arguments.recordings, arguments.limit)
+    replays = []
+    with make_progress(None, transient=True) as progress:
+        progress.stage("sets", len(tasks))
+        for done, task in enumerate(tasks):
+            replays.append(task.run(lambda share, at=done, name=task.name: progress.step(at + share, name)))  # type: ignore[misc]
+    report = report_gemm(replays)
+    answer(arguments, report, lambda: gemm_text(replays, report["seconds"]))
+    return MISMATCH if report["mismatches"] else 0
 
 
 def check_table(found: Sequence[RuleCheck]) -> str:
@@ -378,3 +456,12 @@ def book_text(path: Path, made: Made, plan: Path | None) -> str:
     else:
         lines.append(f"written: {plan}; use it: fmtsim.mm(a, b, target={str(plan)!r})")
     return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program("python -m tools.calibrate", SUMMARY, declare_calibrate, run_calibrate, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

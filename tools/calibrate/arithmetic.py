@@ -11,13 +11,13 @@ import torch
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import describe, get_unit, list_units
-from tools.calibrate import probes
-from tools.calibrate.campaign import SEEDS, find_plan
-from tools.calibrate.gpu import GPU
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, IntegerDatapath
 from fmtsim.support.errors import ArgumentError, DeviceError, shown
+from tools.calibrate import probes
+from tools.calibrate.campaign import SEEDS, find_plan
+from tools.calibrate.gpu import GPU
 
 SIZE, K = 256, 512
 WRAP = 1 << 18  # products of 127^2 whose sum leaves int32

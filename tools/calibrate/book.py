@@ -15,9 +15,8 @@ from typing import Any, Final, TypeVar, cast, get_args
 import torch
 
 from fmtsim.gemm.model_calls import FP8_STEP
-from tools.calibrate.ask import Asker
+from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs
-from tools.calibrate.book_writer import write_book
 from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
@@ -25,6 +24,7 @@ from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.executors import AnyExecutor, Tasks, open_tasks
 from fmtsim.support.progress import Progress
+from tools.calibrate.book_writer import write_book
 
 T = TypeVar("T")
 
@@ -309,7 +309,9 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
     alike = lambda rule: bool(same) or rule.when == {"a": "int8"}  # noqa: E731, whose sums are alike everywhere
     rules = [rule if alike(rule) else replace(rule, basis="guess") for rule in base.rules]
     book = Book.open(path)
-    source = f"{len(book):,} families of sizes asked by fmtsim calibrate --book; rules for other calls: {base.name}"
+    source = (
+        f"{len(book):,} families of sizes asked by python -m tools.calibrate --book; rules for other calls: {base.name}"
+    )
     return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), book=book,
                    trees=base.trees if same else (), architecture=cast(Architecture, architecture))  # fmt: skip
 

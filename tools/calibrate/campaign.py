@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask a GPU about many calls: find a plan for each that explains what it shows and has its bits."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,39 +10,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
-from tools.calibrate.gpu import GPU, STORED, Extras
-from tools.calibrate.order import Sighting, explains, fits, look
-from fmtsim.lab.verify.operands import cancel_scattered, spread
+from fmtsim.lab.explain.candidates import is_scalar, variants
+from fmtsim.lab.explain.order_data import Data, Extras, make_data, question
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DeviceError
-
-SIDE = 16  # rows and columns compared, so 256 results of a call
-FEW = 64  # where one side has less, the other gets up to this many
-# Powers of two of what stays and of what cancels: so far apart that a last bit of float32 on the way is seen in results
-# of 16 bits, as far as the operands' range allows.
-CANCELLING = {"bf16": (-10, 6), "tf32": (-10, 6), "fp16": (-8, 4)}
-
-
-class Data(NamedTuple):
-    """Operands [R, K] and [C, K] as they are stored, with a bias and scales."""
-
-    a: Tensor
-    b: Tensor
-    extras: Extras
-
-
-def question(call: GemmCall) -> GemmCall:
-    """Return what data and emulation of a call depend on, a few rows and columns: calls alike in it share both."""
-    rows = min(call.m, SIDE if call.n >= SIDE else FEW)
-    columns = min(call.n, SIDE if call.m >= SIDE else FEW)
-    return dataclasses.replace(call, m=rows, n=columns, fast_accum=False, a_layout="row", b_layout="row")
+from tools.calibrate.gpu import GPU
+from tools.calibrate.order import Sighting, explains, fits, look
 
 
 class Checked(NamedTuple):
@@ -54,44 +32,10 @@ class Checked(NamedTuple):
     first: str
 
 
-@lru_cache(maxsize=32)
-def make_data(call: GemmCall, seed: int) -> Data:
-    """Return operands whose sums show their order.
-
-    Every other row of the operand that has more holds large values that cancel in pairs of its own, far apart or near,
-    against the constant rows of the other operand: what is left is the rounding on the way, also where the result, or
-    the sum of a part, is narrow. The remaining rows are normal numbers times powers of two.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    a, b = (spread((count, call.k), (-3, 4), generator, torch.float32) for count in (call.m, call.n))
-    carrier, other = (a, b) if call.m >= call.n else (b, a)
-    cancel_scattered(carrier, *CANCELLING.get("sums" if call.accumulate == "fp16" else call.a, (-6, 2)), generator)
-    flat = other[1::2] if len(other) > 1 else other
-    flat[:] = flat[:, :1]
-    if call.accumulate == "fp16":
-        a, b = a / 16, b / 16
-    return Data(a.to(STORED[call.a]), b.to(STORED[call.b]), _extras(call, generator))
-
-
-def _extras(call: GemmCall, generator: torch.Generator) -> Extras:
-    bias = torch.randn(call.n, generator=generator).to(call.out) if call.bias else None
-    if call.operation != "scaled_mm":
-        return Extras(bias=bias)
-    groups = -(-call.k // 128)
-    counts = {"row": (call.m, call.n), "tensor": (1, 1)}.get(call.scaling, (groups, groups))
-    row, column = (torch.rand(count, generator=generator) + 0.3 for count in counts)
-    return Extras(bias=bias, row=row, column=column)
-
-
 @lru_cache(maxsize=256)
 def emulate(question: GemmCall, seed: int, arithmetic: Arithmetic, plan: GemmPlan) -> Tensor:
     """Return the results that a unit and a plan give for ``make_data``."""
     return multiply(question, make_data(question, seed), arithmetic, plan)
-
-
-def is_scalar(arithmetic: Arithmetic) -> bool:
-    """Return True if a unit is a chain of fused multiply-adds, which reads float32 operands unrounded."""
-    return isinstance(arithmetic, Datapath) and arithmetic.block == 1 and arithmetic.fraction_bits is None
 
 
 def multiply(call: GemmCall, data: Data, arithmetic: Arithmetic, plan: GemmPlan) -> Tensor:
@@ -136,7 +80,6 @@ TRIED = 32  # plans that explain a call and whose bits are compared, at each sta
 SCALAR = "fp32_fma"  # what runs where a library has no use for its matrix unit: one row, one column, few products
 PAIRS = 2  # rows and columns that are repeated over a whole result
 ENOUGH = 4  # plans with the GPU's bits
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,24 +199,6 @@ def _stages(
         yield [replace(guessed, source="", verified=False)]
     for stage in fits(call, arithmetic, seen):
         yield (variant for plan in stage for variant in variants(call, plan))
-
-
-def variants(call: GemmCall, plan: GemmPlan) -> Iterable[GemmPlan]:
-    """Return a plan with every way to round partial sums, add a bias and apply scales that a library may have."""
-    plans = [plan]
-    half: Any = get_format(call.out) if call.out in _HALVES else None
-    # A plan in place says where the bias goes, and without one it is like any other where results are float32.
-    in_place = plan.split > 1 and plan.reduce == "serial" and (half is not None or call.bias)
-    if plan.split > 1 and half is not None:
-        partial = [replace(plan, partial=half, round_trip=True), replace(plan, partial=half)]
-        plans = [*partial, plan] if call.accumulate == "fp16" else [plan, *reversed(partial)]
-    if call.bias and half is not None:
-        plans += [replace(x, bias_after_rounding=True) for x in plans]
-    if in_place and call.scaling == "none":
-        plans.append(replace(plan, reduce="in_place", partial=half))
-    if call.scaling == "row":
-        plans = [replace(x, epilogue=rule) for x in plans for rule in ("column_row", "row_column")]
-    return plans
 
 
 def _compare(call: GemmCall, answers: list[tuple[int, Tensor]], arithmetic: Arithmetic, plan: GemmPlan) -> Checked:

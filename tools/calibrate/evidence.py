@@ -11,11 +11,11 @@ import torch
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.units.unit import get_unit
-from tools.calibrate.arithmetic import family_of
 from fmtsim.spec.call import GemmCall, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_types, load_record, located, record_of
+from tools.calibrate.arithmetic import family_of
 
 Data = Literal["wide", "special"]
 _DIGEST = re.compile(r"[0-9a-f]{64}")

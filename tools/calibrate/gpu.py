@@ -3,31 +3,15 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fmtsim.casts.ops import load_engine
+from fmtsim.lab.explain.order_data import Extras
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import DeviceError, first_line
-
-STORED = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2, "int8": torch.int8,
-}  # fmt: skip
-
-
-class Extras(NamedTuple):
-    """What a call takes besides its operands: a bias [C], and scales of rows [R] and of columns [C], or [1] both.
-
-    Blocks of 128 have one scale for each 128 of K, the same for all rows, and for all columns.
-    """
-
-    bias: Tensor | None = None
-    row: Tensor | None = None
-    column: Tensor | None = None
-
 
 NO_EXTRAS = Extras()
 

@@ -10,16 +10,17 @@ from typing import Any, Final
 import numpy as np
 
 from fmtsim.gemm.model_calls import FP8_STEP
-from tools.calibrate.ask import Asker
-from fmtsim.gemm.targets.learned import Group, write_learned
+from fmtsim.gemm.targets.ask import Asker
+from fmtsim.gemm.targets.learned import Group
 from fmtsim.gemm.targets.order import Architecture
 from fmtsim.gemm.targets.question import Choice, Kind, Question
-from tools.calibrate.book import KINDS, asker, similar_kinds
-from tools.calibrate.grow import Numbers, Topic, grow
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.executors import AnyExecutor, open_tasks
 from fmtsim.support.progress import Progress
+from tools.calibrate.book import KINDS, asker, similar_kinds
+from tools.calibrate.grow import Numbers, Topic, grow
+from tools.calibrate.learned_writer import write_learned
 
 FEWEST: Final = 20  # questions about a topic
 AT_ONCE: Final = 5_000  # questions that a process is handed

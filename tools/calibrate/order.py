@@ -8,7 +8,6 @@ draw the tree of additions: blocks, chains, slices. Every column of one call ask
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,11 +16,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tools.calibrate.gpu import GPU, STORED, Extras
+from fmtsim.lab.explain.order_data import STORED, Extras
+from fmtsim.lab.explain.orders import (
+    PARTS,
+    SLICE,
+    STRIDES,
+    TILES,
+    LastPart,
+    dealt,
+    in_pairs,
+    interleaved,
+    promoted,
+    slices,
+    unsplit,
+    widths,
+)
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import ZERO, combination, schedule
+from tools.calibrate.gpu import GPU
 
 FINE = 384  # so many first products are looked at in steps of STEP
 STEP = 4
@@ -151,14 +165,7 @@ def meetings(k: int, arithmetic: Arithmetic, plan: GemmPlan) -> NDArray[numpy.in
     return when
 
 
-SPLITS = (*range(2, 17), 18, 20, 24, 32, 48, 64, 96, 128)  # parts that libraries and kernels ask for
-LANES = (32, 64, 128, 256)  # threads that share a sum
-TILES = (128, 64, 32, 256, 512, 16, 8)  # widths of K tiles that libraries use, likely ones first
-STRIDES = (1, 2, 4)  # consecutive products of a thread's sum, where threads share a sum
-SLICE = 4  # slices of K are multiples of this many products
-PARTS = 128
 SHORT = 2048  # up to this K all parts are tried where the first one has no visible end
-PROMOTIONS = (128, 64, 256, 512, 32)
 
 
 def fits(call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None) -> Iterator[Iterator[GemmPlan]]:
@@ -174,48 +181,9 @@ def fits(call: GemmCall, arithmetic: Arithmetic, seen: Sighting | None) -> Itera
         return
     first = _first_run(arithmetic, seen)
     if first is None:
-        yield _explaining(call, arithmetic, seen, _unsplit(call.k, arithmetic))
+        yield _explaining(call, arithmetic, seen, unsplit(call.k, arithmetic))
     if first is not None or call.k <= SHORT:
         yield _explaining(call, arithmetic, seen, _split(call, arithmetic, seen, first or (0, call.k - 1)))
-
-
-def orders(k: int, arithmetic: Datapath, *, thorough: bool = False) -> Iterator[GemmPlan]:
-    """Yield the orders of K products that nothing seen narrows down, one chain first; some may be equal.
-
-    Args:
-        thorough: Also yield every way to deal tiles and to cut slices in up to ``PARTS`` parts.
-    """
-    yield from (plan for plan in _unsplit(k, arithmetic) if plan.k_tile is None or plan.k_tile < k)
-    yield from (GemmPlan(promote_every=every) for every in PROMOTIONS if every < k)
-    if arithmetic.block == 1:  # threads of a CUDA core kernel
-        for width in (width for width in LANES if width < k):
-            for stride in STRIDES:
-                for how in ("tree", "serial"):
-                    yield GemmPlan(k_tile=stride * width, lanes=width, lane_reduce=how)  # type: ignore[arg-type]
-    runs = set()
-    for parts, tile in ((parts, tile) for parts in SPLITS for tile in TILES if tile * (parts - 1) < k):
-        plan = GemmPlan(k_tile=tile, split=parts, residue_first=k % tile > 0)
-        if tile in TILES[:-1] and (parts <= 8 or not parts % 4):
-            yield replace(plan, owner="interleaved", residue_first=False)
-        run = (
-            -(-(k // tile) // parts) * tile if k % tile == 0 and tile % (arithmetic.block or k) == 0 else (parts, tile)
-        )
-        if run in runs:
-            continue
-        runs.add(run)
-        yield from (plan, *([replace(plan, residue_first=False)] if k % tile else []))
-        yield from ([replace(plan, reduce="pairwise")] if parts > 2 else [])
-    for parts in SPLITS:  # slices, whose starts are aligned
-        for length in sorted({-(-k // parts // step) * step for step in (SLICE, 8, 32, 64)}):
-            if 0 < length < k and length % TILES[-1]:
-                yield GemmPlan(k_tile=32, part_k=length, split=-(-k // length), residue_first=True)
-    if thorough:
-        whole, last = (0, k), _Last(0, k, k)
-        yield from _dealt(k, whole, last, None)
-        yield from _in_pairs(k, whole, None)
-        yield from _interleaved(k, whole, None)
-        yield from _promoted(k, whole, last, None)
-        yield from (plan for plan in _slices(k, whole, last, None, TILES) if plan.split <= PARTS)
 
 
 def _explaining(call: GemmCall, arithmetic: Datapath, seen: Sighting, plans: Iterator[GemmPlan]) -> Iterator[GemmPlan]:
@@ -236,34 +204,22 @@ def opens(k: int, arithmetic: Datapath, plan: GemmPlan, seen: Sighting) -> bool:
     return bool((numpy.searchsorted(seen.units, edges) == seen.lost[inside]).all()) or arithmetic.paired
 
 
-def _widths(k: int, arithmetic: Datapath) -> list[int | None]:
-    return [None, *(width for width in (8, 4) if width < (arithmetic.block or k))]
-
-
-def _unsplit(k: int, arithmetic: Datapath) -> Iterator[GemmPlan]:
-    for width in _widths(k, arithmetic):
-        yield GemmPlan(instruction_k=width)
-        for tile in sorted(TILES):
-            if k % tile and arithmetic.block != 1:  # blocks of one product are the same in all tiles
-                yield GemmPlan(k_tile=tile, residue_first=True, instruction_k=width)
-
-
 def _split(call: GemmCall, arithmetic: Datapath, seen: Sighting, first: tuple[int, int]) -> Iterator[GemmPlan]:
     """Yield plans whose first run of products ends, and whose last part begins, where that was seen."""
     at = int(numpy.argmax(seen.lost == seen.lost.max()))
-    k, last = call.k, _Last(int(seen.ends[at - 1]) if at else 0, int(seen.ends[at]), int(seen.units[-1]))
+    k, last = call.k, LastPart(int(seen.ends[at - 1]) if at else 0, int(seen.ends[at]), int(seen.units[-1]))
     slow = call.operation == "scaled_mm" and not call.fast_accum
-    for width in _widths(k, arithmetic):
+    for width in widths(k, arithmetic):
         if slow:
-            yield from _promoted(k, first, last, width)
-        yield from _dealt(k, first, last, width)
-        yield from _slices(k, first, last, width, TILES if arithmetic.block != 1 else TILES[-1:])
+            yield from promoted(k, first, last, width)
+        yield from dealt(k, first, last, width)
+        yield from slices(k, first, last, width, TILES if arithmetic.block != 1 else TILES[-1:])
         if not slow:
-            yield from _promoted(k, first, last, width)
+            yield from promoted(k, first, last, width)
         if arithmetic.block == 1:
             yield from _strided(k, seen)
-        yield from _in_pairs(k, first, width)
-        yield from _interleaved(k, first, width)
+        yield from in_pairs(k, first, width)
+        yield from interleaved(k, first, width)
 
 
 def _first_run(arithmetic: Datapath, seen: Sighting) -> tuple[int, int] | None:
@@ -279,73 +235,6 @@ def _first_run(arithmetic: Datapath, seen: Sighting) -> tuple[int, int] | None:
     return (int(seen.ends[first - 1]) if first else 0), int(seen.ends[first])
 
 
-class _Last(NamedTuple):
-    """Where the last part begins, where parts follow each other: in (low, high], or beyond the last unit."""
-
-    low: int
-    high: int
-    unit: int
-
-    def has(self, start: int) -> bool:
-        return self.low < start <= self.high or start > self.unit
-
-
-def _promoted(k: int, first: tuple[int, int], last: _Last, width: int | None) -> Iterator[GemmPlan]:
-    for every in PROMOTIONS:
-        if not first[0] < every <= first[1]:
-            continue
-        yield GemmPlan(promote_every=every, instruction_k=width)
-        for tile in TILES:
-            for parts, share, _ in _deals(k, tile):
-                if last.has((parts - 1) * share * tile):
-                    yield GemmPlan(k_tile=tile, split=parts, promote_every=every, instruction_k=width)
-
-
-def _dealt(k: int, first: tuple[int, int], last: _Last, width: int | None) -> Iterator[GemmPlan]:
-    """Yield runs of whole tiles that are added one after another."""
-    for tile in TILES:
-        for parts, share, residue in _deals(k, tile):
-            missing = tile - residue if residue else 0
-            end, start = share * tile - missing, (parts - 1) * share * tile - missing
-            if first[0] < end <= first[1] and last.has(start):
-                yield GemmPlan(k_tile=tile, split=parts, residue_first=residue > 0, instruction_k=width)
-
-
-def _in_pairs(k: int, first: tuple[int, int], width: int | None) -> Iterator[GemmPlan]:
-    for tile in TILES:
-        for parts, share, residue in _deals(k, tile):
-            if first[0] < share * tile <= first[1] and not residue and parts > 2:
-                yield GemmPlan(k_tile=tile, split=parts, instruction_k=width, reduce="pairwise")
-
-
-def _deals(k: int, tile: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (parts, tiles of a part, residue that comes first or 0) for every way to deal tiles, fewest parts first."""
-    tiles = -(-k // tile)
-    for share in range(-(-tiles // 2), 0, -1):
-        parts = -(-tiles // share)
-        if parts <= PARTS:
-            yield parts, share, 0
-            if k % tile:
-                yield parts, share, k % tile
-
-
-def _slices(
-    k: int, first: tuple[int, int], last: _Last, width: int | None, tiles: tuple[int, ...]
-) -> Iterator[GemmPlan]:
-    """Yield slices of K, each with a residue of its own."""
-    low, high = first
-    for length in range(low // SLICE * SLICE + SLICE, min(high, k - 1) + 1, SLICE):
-        parts = -(-k // length)
-        if not last.has((parts - 1) * length):
-            continue
-        residues = set()
-        for tile in sorted(tiles):
-            key = (length % tile, (k % length) % tile)
-            if key not in residues:
-                residues.add(key)
-                yield GemmPlan(k_tile=tile, part_k=length, split=parts, residue_first=True, instruction_k=width)
-
-
 def _strided(k: int, seen: Sighting) -> Iterator[GemmPlan]:
     """Yield sums of every so-manyth product, added one after another, that agree with places in other sums than X."""
     for tile in STRIDES:
@@ -354,12 +243,3 @@ def _strided(k: int, seen: Sighting) -> Iterator[GemmPlan]:
             lost = (homes[None, :] <= home[:, None]).sum(1)
             if (lost[home > 0] == seen.lost[home > 0]).all():
                 yield GemmPlan(k_tile=tile, split=parts, owner="interleaved")
-
-
-def _interleaved(k: int, first: tuple[int, int], width: int | None) -> Iterator[GemmPlan]:
-    for tile in TILES:
-        if first[0] < tile <= first[1]:
-            for parts in range(2, min(PARTS, -(-k // tile)) + 1):
-                for reduce in ("serial", "pairwise") if parts > 2 else ("serial",):
-                    yield GemmPlan(k_tile=tile, split=parts, owner="interleaved", instruction_k=width,
-                                   reduce=reduce)  # type: ignore[arg-type]  # fmt: skip

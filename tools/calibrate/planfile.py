@@ -14,13 +14,13 @@ import torch
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.targets.target import Target, get_target
-from tools.calibrate.arithmetic import Measured, bench_call
-from tools.calibrate.campaign import Finding, Units, scalar_unit
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import write_file
+from tools.calibrate.arithmetic import Measured, bench_call
+from tools.calibrate.campaign import Finding, Units, scalar_unit
 
 TILES = (64, 128, 32, 16, 256, 512, 8)
 SLICES = ((8, 64), (4, 32), (8, 0), (4, 0))  # align and line of Kernel
@@ -153,7 +153,7 @@ def plan_file(
     record: dict[str, Any] = {
         "name": name,
         "library": library,
-        "source": f"{evidence}; fmtsim calibrate" if target is None else f"{target.source} {evidence}.",
+        "source": f"{evidence}; python -m tools.calibrate" if target is None else f"{target.source} {evidence}.",
         **({} if target is None else {key: value for key, value in target.to_dict().items() if key in _ANSWERS}),
         "units": _units(measured) if target is None else target.to_dict()["units"],
         "kernels": {} if target is None else target.to_dict()["kernels"],

@@ -12,11 +12,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from tools.calibrate.gpu import GPU, STORED
-from tools.calibrate.order import meetings, sight
+from fmtsim.lab.explain.order_data import STORED
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan
+from tools.calibrate.gpu import GPU
+from tools.calibrate.order import meetings, sight
 
 LENGTHS = (1, 2, 4, 8, 16, 32, 64)
 SEEN = 64  # places whose blocks are looked at; no library splits so little

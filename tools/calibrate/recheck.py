@@ -24,13 +24,13 @@ from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of
 from fmtsim.gemm.targets.target import Target
 from fmtsim.lab.analysis.compare import Comparison
 from fmtsim.lab.analysis.native import compare_native
-from tools.calibrate.book import question
-from tools.calibrate.gpu import STORED
+from fmtsim.lab.explain.order_data import STORED
 from fmtsim.lab.verify.operands import cancel_halves, spread
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.support.errors import FmtsimError, first_line
 from fmtsim.support.progress import Progress
+from tools.calibrate.book import question
 
 KINDS = ("wide", "special")
 SAMPLE = 64  # questions of an algorithm that are drawn from a book, of which calls are taken
@@ -71,7 +71,7 @@ def recheck(
         calls: Of every rule; sizes are spread over those that it knows.
         work: Largest M N K of a call; a rule of larger ones alone has its smallest tried.
         seed: Of the data.
-        compare: ``fmtsim.compare_native``, or what stands in for it.
+        compare: ``fmtsim.lab.compare_native``, or what stands in for it.
         progress: Told how far it is.
     """
     progress = progress or Progress()

@@ -14,11 +14,11 @@ from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.units.unit import Mode, Unit, get_unit, list_units
-from tools.calibrate.evidence import Data
-from tools.calibrate.recheck import make_operand, make_scales
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, GemmCall, ScaleKind
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan
+from tools.calibrate.evidence import Data
+from tools.calibrate.recheck import make_operand, make_scales
 
 # One block, tiles of a library, parts of tiles, odd rows, depth; K and N as torch takes them for FP8 and block scales.
 SIZES = ((128, 128, 64), (128, 256, 512), (64, 96, 1024), (100, 80, 320), (33, 48, 2048), (17, 16, 192),

@@ -18,15 +18,15 @@ from fmtsim.gemm.products.operator import output_format
 from fmtsim.gemm.targets.target import get_target, list_targets
 from fmtsim.gemm.units.unit import Unit, get_unit
 from fmtsim.lab.analysis.compare import Comparison, compare
-from tools.calibrate.evidence import CallEvidence, Data, Evidence, KindEvidence, check_family
-from tools.calibrate.gpu import open_gpu
-from tools.calibrate.recheck import shown
-from tools.calibrate.unit_calls import DATA, Kind, Operands, digest, draw, emulate, kinds_of, orders
 from fmtsim.spec.call import UNIT_SCALES, GemmCall
 from fmtsim.spec.datapath import IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DeviceError, FmtsimError, PlanUnknownWarning, first_line
 from fmtsim.support.executors import AnyExecutor, open_tasks
+from tools.calibrate.evidence import CallEvidence, Data, Evidence, KindEvidence, check_family
+from tools.calibrate.gpu import open_gpu
+from tools.calibrate.recheck import shown
+from tools.calibrate.unit_calls import DATA, Kind, Operands, digest, draw, emulate, kinds_of, orders
 
 SAMPLE = 16  # rows and columns by which orders are told apart
 

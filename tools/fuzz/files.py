@@ -23,7 +23,6 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.registry import KINDS, format_from_json, format_to_dict, format_to_json, get_format, list_formats
 from fmtsim.formats.scaling import History, Scaling, TensorScale
 from fmtsim.gemm.targets.book import Book, Family
-from tools.calibrate.book_writer import book_bytes
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import PLANS, get_target
 from fmtsim.gemm.targets.target import Target as Plan
@@ -39,6 +38,7 @@ from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_t
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import FmtsimError
+from tools.calibrate.book_writer import book_bytes
 from tools.fuzz.corrupt import (
     Hostile,
     anything,

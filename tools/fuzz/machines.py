@@ -151,6 +151,6 @@ def _mismatch(r: Random) -> tuple[Any, list[Any], Values]:
     }  # fmt: skip
     models = [(64, 32, False), (8, 4096, True)], [("head", 64, 32, False)], net(r, 32), "llama3_8b", [(0, 1, False)]
     model = either(r, r.choice(models), 0.2)
-    options = junk_of(r, fmtsim.explain_mismatch, good) if r.random() < 0.5 else good
+    options = junk_of(r, fmtsim.lab.explain_mismatch, good) if r.random() < 0.5 else good
     options.pop("model", None)
-    return silent(fmtsim.explain_mismatch), [passed(model)], options
+    return silent(fmtsim.lab.explain_mismatch), [passed(model)], options

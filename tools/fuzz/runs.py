@@ -16,7 +16,7 @@ from fmtsim.lab.training.checkpoint import Checkpoint
 from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.run import Parts, begin
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
-from fmtsim.lab.verify.gemm import gemm_tasks
+from tools.calibrate.replay import gemm_tasks
 from tools.fuzz.corrupt import corrupted, junk, mutated, safetensors_file
 from tools.fuzz.target import ROOM, file_target
 

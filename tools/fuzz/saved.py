@@ -22,7 +22,7 @@ import fmtsim
 from fmtsim.cpu.runtime import kernel_cache
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
-from fmtsim.gemm.targets.learned import Group, Tree, learned_bytes
+from fmtsim.gemm.targets.learned import Group, Tree
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.trace import Trace
@@ -33,6 +33,7 @@ from fmtsim.lab.training.sweep import Point, SweepRun
 from fmtsim.lab.training.sweep_folder import read_runs
 from fmtsim.support import folder as caches
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
+from tools.calibrate.learned_writer import learned_bytes
 from tools.fuzz.corrupt import corrupted, json_file, junk, mutated, safetensors_file
 from tools.fuzz.files import BOOKS, CALLS, PLAN_FILES, make_book, use_plan
 from tools.fuzz.target import ROOM, Target, file_target, installed, seeded

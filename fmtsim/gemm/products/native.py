@@ -163,7 +163,7 @@ def _warn_of_versions(name: str, library: str) -> None:
         warnings.warn(
             f"target {name} was recorded with other versions than are here: {', '.join(different)}. Native products "
             "are what this library computes; emulated ones keep the recorded accumulation orders. "
-            "`fmtsim calibrate` asks this library.",
+            "`python -m tools.calibrate` asks this library.",
             NativeWarning,
             stacklevel=caller_level(),
         )

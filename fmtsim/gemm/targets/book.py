@@ -145,7 +145,9 @@ class Book:
         """
         path = Path(path)
         if not path.is_file():
-            raise DataError(f"{path}: No such file; a plan book lies there, which fmtsim calibrate --book makes")
+            raise DataError(
+                f"{path}: No such file; a plan book lies there, which python -m tools.calibrate --book makes"
+            )
         return cls(path, str(path))
 
     @property
@@ -218,7 +220,9 @@ class Book:
             raise self._damaged(error) from None
 
     def _damaged(self, error: object) -> DataError:
-        return DataError(f"{self.name} is damaged as a plan book ({error}); make it anew with fmtsim calibrate --book")
+        return DataError(
+            f"{self.name} is damaged as a plan book ({error}); make it anew with python -m tools.calibrate --book"
+        )
 
     @cached_property
     def _contents(self) -> "_Contents":
@@ -229,14 +233,14 @@ class Book:
             except OSError as error:
                 raise DataError(f"cannot read {self.name}: {error.strerror}") from None
         if not content.startswith(MAGIC[: max(len(content), 1)]):
-            raise DataError(f"{self.name} is not a plan book; fmtsim calibrate --book makes one")
+            raise DataError(f"{self.name} is not a plan book; python -m tools.calibrate --book makes one")
         try:
             _, version, header, body, checksum = HEAD.unpack_from(content)
         except struct.error:
             raise self._damaged(f"it ends after {len(content)} bytes") from None
         if version != VERSION:
             raise DataError(f"{self.name} is a plan book of version {version}, and this fmtsim reads {VERSION}; "
-                            "make it anew with fmtsim calibrate --book")  # fmt: skip
+                            "make it anew with python -m tools.calibrate --book")  # fmt: skip
         if len(content) != HEAD.size + header + body:
             raise self._damaged(f"it has {len(content)} bytes instead of {HEAD.size + header + body}")
         if zlib.crc32(content[HEAD.size :]) != checksum:
@@ -257,7 +261,7 @@ class Book:
         base = Book.open(file_beside(folder, name))
         if base.checksum != checksum:
             raise DataError(f"{self.name} is the difference to another {name} than {base.name}; make it anew with "
-                            "fmtsim calibrate --book")  # fmt: skip
+                            "python -m tools.calibrate --book")  # fmt: skip
         return base
 
 

@@ -165,5 +165,5 @@ def sibling_of(name: str) -> str | None:
     sibling = _SIBLINGS.get("".join(letter for letter in name.lower() if letter.isalnum()))
     return sibling and (
         f"no library on a GPU named {name!r} is recorded; {sibling!r} has its matrix units, but accumulation orders "
-        "may differ, as 1 to 5 % of an H100's and an H200's do; fmtsim calibrate --book records those of a GPU"
+        "may differ, as 1 to 5 % of an H100's and an H200's do; python -m tools.calibrate --book records those of a GPU"
     )

@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cuBLASLt most likely chooses for calls that it was not asked about: decision trees learned from its answers."""
 
-import json
 import lzma
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, kind_from_list, kind_to_list
+from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, kind_from_list
 from fmtsim.support.errors import DataError
-from fmtsim.support.files import StrPath, write_file
+from fmtsim.support.files import StrPath
 from fmtsim.support.records import parse_json
 
 MAGIC: Final = b"fmtsim learned 2"
-_HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
+HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
 _DAMAGED = (ValueError, TypeError, LookupError, struct.error, zlib.error, lzma.LZMAError)
 LEAF: Final = 255
-_FILTERS: Final = ({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 20, "pb": 0},)  # of bytes without a grid
+FILTERS: Final = ({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 20, "pb": 0},)  # of bytes without a grid
 Feature = Callable[[Any, Any, Any, Any, Any, Any], Any]
 
 
@@ -181,7 +180,7 @@ class Learned:
         """
         path = Path(path)
         if not path.is_file():
-            raise DataError(f"{path}: No such file; fmtsim calibrate --learn makes one")
+            raise DataError(f"{path}: No such file; python -m tools.calibrate --learn makes one")
         return cls(path, str(path))
 
     def groups(self) -> tuple[Group, ...]:
@@ -217,17 +216,19 @@ class Learned:
         return Guess(group.choices[rights[node]], bool(thresholds[node]), group)
 
     def _damaged(self, error: object) -> DataError:
-        return DataError(f"{self.name} holds no trees that fmtsim reads ({error}); make it with calibrate --learn")
+        return DataError(
+            f"{self.name} holds no trees that fmtsim reads ({error}); make it with python -m tools.calibrate --learn"
+        )
 
     @cached_property
     def _contents(self) -> tuple[list[tuple[Group, int, int]], dict[tuple[Kind, bool], tuple[int, int]], bytes]:
         content = self._content
         try:
             content = content.read_bytes() if isinstance(content, Path) else content
-            magic, header, checksum = _HEAD.unpack_from(content)
-            if magic != MAGIC or zlib.crc32(content[_HEAD.size :]) != checksum:
+            magic, header, checksum = HEAD.unpack_from(content)
+            if magic != MAGIC or zlib.crc32(content[HEAD.size :]) != checksum:
                 raise ValueError("its first bytes or its checksum are wrong")
-            text = zlib.decompressobj().decompress(content[_HEAD.size : _HEAD.size + header], LARGEST)
+            text = zlib.decompressobj().decompress(content[HEAD.size : HEAD.size + header], LARGEST)
             groups = []
             for kinds, batched, choices, *counts, begin, size in parse_json(text.decode()):
                 record = Group(tuple(map(kind_from_list, kinds)), batched, tuple(Choice(*c) for c in choices), *counts)
@@ -241,7 +242,7 @@ class Learned:
             for index, (group, _, _) in enumerate(groups)
             for number, kind in enumerate(group.kinds)
         }
-        return groups, numbers, content[_HEAD.size + header :]
+        return groups, numbers, content[HEAD.size + header :]
 
 
 def _walk(tree: Tree) -> tuple[list[int], list[Any], list[int]]:
@@ -269,40 +270,11 @@ def _walk(tree: Tree) -> tuple[list[int], list[Any], list[int]]:
     return features, values, rights
 
 
-def learned_bytes(groups: Sequence[tuple[Group, Tree]]) -> bytes:
-    """Return a file of trees: the same groups give the same bytes."""
-    body, records = b"", []
-    for group, tree in groups:
-        packed = _packed(tree)
-        records.append([[kind_to_list(kind) for kind in group.kinds], *group[1:], len(body), len(packed)])
-        body += packed
-    header = zlib.compress(json.dumps(records, separators=(",", ":")).encode(), 9)
-    return _HEAD.pack(MAGIC, len(header), zlib.crc32(header + body)) + header + body
-
-
-def write_learned(path: StrPath, groups: Sequence[tuple[Group, Tree]]) -> int:
-    """Write a file of trees, whole or not at all, and return its size."""
-    content = learned_bytes(groups)
-    write_file(path, content)
-    return len(content)
-
-
-def _packed(tree: Tree) -> bytes:
-    """Return a tree in few bytes: columns, thresholds by their features, and choices as planes of bytes."""
-    thresholds = tree.thresholds[_by_feature(tree.features)].astype("<f4").view(np.uint8).reshape(-1, 4).T
-    choices = tree.choices.astype("<u2").view(np.uint8).reshape(-1, 2).T
-    pieces = [tree.features.astype(np.uint8), *thresholds, *choices, np.packbits(tree.certain)]
-    packed = [lzma.compress(piece.tobytes(), lzma.FORMAT_RAW, filters=_FILTERS) for piece in pieces]
-    return struct.pack(f"<II{len(packed)}I", len(tree.features), len(tree.choices), *map(len, packed)) + b"".join(
-        packed
-    )
-
-
 def _unpacked(packed: bytes) -> Tree:
     nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)
     pieces, begin = [], 40
     for size in sizes:
-        inflater = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_FILTERS)
+        inflater = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS)
         piece = inflater.decompress(packed[begin : begin + size], LARGEST)
         pieces.append(np.frombuffer(piece, np.uint8))
         begin += size
@@ -312,10 +284,10 @@ def _unpacked(packed: bytes) -> Tree:
     if len(features) != nodes or len(choices) != leaves or len(sorted_thresholds) != nodes - leaves:
         raise ValueError("a tree has another size than it says")
     thresholds = np.empty_like(sorted_thresholds)
-    thresholds[_by_feature(features)] = sorted_thresholds
+    thresholds[by_feature(features)] = sorted_thresholds
     return Tree(features, thresholds, choices, np.unpackbits(pieces[7], count=leaves).astype(bool))
 
 
-def _by_feature(features: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def by_feature(features: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Return the order of a tree's thresholds in which those of a feature are next to each other."""
     return np.argsort(features[features != LEAF], kind="stable")

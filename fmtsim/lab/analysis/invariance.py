@@ -214,7 +214,7 @@ def batch_invariance(
     Where orders differ, so do the bits of some rows; a given row may still round alike.
 
     Args:
-        model: A model's name (``tools.calibrate.list_models()``), a list of names and ``(outputs, inputs,
+        model: A model's name (``fmtsim.gemm.models.list_models()``), a list of names and ``(outputs, inputs,
             bias)``, or a module, whose linear layers count. A module that ``convert`` changed has its own formats and
             machine.
         target: A GPU with its library, or a plan file; to be left out for a converted module.

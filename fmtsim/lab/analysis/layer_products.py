@@ -18,7 +18,7 @@ from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import ArgumentError, shown
 
 Model = str | nn.Module | Sequence[str | Shape]
-"""A name of ``tools.calibrate.list_models``, a module, or names and shapes ``(outputs, inputs, bias)``."""
+"""A name of ``fmtsim.gemm.models.list_models``, a module, or names and shapes ``(outputs, inputs, bias)``."""
 
 MOST_ROWS = 1 << 24
 _ROWS = 64  # for which a converted layer is asked once
@@ -118,7 +118,7 @@ def _shapes(verb: str, model: Any) -> dict[str, Shape]:
     models = [model] if isinstance(model, str) else model
     if not isinstance(models, Sequence) or not all(isinstance(x, str) or _is_shape(x) for x in models):
         raise ArgumentError(
-            f"{verb} got model={shown(model)}; pass a name (tools.calibrate.list_models()), a module, or a list "
+            f"{verb} got model={shown(model)}; pass a name (fmtsim.gemm.models.list_models()), a module, or a list "
             "of (outputs, inputs, bias)"
         )
     shapes = dict.fromkeys(shape for x in models for shape in (layer_shapes([x]) if isinstance(x, str) else [tuple(x)]))

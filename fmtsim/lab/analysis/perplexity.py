@@ -48,7 +48,7 @@ def perplexity(
 
     >>> import torch, fmtsim
     >>> model = torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
-    >>> list(fmtsim.perplexity(model, [torch.arange(12).reshape(2, 6)], ["int8_token", "int4_g32"]))
+    >>> list(fmtsim.lab.perplexity(model, [torch.arange(12).reshape(2, 6)], ["int8_token", "int4_g32"]))
     ['before', 'int8_token', 'int4_g32']
     """
     check_model("perplexity", model)

@@ -138,7 +138,7 @@ def check_recode(a: Any, b: Any) -> Recode:
         DataError: The checkpoint cannot be read.
 
     >>> import fmtsim
-    >>> print(fmtsim.check_recode("mxfp4", "nvfp4"))
+    >>> print(fmtsim.lab.check_recode("mxfp4", "nvfp4"))
     mxfp4 -> nvfp4: 255 of 255 scales lose nothing (15 values x 255 scales tried)
     from 5.87747e-39 to 1.70141e+38, the target's scale being s / 1
     together they lose nothing if scales differ by powers of two, up to 131072

@@ -199,7 +199,7 @@ def _warmup_devices(name: str | None) -> list[torch.device]:
 
 def _on_cpu(progress: Progress) -> str:
     """Run the usual calls, and return how many there were."""
-    from benchmarks.suite.overheads import usual_calls
+    from fmtsim.lab.cli.usual_calls import usual_calls
 
     calls = list(usual_calls())
     progress.stage("cpu", len(calls))

@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 from fmtsim.lab.cli import names
@@ -20,14 +20,11 @@ from fmtsim.support.interrupts import raised
 
 GROUPS: dict[str, dict[str, str]] = {
     "Numbers and formats": {
-        "formats": "list number formats with their width and range",
-        "table": "show every code of a format",
+        "formats": "list number formats with their width and range, or every code of one",
         "cast": "round numbers to a format, with codes, errors and neighbours",
         "explain": "explain how a number, or a block of numbers, got its bits",
-        "check-recode": "say whether a format, or a checkpoint, loses bits in another format, and in which blocks",
-        "convert-checkpoint": "write the quantised weights of a checkpoint in another format",
-        "vectors": "write inputs on which kernels go wrong, with their codes, scales and values, for any format",
-        "check-vectors": "compare what a kernel gave for such inputs, and name the rule at the first differences",
+        "convert-checkpoint": "write the quantised weights of a checkpoint in another format, or say what is lost",
+        "vectors": "write inputs on which kernels go wrong, for any format, and compare what a kernel gave for them",
     },
     "Matrix products": {
         "mm": "run one matrix product on a target or unit and explain its bits",
@@ -44,7 +41,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "report": "lay runs of train over each other in one HTML report, with a verdict over seeds",
         "sweep": "train a small model over schemes, learning rates, widths and seeds, and count failed runs",
         "memory": "estimate the memory that training or serving a model needs on each device",
-        "reproduce": "reproduce published claims at small scale, and report which hold",
     },
     "Results": {
         "trace": "record every operation of a step of a model, with hashes of all bits, in a file",
@@ -58,25 +54,32 @@ GROUPS: dict[str, dict[str, str]] = {
         "completion": "print a script by which bash, zsh or fish completes commands, options and names",
         "doctor": "report what is missing on this machine; with --gemm, products of which a library drops terms",
         "warmup": "compile kernels now, so that no later call waits for the compiler",
-        "calibrate": "measure this GPU's arithmetic and its library's accumulation orders, and write a plan file",
-        "bench": "time casts relative to a copy, products (gemm), the CUDA engine (gpu), layers in training, simulate",
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 # A command NAME is run by run_NAME of a module here; declare_NAME of a module of arguments/ declares its arguments,
 # and check_NAME there, if any, refuses what is wrong with them before torch is imported.
 RUNS = {
-    "checkpoints": ("check-recode", "convert-checkpoint"),
-    "numbers": ("formats", "table", "cast", "explain", "vectors", "check-vectors"),
+    "checkpoints": ("convert-checkpoint",),
+    "numbers": ("formats", "cast", "explain", "vectors"),
     "products": ("mm", "identify", "invariance"),
     "models": ("observe", "attribute", "mismatch", "ptq", "search"), "training": ("train", "report"),
-    "studies": ("sweep", "memory", "reproduce"), "results": ("trace", "bisect", "audit", "compare", "verify"),
-    "machine": ("info", "completion", "doctor", "warmup"), "calibration": ("calibrate",), "benchmarks": ("bench",),
+    "studies": ("sweep", "memory"), "results": ("trace", "bisect", "audit", "compare", "verify"),
+    "machine": ("info", "completion", "doctor", "warmup"),
 }  # fmt: skip
 ARGUMENTS = {
     "numbers": (*GROUPS["Numbers and formats"], *GROUPS["Matrix products"]),
     "models": (*GROUPS["Models"],), "results": (*GROUPS["Results"],), "machine": (*GROUPS["This machine"],),
 }  # fmt: skip
+# Commands that left, and what does their work.
+MOVED = {
+    "reproduce": "python -m studies.claims, in a checkout",
+    "bench": "python -m benchmarks.suite, in a checkout",
+    "calibrate": "python -m tools.calibrate, in a checkout",
+    "table": "fmtsim formats NAME --codes",
+    "check-vectors": "fmtsim vectors --check DIR",
+    "check-recode": "fmtsim convert-checkpoint A --to B, without --out",
+}
 BAD_INPUT = 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
@@ -86,7 +89,7 @@ _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 # Functions that errors name, and what does the same here.
 _LISTED = {
     "fmtsim.list_formats()": "fmtsim formats",
-    "tools.calibrate.list_models()": "fmtsim memory --model list",
+    "fmtsim.gemm.models.list_models()": "fmtsim memory --model list",
     "list the values: fmtsim.formats.spec.CodebookFormat(...)": "in Python, fmtsim.formats.spec.CodebookFormat has any",
 }
 
@@ -104,12 +107,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the parent process, as daemons do
             setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    return _guarded(argv, _run)
+
+
+def run_program(
+    prog: str, summary: str, declare: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int | None], check: Callable[[argparse.Namespace], None] | None = None, *,
+    argv: Sequence[str] | None = None,
+) -> int:  # fmt: skip
+    """Run a program that is not a subcommand as a subcommand is run: the same errors, interrupts and exit codes.
+
+    Args:
+        prog: How it is called, for its help.
+        summary: What it does, for its help.
+        declare: Declares its arguments.
+        run: Runs it and returns its exit code.
+        check: Refuses arguments that do not go together, before it runs.
+        argv: Its arguments; None takes those of the process.
+    """
+
+    def parsed(words: list[str]) -> int:
+        parser = _Parser(prog=prog, description=summary)
+        declare(parser)
+        parser.actions = parser._actions
+        with _errors_in_a_line(parser) as status:
+            arguments = parser.parse_args(words)
+            names.check_names(parser.actions, arguments)
+            if check is not None:
+                check(arguments)
+            arguments.words = [word.removeprefix(" ") for word in words]
+            status.code = run(arguments) or 0
+            sys.stdout.flush()
+        return status.code
+
+    return _guarded(argv, parsed)
+
+
+def _guarded(argv: Sequence[str] | None, run: Callable[[list[str]], int]) -> int:
+    """Run a function of the words of a command line; say in a line that it was interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     # A leading space makes a word positional for argparse and means nothing to those that read numbers.
     words = [f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words]
     with raised() as interruption, _short_warnings():
         try:
-            return _run(words)
+            return run(words)
         except KeyboardInterrupt as interrupt:
             word, status = interruption()
             detail = f"; {interrupt}" if str(interrupt) else ""
@@ -135,14 +176,15 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _run(words: list[str]) -> int:
-    """Run a subcommand, and turn errors into one line."""
-    parser = None
-    try:
+    """Run a subcommand."""
+    with _errors_in_a_line() as status:
         command = next((word for word in words if not word.startswith("-")), None)
+        if command in MOVED:
+            raise ArgumentError(f"fmtsim {command} is now {MOVED[command]}")
         if command is not None and command not in COMMANDS:
             hint = did_you_mean(command, COMMANDS)
             raise ArgumentError(f"unknown command {shown(command)}{hint}; fmtsim --help shows what there is")
-        parser = build_parser(command)
+        status.parser = parser = build_parser(command)
         if not words:
             parser.print_help()
             return 0
@@ -150,14 +192,29 @@ def _run(words: list[str]) -> int:
         names.check_names(parser.actions, arguments)
         _call("check", arguments.command, arguments)
         arguments.words = [word.removeprefix(" ") for word in words]
-        status = _call("run", arguments.command, arguments)
+        status.code = _call("run", arguments.command, arguments) or 0
         sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
-        return status or 0
+    return status.code
+
+
+class _Status:
+    """The exit code of what runs, and its parser once there is one."""
+
+    def __init__(self, parser: "_Parser | None") -> None:
+        self.code, self.parser = 0, parser
+
+
+@contextlib.contextmanager
+def _errors_in_a_line(parser: "_Parser | None" = None) -> Iterator[_Status]:
+    """Turn errors that are the user's to mend into one line and an exit code."""
+    status = _Status(parser)
+    try:
+        yield status
     except FmtsimError as error:
-        return _fail(_in_options(str(error), parser.actions if parser else ()))
+        status.code = _fail(_in_options(str(error), status.parser.actions if status.parser else ()))
     except BrokenPipeError:
         _drop_output()
-        return BROKEN_PIPE
+        status.code = BROKEN_PIPE
     except OSError as error:
         if error.strerror is None:
             raise
@@ -165,13 +222,13 @@ def _run(words: list[str]) -> int:
             sys.stdout.flush()
         except OSError:  # a full disk below standard output
             _drop_output()
-        return _fail(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
+        status.code = _fail(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
     except (MemoryError, RuntimeError) as error:
         said = _NO_MEMORY.search(str(error))
         if said is None and not isinstance(error, MemoryError):
             raise
         detail = f" ({said[0]})" if said else ""
-        return _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
+        status.code = _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
 
 
 def build_parser(command: str | None = None) -> "_Parser":

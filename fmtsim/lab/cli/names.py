@@ -107,8 +107,6 @@ functions = Files("pass FILE.py:function", functions=True)
 rules = Files("pass JSON that attribute --out or search --out wrote")
 texts = Files("pass a text file or a folder of text files", folders=True)
 runs = Files("pass two or more folders that fmtsim train --out wrote", folders=True)
-recordings = Files("pass a folder of mtc_*.npz, probe_*.npz or recorded calls", folders=True)
-records = Files("pass a file that --record wrote")
 traces = Files("pass a file that fmtsim trace --level aten --tensors all wrote")
 checkpoints = Files("pass weights in .safetensors, .pt, .pth or .bin")
 shapes = Files("pass a text file with a line 'outputs inputs [bias]' for each layer")
@@ -128,7 +126,6 @@ targets_and_units = Catalogue(
 )
 simulated = Catalogue(("simulated",), "choose h200 or h100")
 recipes = Catalogue(("recipes",), _RECIPES, ("recipe_aliases",), _ANY)
-converters = Catalogue(("recipes", "peers"), _RECIPES, ("recipe_aliases",), _ANY)
 recipes_and_formats = Catalogue(
     ("recipes",),
     "fmtsim formats and fmtsim train --recipe list have the names",
@@ -142,7 +139,6 @@ optimizers = Catalogue(("optimizers",), "choose adamw or madam")
 states = Catalogue(("states",), "docs/optim.md has the names")
 optimizers_and_states = Catalogue(("rules", "states"), "choose a rule or a scheme of states, as in --help")
 reductions = Catalogue(("reductions",), "docs/distributed.md has the names")
-claims = Catalogue(("claims",), "fmtsim reproduce --list has the names")
 
 
 def check_names(actions: Iterable[argparse.Action], arguments: argparse.Namespace) -> None:

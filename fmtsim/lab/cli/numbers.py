@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def run_formats(arguments: argparse.Namespace) -> int:
-    """Print one line a format, or their records as JSON."""
+    """Print one line a format, or their records as JSON; with ``--codes`` the codes of one."""
+    if arguments.codes:
+        return _show_codes(arguments)
+    arguments.pattern = "*" if arguments.pattern is None else arguments.pattern
     pattern = arguments.pattern.lower()
     matches = lambda fmt: any(fnmatch.fnmatchcase(name.lower(), pattern) for name in (fmt.name, *fmt.aliases))  # noqa: E731
     formats, note = [fmt for fmt in map(get_format, list_formats(arguments.kind)) if matches(fmt)], ""
@@ -113,9 +116,9 @@ def layout(fmt: Format) -> str:
 SHORT_BITS = 8  # up to here every code is printed
 
 
-def run_table(arguments: argparse.Namespace) -> int:
+def _show_codes(arguments: argparse.Namespace) -> int:
     """Print the facts of a format and its codes: all of them, or the landmarks of a wide format."""
-    fmt = get_format(arguments.format)
+    fmt = get_format(arguments.pattern)
     if isinstance(fmt, PackedFormat):
         raise FormatError(
             f"{fmt.name} has no table of codes, which are bytes of blocks; fmtsim formats {fmt.name} shows it"
@@ -284,7 +287,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
 
 def run_vectors(arguments: argparse.Namespace) -> int:
-    """Write a folder of golden files, and print what is in it."""
+    """Write a folder of golden files, and print what is in it; with ``--check`` compare a kernel's results with it."""
+    if arguments.check is not None:
+        return _check_vectors(arguments)
     from fmtsim.lab.verify.vectors import make_vectors
 
     check_folder(arguments.out)
@@ -298,14 +303,14 @@ def run_vectors(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_check_vectors(arguments: argparse.Namespace) -> int:
+def _check_vectors(arguments: argparse.Namespace) -> int:
     """Print what a kernel did differently; exit with 1 where there is anything."""
     import torch
 
     from fmtsim.lab.cli.results import load_tensors
     from fmtsim.lab.verify.vectors import PARTS, check_part, read_vectors
 
-    vectors, parts = read_vectors(arguments.folder), []
+    vectors, parts = read_vectors(arguments.check), []
     for text, names in ((arguments.encode, PARTS), (arguments.decode, ("decoded",))):
         tensors = load_tensors(text) if text else {}
         named = {name: read for name, read in tensors.items() if name in names}

@@ -234,9 +234,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     if device is not None and not arguments.json:
         print(f"{described(device)}\n")
     names = tuple(arguments.formats) if arguments.formats else None
-    job = workers.Job(
-        parts, device, names, arguments.exhaustive, tuple(arguments.vectors), arguments.limit, arguments.plant_error
-    )
+    job = workers.Job(parts, device, names, arguments.exhaustive, arguments.plant_error)
     start = time.perf_counter()
     tasks = job.tasks()
     with make_progress(None, transient=True) as progress:
@@ -260,7 +258,7 @@ def _verify_text(
     if "casts" in found:
         parts.append(_casts_text(found["casts"], reports["casts"], arguments.exhaustive))
     if "gemm" in found:
-        parts.append(_gemm_text(found["gemm"], reports["gemm"]["seconds"]))
+        parts.append(gemm_text(found["gemm"], reports["gemm"]["seconds"]))
     if len(reports) > 1:
         ending = f"{seconds:.0f} s with {workers} process{'es' if workers > 1 else ''}"
         parts += [_total(reports), f"{ending}; {_verdict(any(report['mismatches'] for report in reports.values()))}"]
@@ -293,13 +291,12 @@ def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
 def _check_verify(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
     """Refuse arguments of a half that does not run, and gemm with nothing to compare."""
     check_positive(arguments, "workers")
-    names = {"gemm": ("formats", "exhaustive"), "casts": ("vectors", "limit")}
-    for name in (name for part in parts if len(parts) == 1 for name in names[part]):
-        if getattr(arguments, name):
-            option = "--format" if name == "formats" else f"--{name}"
-            raise ArgumentError(f"{option} has no meaning for fmtsim verify {parts[0]}; leave it out")
-    if "gemm" in parts and not arguments.vectors and not arguments.device:
-        raise ArgumentError("fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda")
+    for name, option in (("formats", "--format"), ("exhaustive", "--exhaustive")):
+        if parts == ("gemm",) and getattr(arguments, name):
+            raise ArgumentError(f"{option} has no meaning for fmtsim verify gemm; leave it out")
+    if "gemm" in parts and not arguments.device:
+        recorded = "a checkout replays recordings: python -m tools.calibrate --recordings DIR"
+        raise ArgumentError(f"fmtsim verify gemm needs a device; pass --device cuda ({recorded})")
 
 
 def _report_casts(outcomes: list[Outcome], device: torch.device | None) -> dict[str, Any]:
@@ -310,13 +307,14 @@ def _report_casts(outcomes: list[Outcome], device: torch.device | None) -> dict[
     }  # fmt: skip
 
 
-def _report_gemm(found: list[Replay], device: torch.device | None) -> dict[str, Any]:
+def report_gemm(found: list[Replay], device: torch.device | None = None) -> dict[str, Any]:
+    """Return the record of checks of products."""
     names = ("seconds", "outputs", "mismatches")
     totals = {name: sum(getattr(replay, name) for replay in found) for name in names}
     return {**totals, "sets": [replay.to_dict() for replay in found]}
 
 
-_REPORTS: dict[str, Callable[..., dict[str, Any]]] = {"casts": _report_casts, "gemm": _report_gemm}
+_REPORTS: dict[str, Callable[..., dict[str, Any]]] = {"casts": _report_casts, "gemm": report_gemm}
 
 
 def _casts_text(outcomes: list[Outcome], report: dict[str, Any], exhaustive: bool) -> str:
@@ -332,7 +330,8 @@ def _casts_text(outcomes: list[Outcome], report: dict[str, Any], exhaustive: boo
     return "\n\n".join(parts)
 
 
-def _gemm_text(found: list[Replay], seconds: float) -> str:
+def gemm_text(found: list[Replay], seconds: float) -> str:
+    """Return a table of checks of products, and the first differences."""
     failed = [replay for replay in found if replay.mismatches]
     parts = [_gemm_table(found)]
     for replay in failed[:SHOWN]:

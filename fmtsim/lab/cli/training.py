@@ -17,7 +17,6 @@ from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.losses import badness
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
-from benchmarks.suite.timing import bounded_threads
 from fmtsim.lab.cli.arguments.models import EVERY, SHARE_LAYERS, TRAIN_DEFAULTS
 from fmtsim.lab.cli.model_options import simulated
 from fmtsim.lab.cli.options import check_device, check_threads, read_target
@@ -36,7 +35,7 @@ from fmtsim.lab.training.checkpoint import Checkpoint
 from fmtsim.lab.training.corpus import Corpus, load_corpus
 from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.lockstep import check_native
-from fmtsim.lab.training.loop import compare_schemes
+from fmtsim.lab.training.loop import bounded_threads, compare_schemes
 from fmtsim.lab.training.models import source_digest
 from fmtsim.lab.training.overlay import overlay
 from fmtsim.lab.training.run import Run

@@ -19,8 +19,7 @@ from fmtsim.gemm.products.resolver import call_name, check_plan, recorded_calls
 from fmtsim.gemm.products.scales import unit_scales
 from fmtsim.gemm.targets.target import get_target, list_targets
 from fmtsim.gemm.units.unit import get_unit, list_units
-from tools.calibrate.campaign import is_scalar, variants
-from tools.calibrate.order import orders
+from fmtsim.lab.explain.orders import orders
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, UNIT_SCALES, GemmCall, OperandFormat, Operation
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
@@ -338,3 +337,29 @@ def _fits(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> bool:
     except FmtsimError:
         return False
     return True
+
+
+def is_scalar(arithmetic: Arithmetic) -> bool:
+    """Return True if a unit is a chain of fused multiply-adds, which reads float32 operands unrounded."""
+    return isinstance(arithmetic, Datapath) and arithmetic.block == 1 and arithmetic.fraction_bits is None
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def variants(call: GemmCall, plan: GemmPlan) -> Iterable[GemmPlan]:
+    """Return a plan with every way to round partial sums, add a bias and apply scales that a library may have."""
+    plans = [plan]
+    half: Any = get_format(call.out) if call.out in _HALVES else None
+    # A plan in place says where the bias goes, and without one it is like any other where results are float32.
+    in_place = plan.split > 1 and plan.reduce == "serial" and (half is not None or call.bias)
+    if plan.split > 1 and half is not None:
+        partial = [replace(plan, partial=half, round_trip=True), replace(plan, partial=half)]
+        plans = [*partial, plan] if call.accumulate == "fp16" else [plan, *reversed(partial)]
+    if call.bias and half is not None:
+        plans += [replace(x, bias_after_rounding=True) for x in plans]
+    if in_place and call.scaling == "none":
+        plans.append(replace(plan, reduce="in_place", partial=half))
+    if call.scaling == "row":
+        plans = [replace(x, epilogue=rule) for x in plans for rule in ("column_row", "row_column")]
+    return plans

@@ -15,9 +15,8 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import call_name
-from tools.calibrate.campaign import SIDE, make_data, question
-from tools.calibrate.gpu import STORED
 from fmtsim.lab.explain.candidates import Accumulation, Observed, cost
+from fmtsim.lab.explain.order_data import SIDE, STORED, make_data, question
 from fmtsim.lab.verify.operands import spread
 from fmtsim.spec.call import GemmCall
 

@@ -43,7 +43,7 @@ def serving_memory(
     Source of the cache of latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
 
     >>> import fmtsim
-    >>> fmtsim.serving_memory("llama2-70b", context=4096)["KV cache"]  # 2 x 80 blocks x 8 heads x 128 x 2 bytes x 4096
+    >>> fmtsim.lab.serving_memory("llama2-70b", context=4096)["KV cache"]  # 2 x 80 x 8 x 128 x 2 bytes x 4096
     1342177280
     """
     stored, cached = get_format(weights).name, get_format(kv_format).name

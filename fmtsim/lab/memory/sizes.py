@@ -301,7 +301,7 @@ def model_size(model: Any) -> ModelSize:
     """Return the sizes of a model.
 
     Args:
-        model: A name of ``tools.calibrate.list_models()``, the path of a ``config.json`` of Hugging Face or of
+        model: A name of ``fmtsim.gemm.models.list_models()``, the path of a ``config.json`` of Hugging Face or of
             its folder, its contents as a dict, a configuration of transformers, or a ModelSize, which is returned.
 
     Raises:
@@ -324,7 +324,7 @@ def model_size(model: Any) -> ModelSize:
     if not isinstance(model, str) or model not in models():
         hint = did_you_mean(model, models()) if isinstance(model, str) else ""
         raise ArgumentError(
-            f"model={shown(model)} is unknown{hint} (tools.calibrate.list_models() has the names); or pass the "
+            f"model={shown(model)} is unknown{hint} (fmtsim.gemm.models.list_models() has the names); or pass the "
             "path of a config.json, or a number of parameters"
         )
     return _known(models()[model])

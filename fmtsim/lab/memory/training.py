@@ -100,7 +100,7 @@ def training_memory(
     dtypes and needs more. What is not counted is among the notes of the result.
 
     Args:
-        model: A name of ``tools.calibrate.list_models()``, the path of a ``config.json`` of Hugging Face, a
+        model: A name of ``fmtsim.gemm.models.list_models()``, the path of a ``config.json`` of Hugging Face, a
             configuration, a ``fmtsim.lab.memory.ModelSize``, or a number of parameters, of which activations are
             unknown.
         recipe: A recipe, which decides what layers keep of their inputs and weights; None runs in high precision.
@@ -134,7 +134,7 @@ def training_memory(
 
     >>> import fmtsim
     >>> from fmtsim.lab.memory import Parallel
-    >>> fmtsim.training_memory(7.5e9, parallel=Parallel(devices=64, zero=3)).gigabytes  # ZeRO, figure 1: 1.9 GB
+    >>> fmtsim.lab.training_memory(7.5e9, parallel=Parallel(devices=64, zero=3)).gigabytes  # ZeRO, figure 1: 1.9 GB
     1.875
     """
     for name, value, record in (("formats", formats, StoredFormats), ("parallel", parallel, Parallel)):

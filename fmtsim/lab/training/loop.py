@@ -3,6 +3,7 @@
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -137,3 +138,14 @@ def observed_steps(steps: int) -> set[int]:
     """
     looks = min(60, max(4, steps // 20))
     return {1} | {max(1, steps * look // looks) for look in range(1, looks + 1)}
+
+
+@contextlib.contextmanager
+def bounded_threads(count: int | None) -> Iterator[None]:
+    """Bound torch's threads, which the engine follows, for a while; None leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fmtsim.gemm.products.operator import run_gemm
-from fmtsim.lab.verify.gemm import gemm_tasks
 from fmtsim.lab.verify.outcome import PlantedError, Task, engines
 from fmtsim.lab.verify.plan import default_tasks, exhaustive_tasks
 from fmtsim.lab.verify.units import planted, unit_tasks
@@ -28,7 +27,6 @@ class Job(NamedTuple):
         device: Under test, None for the CPU.
         formats: To check, None for all.
         exhaustive: Whether casts are checked over all float32 inputs.
-        vectors, limit: Folders of recorded products, and how many results of each set to compare.
         plant_error: Whether the last engine, and the products of a device, get a bit wrong: checks must see it.
     """
 
@@ -36,8 +34,6 @@ class Job(NamedTuple):
     device: torch.device | None = None
     formats: tuple[str, ...] | None = None
     exhaustive: bool = False
-    vectors: tuple[str, ...] = ()
-    limit: int | None = None
     plant_error: bool = False
 
     def tasks(self) -> dict[str, Sequence[Task]]:
@@ -54,10 +50,8 @@ class Job(NamedTuple):
         return plan(present, list(self.formats) if self.formats else None)
 
     def _products(self) -> Sequence[Task]:
-        recorded = gemm_tasks(self.vectors, self.limit, self.device) if self.vectors else []
-        if self.device is None:
-            return recorded
-        return [*unit_tasks(self.device, planted if self.plant_error else run_gemm, PRODUCTS), *recorded]
+        assert self.device is not None  # the CPU is what products of a device are compared with
+        return unit_tasks(self.device, planted if self.plant_error else run_gemm, PRODUCTS)
 
 
 def default_workers(device: torch.device | None) -> int:
@@ -84,7 +78,6 @@ def run(
         What each task found, by parts, in the tasks' order.
 
     Raises:
-        DataError: A recording cannot be read.
         DeviceError: A process died.
     """
     tasks = [task for part in parts.values() for task in part]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fmtsim bench --against``: what became slower between two records."""
+"""``python -m benchmarks.suite --against``: what became slower between two records."""
 
 import copy
 import json
 
 import pytest
 
+from benchmarks.suite import __main__ as benchmarks
+from benchmarks.suite.__main__ import main
 from benchmarks.suite.against import compared, figures
-from fmtsim.lab.cli import benchmarks
-from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.main import BAD_INPUT
 
 MACHINE = {"processor": "a CPU", "torch": "2", "date": "2026-11-23"}
 CASTS = {
@@ -119,7 +120,7 @@ def test_the_comparison_in_words():
     ]
 
 
-WORDS = ("bench", "--only", "e4m3 nearest", "--side", "64", "--threads", "1", "--repeats", "1", "--kernels-only")
+WORDS = ("--only", "e4m3 nearest", "--side", "64", "--threads", "1", "--repeats", "1", "--kernels-only")
 
 
 def test_the_command(tmp_path, capsys):
@@ -143,10 +144,11 @@ def test_a_file_that_is_not_such_a_record_is_refused_first(what, other, tmp_path
     if other == what:
         assert benchmarks.read_record(path, what) == RECORDS[what]
         return
-    assert main(["bench", what, "--against", str(path)]) == BAD_INPUT
+    assert main([what, "--against", str(path)]) == BAD_INPUT
     message = capsys.readouterr().err
-    assert f"not a record of fmtsim bench {what}; pass what fmtsim bench {what} --record FILE wrote" in message or (
-        other == "{" and f"is not a valid record of fmtsim bench {what}" in message
+    assert (
+        f"not a record of benchmarks.suite {what}; pass what benchmarks.suite {what} --record FILE wrote" in message
+        or (other == "{" and f"is not a valid record of python -m benchmarks.suite {what}" in message)
     )
 
 

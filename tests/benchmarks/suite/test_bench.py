@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmtsim.cpu.runtime import pool
-from fmtsim.formats.registry import get_format
-from fmtsim.gemm.units.unit import get_unit
 from benchmarks.suite import cpu, gemm, gpu, gpu_cases, layers, models, overheads, simulated, timing
+from benchmarks.suite.__main__ import main, product_table
 from benchmarks.suite.against import Figure, figures
 from benchmarks.suite.gemm import CASES, Case, Result, case_named, measure, product_of
 from benchmarks.suite.overheads import Overhead
 from benchmarks.suite.timing import in_turns
-from benchmarks.suite.__main__ import product_table
+from fmtsim.cpu.runtime import pool
+from fmtsim.formats.registry import get_format
+from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.cli.machine import processor
-from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.main import BAD_INPUT
 
 MEASURED = {  # how figures of docs/performance.md came about: another digest asks for figures measured anew
     "casts": (cpu.CASES, cpu.SIDE),
@@ -281,7 +281,7 @@ def test_a_process_that_fails_is_no_figure():
         overheads.or_none(lambda: overheads.in_new_process("raise SystemExit(3)"))
 
 
-WORDS = ("bench", "gemm", "--only", "fp8 Hopper*", "--shape", "16", "16", "128", "--repeats", "1", "--kernels-only")
+WORDS = ("gemm", "--only", "fp8 Hopper*", "--shape", "16", "16", "128", "--repeats", "1", "--kernels-only")
 
 
 def test_json(capsys):
@@ -344,7 +344,7 @@ def test_a_row_shows_the_share_the_target_and_the_verdict(result, cells):
     ],
 )
 def test_what_is_refused(words, message, capsys):
-    assert main(["bench", "gemm", *words]) == BAD_INPUT
+    assert main(["gemm", *words]) == BAD_INPUT
     assert message in capsys.readouterr().err
 
 
@@ -356,11 +356,11 @@ def test_simulations_are_measured_against_plain_torch(monkeypatch, capsys):
         backward=True,
     )  # fmt: skip
     monkeypatch.setattr(simulated, "CASES", (case,))
-    assert main(["bench", "simulate", "--repeats", "1", "--json"]) == 0
+    assert main(["simulate", "--repeats", "1", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["case"] == "small"
     assert result["ratio"] == pytest.approx(result["seconds"] / result["plain_seconds"])
     (figure,) = figures({"results": [result]})
     assert figure == Figure("small", "", result["ratio"], True)
-    assert main(["bench", "simulate", "--repeats", "1"]) == 0
+    assert main(["simulate", "--repeats", "1"]) == 0
     assert "target, s" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fmtsim bench gpu``: what it measures and says. Speed itself is not tested; without a GPU the CPU stands in."""
+"""``benchmarks.suite gpu``: what it measures and says. Speed itself is not tested; without a GPU the CPU stands in."""
 
 import itertools
 import json
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import fmtsim.cuda
-from fmtsim.formats.registry import get_format
+from benchmarks.suite import device as device_benchmarks
 from benchmarks.suite import gpu, gpu_cases
+from benchmarks.suite.__main__ import main
 from benchmarks.suite.gpu import CASES, Result, measure, worst
-from fmtsim.lab.cli import device_benchmarks
-from fmtsim.lab.cli.main import main
+from fmtsim.formats.registry import get_format
 
 # The goals on an H200: least, stretch.
 GOALS = {
@@ -133,7 +133,7 @@ def test_other_software_that_is_missing_or_fails_is_said(monkeypatch):
 
 @pytest.mark.skipif(fmtsim.cuda.available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_the_reason_is_said(capsys):
-    assert main(["bench", "gpu"]) != 0
+    assert main(["gpu"]) != 0
     assert "the CUDA engine cannot run: " in capsys.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_without_a_gpu_the_reason_is_said(capsys):
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "ELEMENTS", 1 << 20)
     path = tmp_path / "new" / "record.json"
-    words = ["bench", "gpu", "--only", "mxfp4*", "--repeats", "3", "--record", str(path)]
+    words = ["gpu", "--only", "mxfp4*", "--repeats", "3", "--record", str(path)]
     assert main(words) == 0
     assert "mxfp4 stochastic bfloat16" in capsys.readouterr().out
     record = json.loads(path.read_text())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fmtsim bench layers``: what it runs and says, on sizes that take no time. Speed itself is not tested."""
+"""``benchmarks.suite layers``: what it runs and says, on sizes that take no time. Speed itself is not tested."""
 
 import importlib.util
 import json
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import fmtsim
+from benchmarks.suite import device as device_benchmarks
 from benchmarks.suite import layers, models
+from benchmarks.suite.__main__ import main
 from benchmarks.suite.layers import Bench, Case, Result, Step
 from benchmarks.suite.models import Sizes, without_head
-from fmtsim.lab.cli import device_benchmarks
-from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.main import BAD_INPUT
 
 SMALL = Sizes(width=64, layers=2, batch_size=2, context=16, vocabulary=64)
 WORDS = ("--width", "64", "--layers", "2", "--batch-size", "2", "--context", "16", "--repeats", "1")
@@ -80,7 +81,7 @@ def test_peers_that_are_absent_are_said_once(capsys, monkeypatch):
 
 
 def test_a_missing_peer_names_the_next_step():
-    assert main(["bench", "layers", "--recipes", "nope"]) == BAD_INPUT
+    assert main(["layers", "--recipes", "nope"]) == BAD_INPUT
     with pytest.raises(fmtsim.FmtsimError, match="no_such is not installed; pip install it, or leave it out"):
         models.Peer(module="no_such", install="pip install it", apply=print).convert(nn.Linear(1, 1), lambda m, n: True)
 
@@ -117,7 +118,7 @@ def test_torchao_gets_the_filter_and_emulates_on_a_cpu(monkeypatch):
 
 
 def run(capsys, *words):
-    assert main(["bench", "layers", "--device", "cpu", *WORDS, *words]) == 0
+    assert main(["layers", "--device", "cpu", *WORDS, *words]) == 0
     return capsys.readouterr().out
 
 
@@ -174,22 +175,31 @@ def test_the_tables_to_the_letter():
         (("--device", "cuda:77"), "--device cuda:77 is not there"),
         (("--emulate",), "--emulate without --target emulates nothing; pass --target h200, too"),
         (("--only", "nothing"), "--only 'nothing' matches no case; the cases are 'layer eager te_current'"),
-        (("--threads", "1"), "--threads belongs to fmtsim bench casts and gemm, not to layers; leave it out"),
-        (("--kernels-only",), "--kernels-only belongs to fmtsim bench casts and gemm, not to layers; leave it out"),
+        (
+            ("--threads", "1"),
+            "--threads belongs to python -m benchmarks.suite casts and gemm, not to layers; leave it out",
+        ),
+        (
+            ("--kernels-only",),
+            "--kernels-only belongs to python -m benchmarks.suite casts and gemm, not to layers; leave it out",
+        ),
         (("--width", "200"), "--width 200 is not a multiple of 64, the features of an attention head; choose 192"),
         (("--width", "0"), "--width 0 is not possible; choose 1 or more"),
     ],
 )
 def test_errors_name_the_argument(words, message, capsys):
-    assert main(["bench", "layers", *words]) == BAD_INPUT
+    assert main(["layers", *words]) == BAD_INPUT
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["casts", "gemm", "gpu"])
 def test_other_jobs_refuse_options_of_layers(what, capsys):
     for words in (("--width", "8"), ("--recipes", "te_current"), ("--emulate",), ("--device", "cpu")):
-        assert main(["bench", what, *words]) == BAD_INPUT
-        assert f"{words[0]} belongs to fmtsim bench layers, not to {what}; leave it out" in capsys.readouterr().err
+        assert main([what, *words]) == BAD_INPUT
+        assert (
+            f"{words[0]} belongs to python -m benchmarks.suite layers, not to {what}; leave it out"
+            in capsys.readouterr().err
+        )
 
 
 TABLES = """\

@@ -346,11 +346,13 @@ def test_runs_that_have_nothing_to_do_with_each_other():
 
 
 def test_assert_same_bits():
-    fmtsim.assert_same_bits(emulated(), emulated(), BATCH, loss)
+    fmtsim.testing.assert_same_bits(emulated(), emulated(), BATCH, loss)
     with pytest.raises(
         AssertionError, match="the models' bits differ\nfirst difference  1.down forward: fprop, operation"
     ):
-        fmtsim.assert_same_bits(emulated(), changed(emulated(), "1.down", "fprop", target="ada.mma"), BATCH, loss)
+        fmtsim.testing.assert_same_bits(
+            emulated(), changed(emulated(), "1.down", "fprop", target="ada.mma"), BATCH, loss
+        )
 
 
 def test_the_level_of_operators_finds_products_too():

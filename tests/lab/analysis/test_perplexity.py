@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim import lab
 from fmtsim.support.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,27 +47,27 @@ def written_out(model, ids, counts):
 def test_it_is_that_of_every_token_after_those_before():
     model = Decoder()
     everything = [torch.ones_like(ids) for ids in IDS]
-    assert fmtsim.perplexity(model, IDS) == {"before": pytest.approx(written_out(Decoder(), IDS, everything), rel=1e-6)}
+    assert lab.perplexity(model, IDS) == {"before": pytest.approx(written_out(Decoder(), IDS, everything), rel=1e-6)}
     assert model.training  # put back
     masks = [(torch.arange(ids.numel()).reshape(ids.shape) % 4 > 0).long() for ids in IDS]
     batches = [{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(IDS, masks, strict=True)]
     expected = pytest.approx(written_out(Decoder(), IDS, masks), rel=1e-6)
-    assert fmtsim.perplexity(model, batches)["before"] == expected
+    assert lab.perplexity(model, batches)["before"] == expected
     batches = [
         {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)} for ids, mask in zip(IDS, masks, strict=True)
     ]
-    assert fmtsim.perplexity(model, batches)["before"] == expected
+    assert lab.perplexity(model, batches)["before"] == expected
 
 
 @pytest.mark.parametrize("wrap", [lambda y: y, lambda y: (y, None), lambda y: {"logits": y}])
 def test_logits_come_in_several_shapes(wrap):
-    assert fmtsim.perplexity(Decoder(wrap), IDS) == fmtsim.perplexity(Decoder(), IDS)
+    assert lab.perplexity(Decoder(wrap), IDS) == lab.perplexity(Decoder(), IDS)
 
 
 def test_recipes_run_on_copies():
     model = Decoder()
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    found = fmtsim.perplexity(model, IDS, ["int4_g32", "int8_static", "te_current"], calibration_data=IDS)
+    found = lab.perplexity(model, IDS, ["int4_g32", "int8_static", "te_current"], calibration_data=IDS)
     assert list(found) == ["before", "int4_g32", "int8_static", "te_current"]
     for name, value in found.items():
         other = Decoder()
@@ -74,9 +75,9 @@ def test_recipes_run_on_copies():
             fmtsim.convert(other, recipe=name)
         elif name != "before":
             fmtsim.ptq(other, name, IDS)
-        assert fmtsim.perplexity(other, IDS)["before"] == value
+        assert lab.perplexity(other, IDS)["before"] == value
     assert len(set(found.values())) == 4
-    assert fmtsim.perplexity(model, IDS, "int4_g32") == {name: found[name] for name in ("before", "int4_g32")}
+    assert lab.perplexity(model, IDS, "int4_g32") == {name: found[name] for name in ("before", "int4_g32")}
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()) and type(model) is Decoder
 
 
@@ -88,10 +89,10 @@ def test_what_has_no_perplexity_is_refused():
         (IDS[0][:, :1], "no batch has a token to predict; pass rows of 2 tokens or more"),
     ):
         with pytest.raises(ArgumentError, match=text):
-            fmtsim.perplexity(model, [batch])
+            lab.perplexity(model, [batch])
     with pytest.raises(ArgumentError, match=r"the model returned \(3, 5, 1, 24\), not logits \(3, 5, 'vocabulary'\)"):
-        fmtsim.perplexity(Decoder(lambda y: y[:, :, None]), IDS)
+        lab.perplexity(Decoder(lambda y: y[:, :, None]), IDS)
     with pytest.raises(ArgumentError, match="recipes int4_g32, int4_g32: names must differ"):
-        fmtsim.perplexity(model, IDS, ["int4_g32", "int4_g32"])
+        lab.perplexity(model, IDS, ["int4_g32", "int4_g32"])
     with pytest.raises(ArgumentError, match="needs calibration_data="):
-        fmtsim.perplexity(model, IDS, ["int8_static"])
+        lab.perplexity(model, IDS, ["int8_static"])

@@ -27,7 +27,7 @@ def loses(weight, fmt):
     ("target", "span"), [("nvfp4", 2.0**17), ("e4m3_128x128", 2.0**14), ("e4m3_channel", None), ("mxfp8_e4m3", None)]
 )
 def test_every_code_and_scale_of_mxfp4_decodes_the_same_within_the_span_and_not_beyond(target, span):
-    found = fmtsim.check_recode("mxfp4", target)
+    found = fmtsim.lab.check_recode("mxfp4", target)
     assert (found.codes, found.scales, found.held) == (15, 255, 255)
     assert (found.lowest, found.highest) == (2.0**-127, 2.0**127) and 1 in found.ratios
     for exponent in range(-120, 110):
@@ -43,17 +43,17 @@ def test_every_code_and_scale_of_mxfp4_decodes_the_same_within_the_span_and_not_
 
 
 def test_scales_with_a_significand_are_no_powers_of_two():
-    found = fmtsim.check_recode("e4m3_128x128", "mxfp8_e4m3")
+    found = fmtsim.lab.check_recode("e4m3_128x128", "mxfp8_e4m3")
     assert (found.scales, found.held, found.lossless) == (508, 254, False)
-    found = fmtsim.check_recode("nvfp4", "mxfp4")
+    found = fmtsim.lab.check_recode("nvfp4", "mxfp4")
     assert (found.scales, found.held, found.lowest, found.highest) == (126, 18, 2.0**-9, 2.0**8)
-    assert fmtsim.check_recode("int4_g128", "int8_channel").span == 16.0
-    quarter = fmtsim.check_recode("mxfp4", "mxint8")
+    assert fmtsim.lab.check_recode("int4_g128", "int8_channel").span == 16.0
+    quarter = fmtsim.lab.check_recode("mxfp4", "mxint8")
     assert (quarter.held, quarter.lossless) == (253, False) and "s / 0.25" in str(quarter)
 
 
 def test_elements_without_a_common_multiple_lose_under_every_scale():
-    found = fmtsim.check_recode("mxfp8_e4m3", "mxfp4")
+    found = fmtsim.lab.check_recode("mxfp8_e4m3", "mxfp4")
     assert (found.ratios, found.held, found.lossless) == ((), 0, False)
     assert str(found).startswith(
         "mxfp8_e4m3 -> mxfp4: 0 of 255 scales lose nothing (253 values x 255 scales tried)\n"
@@ -63,7 +63,7 @@ def test_elements_without_a_common_multiple_lose_under_every_scale():
 
 @pytest.mark.parametrize("target", ["mxfp8_e4m3", "e4m3_1x32", "int8_1x32", "mxfp4"])
 def test_the_scale_rule_is_tried_on_blocks_of_each_largest_element(target):
-    found, held = fmtsim.check_recode("mxfp4", target), 0
+    found, held = fmtsim.lab.check_recode("mxfp4", target), 0
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     for exponent in range(-127, 128):
         for top in range(1, 8):
@@ -75,7 +75,7 @@ def test_the_scale_rule_is_tried_on_blocks_of_each_largest_element(target):
 
 
 def test_the_scale_rule_is_tried_on_all_elements_where_they_fill_several_blocks():
-    found, held = fmtsim.check_recode("mxfp6_e2m3", "mxfp8_e4m3"), 0
+    found, held = fmtsim.lab.check_recode("mxfp6_e2m3", "mxfp8_e4m3"), 0
     values = torch.tensor(fmtsim.get_format("e2m3").values).double()
     scales = 2.0 ** torch.arange(-127, 128).double()[:, None, None]
     for top in values[values > 0]:
@@ -90,13 +90,13 @@ def test_a_weight_has_the_blocks_that_change_their_places_and_the_worst_error():
     scales[2, 1] = 2.0**-20  # below what nvfp4 has beside 1
     codes = torch.full((4, 64), 7, dtype=torch.uint8)
     weight = Encoded.from_parts(EncodedParts(codes, scales), fmtsim.get_format("mxfp4"), codes.shape)
-    found = fmtsim.check_recode(weight, "nvfp4")
+    found = fmtsim.lab.check_recode(weight, "nvfp4")
     (row,) = found.weights
     assert (row.blocks, row.carried, row.first, row.worst) == (8, 1, ((2, 1),), 1.0) and not found.lossless
     assert "1 change under their own scales" in str(found) and "(2, 1)" in str(found)
-    assert fmtsim.check_recode({"a": weight, "b": torch.ones(2)}, "mxfp8_e4m3").lossless
+    assert fmtsim.lab.check_recode({"a": weight, "b": torch.ones(2)}, "mxfp8_e4m3").lossless
     assert carry(fmtsim.encode(torch.ones(4, 64), "nvfp4_row"), fmtsim.get_format("mxfp8_e4m3")) is None
-    other = fmtsim.check_recode(fmtsim.encode(torch.randn(4, 64), "mxfp8_e4m3"), "nvfp4").weights[0]
+    other = fmtsim.lab.check_recode(fmtsim.encode(torch.randn(4, 64), "mxfp8_e4m3"), "nvfp4").weights[0]
     assert other.carried is None and other.by_rule == 8 and other.first[0] == (0, 0)
 
 
@@ -108,6 +108,6 @@ def test_what_is_no_format_of_blocks_is_refused():
         ({"x": torch.ones(2)}, "nvfp4", r"has no Encoded; pass a checkpoint of quantised weights"),
     ):
         with pytest.raises(ArgumentError, match=message):
-            fmtsim.check_recode(a, b)
+            fmtsim.lab.check_recode(a, b)
     with pytest.raises(FormatError, match=r"unknown format 'nvfp5'"):
-        fmtsim.check_recode("mxfp4", "nvfp5")
+        fmtsim.lab.check_recode("mxfp4", "nvfp5")

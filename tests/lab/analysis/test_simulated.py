@@ -106,15 +106,15 @@ def test_training_of_the_command_line(tmp_path, capsys):
 
 def test_assert_same_bits_of_tensors():
     x = torch.tensor([1.0, 0.0, float("nan")])
-    fmtsim.assert_same_bits(x, x.clone())
+    fmtsim.testing.assert_same_bits(x, x.clone())
     with pytest.raises(
         AssertionError, match=r"the tensors' bits differ(.|\n)*\[1\]: actual 0x00000000 = 0.0, expected 0x8"
     ):
-        fmtsim.assert_same_bits(x, torch.tensor([1.0, -0.0, float("nan")]))
+        fmtsim.testing.assert_same_bits(x, torch.tensor([1.0, -0.0, float("nan")]))
     other = x.clone()
     other.view(torch.int32)[2] += 1  # another NaN
     with pytest.raises(AssertionError, match="different           1"):
-        fmtsim.assert_same_bits(x, other)
+        fmtsim.testing.assert_same_bits(x, other)
 
 
 def recorded(batch: torch.Tensor, target: str = "h200") -> Trace:

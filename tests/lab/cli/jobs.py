@@ -24,12 +24,14 @@ from torch import nn
 
 import fmtsim
 import fmtsim.machine.operators  # loaded before the fork
+import studies.claims.__main__ as claims_program
+import tools.calibrate.__main__ as calibration
 from fmtsim.formats.tensor_file import read_tensors
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.compare import plot_ulps
 from fmtsim.lab.analysis.trace import Trace
-from fmtsim.lab.cli import calibration, training  # noqa: F401
+from fmtsim.lab.cli import training  # noqa: F401
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy
 from fmtsim.ptq import Gptq
@@ -60,7 +62,7 @@ def run_calibrate(folder: Path) -> None:
     shapes = folder.parent / "shapes.txt"
     shapes.write_text("64 512\n")
     words = ["--shapes", str(shapes), "--tokens", "32", "--dtypes", "bf16", "--quick", "--no-gradients"]
-    assert main(["calibrate", *words, "--out", str(folder / "plan.json")]) == 0
+    assert calibration.main([*words, "--out", str(folder / "plan.json")]) == 0
 
 
 def run_ptq(folder: Path) -> None:
@@ -94,7 +96,7 @@ def run_sweep(folder: Path) -> None:
 def run_reproduce(folder: Path) -> None:
     """Measure two claims and keep the table and the numbers."""
     claims = [word for name in ("stochastic_bits", "dge") for word in ("--only", name)]
-    assert main(["reproduce", *claims, "--workers", "1", "--quiet", "--out", str(folder)]) in (0, 1)
+    assert claims_program.main([*claims, "--workers", "1", "--quiet", "--out", str(folder)]) in (0, 1)
 
 
 def _small() -> nn.Module:

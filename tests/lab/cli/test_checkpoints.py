@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fmtsim check-recode and convert-checkpoint: what they print, and what the folders that they write hold."""
+"""fmtsim convert-checkpoint: what they print, and what the folders that they write hold."""
 
 import json
 
@@ -36,13 +36,13 @@ def two_d(folder):
 
 
 def test_check_recode_prints_the_proof_and_the_blocks(folder, capsys):
-    assert main(["check-recode", "mxfp4", "nvfp4"]) == 1
+    assert main(["convert-checkpoint", "mxfp4", "--to", "nvfp4"]) == 1
     assert "255 of 255 scales lose nothing" in capsys.readouterr().out
-    assert main(["check-recode", "mxfp4", "mxfp8_e4m3", "--json"]) == 0
+    assert main(["convert-checkpoint", "mxfp4", "--to", "mxfp8_e4m3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lossless"] is True
-    assert main(["check-recode", str(folder), "nvfp4"]) == 0
+    assert main(["convert-checkpoint", str(folder), "--to", "nvfp4"]) == 0
     assert "0 change under their own scales, 320 by the scale rule of nvfp4" in capsys.readouterr().out
-    assert main(["check-recode", str(folder), "e4m3"]) == 2
+    assert main(["convert-checkpoint", str(folder), "--to", "e4m3"]) == 2
     assert "b=e4m3 is not a format of blocks" in capsys.readouterr().err
 
 

@@ -126,36 +126,36 @@ def test_formats_filters(run, records):
 
 
 def test_table_of_every_code(run, records):
-    status, text = run("table", "e2m1")
+    status, text = run("formats", "e2m1", "--codes")
     assert status == 0
     assert "max            6" in text
-    codes = records("table", "e2m1")["codes"]
+    codes = records("formats", "e2m1", "--codes")["codes"]
     assert [code["value"] for code in codes][:8] == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     assert (codes[9]["hex"], codes[9]["bits"], codes[9]["is"]) == ("0x9", "1 00 1", "subnormal")
-    assert len(records("table", "e4m3")["codes"]) == 256
+    assert len(records("formats", "e4m3", "--codes")["codes"]) == 256
 
 
 def test_table_of_landmarks(run, records):
-    shown = {code["is"]: code for code in records("table", "fp16")["codes"]}
+    shown = {code["is"]: code for code in records("formats", "fp16", "--codes")["codes"]}
     assert shown["largest"]["value"] == 65504.0
     assert shown["smallest subnormal"]["value"] == 2.0**-24
     assert shown["largest subnormal"]["value"] == 2.0**-14 - 2.0**-24
     assert shown["next after one"]["bits"] == "0 01111 0000000001"
     assert shown["infinity"]["value"] == "inf"
-    assert "65536 codes in all; --all prints each of them." in run("table", "fp16")[1]
-    assert len(records("table", "fp16", "--all")["codes"]) == 65536
-    assert "codes in all" not in run("table", "fp32")[1]
+    assert "65536 codes in all; --all prints each of them." in run("formats", "fp16", "--codes")[1]
+    assert len(records("formats", "fp16", "--codes", "--all")["codes"]) == 65536
+    assert "codes in all" not in run("formats", "fp32", "--codes")[1]
 
 
 @pytest.mark.parametrize("name", [*list_formats("float"), *list_formats("int"), *list_formats("codebook"), "lns8_g8"])
 def test_every_table_prints(name, run):
-    status, text = run("table", name)
+    status, text = run("formats", name, "--codes")
     assert status == 0
     assert len(text.splitlines()) > 5
 
 
 def test_table_of_named_codes(records):
-    codes = records("table", "fp32", "--code", "0x3f800000", "--code", "0b1")["codes"]
+    codes = records("formats", "fp32", "--codes", "--code", "0x3f800000", "--code", "0b1")["codes"]
     assert [code["value"] for code in codes] == [1.0, 2.0**-149]
 
 
@@ -262,16 +262,6 @@ def test_verify_sees_a_planted_error(run):
     assert "expected" in text
 
 
-def test_bench(run, records):
-    words = ("bench", "--only", "e4m3 *", "--side", "64", "--repeats", "1", "--kernels-only")
-    record = records(*words)
-    assert {kernel["case"] for kernel in record["kernels"]} == {"e4m3 nearest", "e4m3 toward zero", "e4m3 stochastic"}
-    assert record["overheads"] == []
-    status, text = run(*words, "--threads", "1")
-    assert status == 0
-    assert "of copy" in text
-
-
 TEXTS = Path(__file__).with_name("commands.txt").read_text().split("$ fmtsim ")[1:]
 
 
@@ -284,14 +274,11 @@ def test_every_line_of_a_text(text, run):
 
 MODEL = {"seed": 0, "device": "cpu", "batch_size": 8, "context": 128}
 DEFAULTS = {
-    "formats": {"pattern": "*"},
     "cast": {"rounding": "nearest_even", "seed": 0},
     "explain": {"dtype": "float64", "rounding": "nearest_even", "seed": 0},
     "vectors": {"rounding": "nearest_even", "seed": 0},
     "convert-checkpoint": {"layout": "compressed-tensors", "scales": "rule"},
     "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},
-    "calibrate": {"tokens": "1..8192", "dtypes": "bf16,fp16,tf32,fp8_fast,fp8_slow",
-                  "calls": 3, "lattice": 0, "device": "cuda", "questions": 3000000},
     "doctor": {"tokens": "1..8192", "dtypes": "bf16"},
     "invariance": {"sizes": "1..512", "dtypes": "bf16"},
     "observe": {"by": "underflow", "every": 1, "steps": 8, "worst": 10, **MODEL},
@@ -302,9 +289,7 @@ DEFAULTS = {
     "trace": {"level": "modules", **MODEL},
     "bisect": MODEL,
     "audit": {"rows": 32, "seed": 0},
-    "bench": {"what": "casts", "only": "*", "side": 4096, "shape": [512, 512, 2048], "threads": [1, 2], "repeats": 9},
     "report": {"out": "fmtsim-report.html"},
-    "reproduce": {"first_seed": 0},
     "train": {"baseline": "fp32", "steps": 600, "batch_size": 16, "context": 64, "width": 128, "heads": 4,
               "lr": 0.004, "seed": 0, "device": "cpu", "out": "fmtsim-train", "model": "gpt"},
     "sweep": {"schemes": "bf16,e8m5,e8m4,e8m3,e7m7,e6m7,e5m7", "lr": "2e-3,4e-3,8e-3,1.6e-2", "widths": "64",

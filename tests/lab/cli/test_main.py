@@ -38,7 +38,8 @@ def test_no_words_list_the_commands(capsys):
     assert all(f"\n  {command}" in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["formats"], ["table", "e4m3"], ["nonsense"],
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["formats"], ["nonsense"],
+                                   ["formats", "e4m3", "--codes"],
                                    ["mm", "--nonsense"], *([command, "--help"] for command in COMMANDS)])  # fmt: skip
 def test_words_that_need_no_torch_do_not_wait_for_it(words):
     code = (
@@ -62,8 +63,6 @@ def test_words_that_need_no_torch_do_not_wait_for_it(words):
         ("sweep --schemes bf16,te_curent", "--schemes 'te_curent' is unknown; did you mean 'te_current'?; fmtsim for"),
         ("observe --model plain.py:build --recipe coatt", "--recipe 'coatt' is unknown; did you mean 'coat'"),
         ("trace --model gpt2 --simulate h20", "--simulate 'h20' is unknown; did you mean 'h200' or 'h100'?; choose"),
-        ("bench layers --recipes te_curent", "--recipes 'te_curent' is unknown; did you mean 'te_current'?"),
-        ("bench gemm --target h200", "--target belongs to fmtsim bench layers, not to gemm; leave it out"),
         ("compare missing.pt other.pt", "missing.pt: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE"),
         ("compare plain.py plain.py", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
         ("bisect a.st b.st", "a.st is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
@@ -86,7 +85,6 @@ def test_words_that_need_no_torch_do_not_wait_for_it(words):
         ("invariance --target h200 --model gpt3", "--model 'gpt3' is unknown; did you mean 'gpt2' or 'gpt3-175b'"),
         ("doctor --gemm --target h200 --shapes s.txt", "--shapes s.txt: there is no file s.txt; pass a text file with"),
         ("verify gemm --vectors seen", "--vectors seen: there is no file or folder seen; pass a folder of mtc_*.npz"),
-        ("bench casts --against r.json", "--against r.json: there is no file r.json; pass a file that --record wrote"),
         ("memory --params 7Z", "argument --params: '7Z' is no number of parameters; write 7e9, 7B, 350M"),
         ("cast 1 --to e4m3 --random-bits 40", "--random-bits 40 belongs to --rounding stochastic, not to nearest_even"),
         ("cast 1 --to e4m3 --rounding sr --random-bits 40", "--random-bits 40 is not allowed; choose 1 to 32, or leav"),
@@ -193,10 +191,10 @@ def test_words_that_are_names_files_or_typos(catalogue, word, said, tmp_path, mo
         ("mm 1 1 1 --target h200 --out none/y.npy", "--out "),
         ("mm 1 1 1 --target h200 --slow", ""),
         ("mm 1 1 1 --target h200 --slow --plan split=2", "--slow and --plan both give an accumulation order"),
-        ("check-vectors here", "check-vectors compares a kernel's results; pass --decode FILE"),
-        ("check-vectors here --decode a.npy", ""),
-        ("check-vectors here --encode c.npy", "c.npy: no such file"),
-        ("check-vectors here --decode a.npy --encode c.npy", "c.npy: no such file"),
+        ("vectors --check here", "--check compares a kernel's results; pass --decode FILE"),
+        ("vectors --check here --decode a.npy", ""),
+        ("vectors --check here --encode c.npy", "c.npy: no such file"),
+        ("vectors --check here --decode a.npy --encode c.npy", "c.npy: no such file"),
         ("vectors mxfp4 --out here --block-size 0", "--block-size 0 is not possible; choose 1 or more"),
         ("vectors mxfp4 --out here --random-bits 8", "--random-bits 8 belongs to --rounding stochastic"),
         ("explain 1 --format mxfp4 --block-size 1", ""),
@@ -239,10 +237,10 @@ def test_names_that_a_file_may_register_are_no_typos(header, tmp_path, monkeypat
     [
         (["casst", "1"], "unknown command 'casst'; did you mean 'cast'?; fmtsim --help shows what there is"),
         (["quantise"], "unknown command 'quantise'; fmtsim --help shows what there is"),
-        (["table", "e4m3", "--colums", "3"], "unrecognized arguments: --colums 3; did you mean '--columns' or "
-         "'--code'?; fmtsim table --help shows what is allowed"),
-        (["table", "e4m3", "--colums=3"], "unrecognized arguments: --colums=3; did you mean '--columns' or '--code'?; "
-         "fmtsim table --help shows what is allowed"),
+        (["formats", "e4m3", "--colums", "3"], "unrecognized arguments: --colums 3; did you mean '--columns' or "
+         "'--code'?; fmtsim formats --help shows what is allowed"),
+        (["formats", "e4m3", "--colums=3"], "unrecognized arguments: --colums=3; did you mean '--columns' or "
+         "'--code'?; fmtsim formats --help shows what is allowed"),
     ],
 )  # fmt: skip
 def test_a_mistyped_word_is_answered_with_those_that_are_close(words, said, capsys):
@@ -264,7 +262,9 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("fmtsim ")
 
 
-@pytest.mark.parametrize("words", [["--nonsense"], ["nonsense"], ["cast", "1"], ["table", "e4m3", "--nonsense"]])
+@pytest.mark.parametrize(
+    "words", [["--nonsense"], ["nonsense"], ["cast", "1"], ["formats", "e4m3", "--codes", "--nonsense"]]
+)
 def test_wrong_usage_exits_with_2(words, capsys):
     assert main(words) == BAD_INPUT
     said = capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_wrong_usage_exits_with_2(words, capsys):
         (["mm", "x", "2", "2", "--target", "exact"], "argument M: invalid int value: 'x'; fmtsim mm --help shows"),
         (["mm", "2", "2", "2", "--target", "exact", "--seed", "9" * 30], "--seed 9999"),
         (["compare", "a\0b", "c"], "a\0b: no such file"),
-        (["table", "a\nb\n"], r"unknown format 'a\nb\n'"),
+        (["formats", "a\nb\n", "--codes"], r"unknown format 'a\nb\n'"),
     ],
 )
 def test_nonsense_is_one_line(words, said, capsys):
@@ -297,7 +297,7 @@ def test_the_parser_loads_one_group_of_commands_and_no_torch():
 
 
 def test_a_full_disk_below_the_output_is_one_line():
-    command = f"{sys.executable} -m fmtsim table fp16 --all > /dev/full"
+    command = f"{sys.executable} -m fmtsim formats fp16 --codes --all > /dev/full"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (BAD_INPUT, "fmtsim: error: No space left on device\n")
 
@@ -305,14 +305,14 @@ def test_a_full_disk_below_the_output_is_one_line():
 def test_closed_streams_are_no_error(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
-    assert main(["table", "e2m1"]) == 0
-    assert main(["table", "e2m"]) == BAD_INPUT
+    assert main(["formats", "e2m1", "--codes"]) == 0
+    assert main(["formats", "e2m", "--codes"]) == BAD_INPUT
     sys.stdout.close()
     sys.stderr.close()
 
 
 def test_a_closed_pipe_is_quiet():
-    command = f"{sys.executable} -m fmtsim table fp16 --all | head -n 1"
+    command = f"{sys.executable} -m fmtsim formats fp16 --codes --all | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("name")
     assert done.stderr == ""
@@ -379,10 +379,7 @@ UNIT = ["--target", "hopper.wgmma"]
         (["train", "--device", "meta"], "--device meta is not there"),
         (["train", "--steps", "9" * 25], "is not allowed; choose 1 to 2,147,483,647"),
         (["train", "--width", "9" * 25], "is not allowed; choose 1 to 2,147,483,647"),
-        (["bench", "--threads", "100000"], "--threads 100000 is not allowed; choose 1 to 1024"),
-        (["bench", "--only", "nothing"], "the cases are 'e4m3 nearest', "),
         (["explain", "1", "--format", "e4m3", "--block-size", "9" * 30], "is not a block; choose an int of 1 or more"),
-        (["calibrate", "--tokens", "-4"], "--tokens '-4' is not possible"),
     ],
 )  # fmt: skip
 def test_impossible_input_is_one_line(words, message, capsys):
@@ -434,7 +431,7 @@ def test_what_was_found_is_printed_although_it_cannot_be_kept(tmp_path, capsys):
 
 def test_shapes_that_are_no_text(tmp_path, capsys):
     (tmp_path / "shapes").write_bytes(b"\x93NUMPY")
-    assert main(["calibrate", "--shapes", str(tmp_path / "shapes")]) == BAD_INPUT
+    assert main(["doctor", "--gemm", "--shapes", str(tmp_path / "shapes")]) == BAD_INPUT
     assert "shapes is not text; write a line for each linear layer" in capsys.readouterr().err
 
 

@@ -16,13 +16,13 @@ from fmtsim.formats.interop import torch_dtype
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.explain.candidates import Observed, candidates
 from fmtsim.lab.explain.samples import deciding, part_of
-from tools.calibrate.recordings import find_recordings, read_calls
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.operands import normal
 from tests.support.recorded import GOLDEN, needs_golden
 from tests.support.settled import settled
+from tools.calibrate.recordings import find_recordings, read_calls
 
 DATA = Path(__file__).parents[2] / "gemm" / "data" / "h200"
 

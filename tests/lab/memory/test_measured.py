@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from benchmarks import step_memory
 from benchmarks.activation_memory import bytes_kept
+from fmtsim import lab
 from fmtsim.lab.memory import ModelSize, StoredFormats, bits_per_element, model_size
 from fmtsim.lab.memory.weights import weights_of
 from fmtsim.lab.training.decoders import GPT, Block, GPTConfig, LlamaBlock
@@ -31,7 +32,7 @@ def size(gated=False, blocks=1, vocabulary=1, **more):
 
 
 def estimate(recipe=None, **more):
-    return fmtsim.training_memory(size(), recipe, tokens=TOKENS, **more)["activations"]
+    return lab.training_memory(size(), recipe, tokens=TOKENS, **more)["activations"]
 
 
 def measured(recipe=None, dtype=torch.bfloat16, wrap=lambda block: block):
@@ -78,7 +79,7 @@ def test_a_gated_block():
     """Under a recipe that keeps inputs of norms itself: the CPU's own RMSNorm is several operations in float32."""
     block = LlamaBlock(GPTConfig(context=TOKENS, width=WIDTH, heads=HEADS))
     inner = block.mlp.up_proj.out_features
-    found = fmtsim.training_memory(
+    found = lab.training_memory(
         ModelSize(name="llama", blocks=1, hidden=WIDTH, intermediate=inner, heads=HEADS, kv_heads=HEADS,
                   head_dim=WIDTH // HEADS, vocabulary=1), "coat", tokens=TOKENS,
     )["activations"]  # fmt: skip
@@ -123,9 +124,7 @@ def test_what_the_loss_keeps_and_what_its_gradients_take(loss, format):
     vocabularies = (4096, 8192)
     (behind, peak), (more, higher) = (allocated(loss(vocabulary)) for vocabulary in vocabularies)
     one, two = (
-        fmtsim.training_memory(
-            size(vocabulary=vocabulary), batch=BATCH, tokens=TOKENS, formats=StoredFormats(loss=format)
-        )
+        lab.training_memory(size(vocabulary=vocabulary), batch=BATCH, tokens=TOKENS, formats=StoredFormats(loss=format))
         for vocabulary in vocabularies
     )
     assert more - behind == two["head and loss"] - one["head and loss"]
@@ -145,7 +144,7 @@ def test_estimates_in_the_documentation_are_those_of_the_benchmark(monkeypatch):
 
 def test_weights_gradients_and_states_of_a_real_model():
     model = GPT(GPTConfig(context=32, width=WIDTH, layers=2, heads=HEADS, vocabulary=256), 0)
-    found = fmtsim.training_memory(
+    found = lab.training_memory(
         size(blocks=2, vocabulary=256, positions=32, tied=True, biases=("qkv", "out", "mlp", "norm")),
         optimizer="bnb8", formats=StoredFormats(weights="fp32"),
     )  # fmt: skip
@@ -167,7 +166,7 @@ def test_packed_tensors_take_what_is_estimated():
     assert fmtsim.encode(x, "int8_channel").nbytes == bits_per_element("int8_channel", 256) * x.numel() / 8
     cache = QuantisedCache("int8_channel")
     cache.append(*torch.zeros(2, 5, HEADS, 7, WIDTH // HEADS))
-    assert cache.nbytes == fmtsim.serving_memory(size(), kv_format="int8_channel", context=7, requests=5)["KV cache"]
+    assert cache.nbytes == lab.serving_memory(size(), kv_format="int8_channel", context=7, requests=5)["KV cache"]
 
 
 GROUPED = {"num_key_value_heads": 2}

@@ -48,13 +48,13 @@ def test_models_with_further_vectors_have_nearly_as_many(name):
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero(zero, gigabytes):
     """Rajbhandari et al., arXiv:1910.02054, figure 1: 7.5 billion parameters on 64 GPUs, to a tenth of a GB."""
-    found = fmtsim.training_memory(7.5e9, parallel=Parallel(devices=64, zero=zero))
+    found = fmtsim.lab.training_memory(7.5e9, parallel=Parallel(devices=64, zero=zero))
     assert round(found.gigabytes, 1) == gigabytes
 
 
 def test_mixed_precision_adam_takes_16_bytes():
     """ZeRO, section 3.1: 2 + 2 + (4 + 4 + 4)."""
-    found = fmtsim.training_memory(10**6)
+    found = fmtsim.lab.training_memory(10**6)
     lines = ("weights", "gradients", "master weights", "first moment", "second moment")
     assert [found[name] // 10**6 for name in lines] == [2, 2, 4, 4, 4] and found.total == 16 * 10**6
 
@@ -68,7 +68,7 @@ def test_activations_of_a_transformer(h, a, blocks, b):
     size = gpt(h, a, blocks)
 
     def layer(**options):
-        found = fmtsim.training_memory(size, batch=b, tokens=s, dropout=True, attention="eager", **options)
+        found = fmtsim.lab.training_memory(size, batch=b, tokens=s, dropout=True, attention="eager", **options)
         assert found["activations"] % blocks == 0
         return found["activations"] // blocks
 
@@ -85,8 +85,8 @@ def test_selective_recomputation_saves_70_and_65_percent():
     """The same paper, section 5: of the activations of GPT-3 and MT-NLG, 2048 tokens."""
     for h, a, saved in ((12288, 96, 70), (20480, 128, 65)):
         run = {"tokens": 2048, "dropout": True, "attention": "eager"}
-        all_of_it = fmtsim.training_memory(gpt(h, a), **run)["activations"]
-        less = fmtsim.training_memory(gpt(h, a), **run, checkpointing="selective")["activations"]
+        all_of_it = fmtsim.lab.training_memory(gpt(h, a), **run)["activations"]
+        less = fmtsim.lab.training_memory(gpt(h, a), **run, checkpointing="selective")["activations"]
         assert round(100 * (1 - less / all_of_it)) == saved
 
 
@@ -101,41 +101,41 @@ def test_caches_of_a_token():
     """Zhao et al., Insights into DeepSeek-V3, arXiv:2505.09343, table 1: KB of a token in bfloat16."""
     models = {"qwen2.5-72b": 327.680, "llama-405b": 516.096}
     for name, kilobytes in models.items():
-        assert fmtsim.serving_memory(name, context=1)["KV cache"] == round(kilobytes * 1000)
-    assert fmtsim.serving_memory(V3, context=1)["KV cache"] == 70_272
+        assert fmtsim.lab.serving_memory(name, context=1)["KV cache"] == round(kilobytes * 1000)
+    assert fmtsim.lab.serving_memory(V3, context=1)["KV cache"] == 70_272
 
 
 def test_deepseek_v3_has_671_billion_parameters():
     """DeepSeek-V3, arXiv:2412.19437, abstract; norms of latent vectors and biases of the router are not counted."""
-    assert round(fmtsim.serving_memory(V3).parameters / 1e9) == 671
+    assert round(fmtsim.lab.serving_memory(V3).parameters / 1e9) == 671
 
 
 def test_the_cache_of_llama_2_and_3():
     """2 (keys, values) x blocks x heads of keys x features x bytes x tokens."""
-    assert fmtsim.serving_memory("llama1-7b", context=4096)["KV cache"] == 2 * 32 * 32 * 128 * 2 * 4096 == 2 << 30
-    grouped = fmtsim.serving_memory("llama-70b", context=8192, requests=3, kv_format="e4m3", devices=4)["KV cache"]
+    assert fmtsim.lab.serving_memory("llama1-7b", context=4096)["KV cache"] == 2 * 32 * 32 * 128 * 2 * 4096 == 2 << 30
+    grouped = fmtsim.lab.serving_memory("llama-70b", context=8192, requests=3, kv_format="e4m3", devices=4)["KV cache"]
     assert grouped == 2 * 80 * 8 * 128 * 8192 * 3 // 4
-    assert fmtsim.serving_memory("llama-70b", context=1, devices=16)["KV cache"] == 2 * 80 * 128 * 2  # a head each
+    assert fmtsim.lab.serving_memory("llama-70b", context=1, devices=16)["KV cache"] == 2 * 80 * 128 * 2  # a head each
 
 
 def test_full_and_lora_fine_tuning():
     """QLoRA, arXiv:2305.14314: 780 GB for LLaMA 65B in 16 bits; adapters as peft counts them on LLaMA 7B."""
-    assert fmtsim.training_memory(65e9, formats=StoredFormats(master=None)).gigabytes == 780
-    one = fmtsim.training_memory(
+    assert fmtsim.lab.training_memory(65e9, formats=StoredFormats(master=None)).gigabytes == 780
+    one = fmtsim.lab.training_memory(
         "llama1-7b", lora=Lora(rank=8, layers="q_proj|v_proj"), formats=StoredFormats(weights="nf4_g64")
     )
     assert one["adapters"] == 2 * 4_194_304 and one["gradients"] == 2 * 4_194_304
-    assert fmtsim.training_memory("llama1-7b", lora=16)["adapters"] == 2 * 39_976_960
+    assert fmtsim.lab.training_memory("llama1-7b", lora=16)["adapters"] == 2 * 39_976_960
     embeddings = 2 * 32000 * 4096 + 65 * 4096
     packed = (PARAMETERS["llama1-7b"] - embeddings) * 4.5 / 8  # 4 bits, and a float32 scale for 64
     assert one["weights"] == packed + 2 * embeddings
-    frozen = fmtsim.training_memory("llama1-7b", lora=Lora(rank=8, layers="q_proj"), tokens=64)
+    frozen = fmtsim.lab.training_memory("llama1-7b", lora=Lora(rank=8, layers="q_proj"), tokens=64)
     assert "input of the last layer" not in {each.name for each in frozen.saved}  # no gradient of its weight
 
 
 def test_eight_bit_optimizers():
     """Dettmers et al., arXiv:2110.02861, table 2: 8.5 GB less for 1.5 billion parameters of GPT-2, in large tensors."""
-    whole, packed = (fmtsim.training_memory("gpt2-xl", optimizer=name) for name in ("adamw", "bnb8"))
+    whole, packed = (fmtsim.lab.training_memory("gpt2-xl", optimizer=name) for name in ("adamw", "bnb8"))
     assert abs((whole.total - packed.total) / 1e9 - 8.5) < 1  # embeddings: here in 8 bits, there in 32
     states = [packed[name] for name in ("first moment", "second moment")]
     assert states[0] == states[1]
@@ -146,7 +146,7 @@ def test_eight_bit_optimizers():
 
 def test_bytes_of_schemes_are_those_of_their_records():
     for name in ("coat", "fp8lm", "ao_4bit", "deepseek_v3", "fp32", "int8_weights"):
-        found = fmtsim.training_memory(ModelSize(name="one", blocks=1, hidden=1024, intermediate=1024, heads=16,
+        found = fmtsim.lab.training_memory(ModelSize(name="one", blocks=1, hidden=1024, intermediate=1024, heads=16,
                                                  kv_heads=16, head_dim=64, vocabulary=1), optimizer=name)  # fmt: skip
         matrices = 7 * 1024 * 1024  # of 1024 x 1024 each, as in the table
         kept = found["first moment"] + found["second moment"]
@@ -157,8 +157,8 @@ def test_bytes_of_schemes_are_those_of_their_records():
 def test_fp8_lm_takes_6_bytes():
     """Peng et al., arXiv:2310.18313, section 2.2: 1 (gradient) + 2 (weight) + 1 + 2; a scale for each tensor."""
     formats = StoredFormats(gradients="e4m3")
-    assert fmtsim.training_memory(10**9, optimizer="fp8lm", formats=formats).total == 6 * 10**9 + 3 * 4
-    copies = fmtsim.training_memory(10**9, "fp8lm", formats=formats)
+    assert fmtsim.lab.training_memory(10**9, optimizer="fp8lm", formats=formats).total == 6 * 10**9 + 3 * 4
+    copies = fmtsim.lab.training_memory(10**9, "fp8lm", formats=formats)
     assert copies["quantised weights"] == 10**9 and copies["scale histories"] == 2 * 16 * 4  # windows of x and g
 
 
@@ -174,7 +174,7 @@ def test_fp8_lm_saves_two_fifths_of_gpt_175b():
     def saved(level, devices, batch):
         run = {"parallel": Parallel(devices=devices, tensor_parallel=8, sequence_parallel=True, zero=1), "tokens": 2048}
         recipes = (None, fmtsim.get_recipe("fp8lm").at_level(level))
-        wide, narrow = (fmtsim.training_memory(size, recipe, **run, batch=batch).total for recipe in recipes)
+        wide, narrow = (fmtsim.lab.training_memory(size, recipe, **run, batch=batch).total for recipe in recipes)
         return 1 - narrow / wide
 
     found = {batch: [saved("O3", devices, batch) for devices in (64, 128, 256)] for batch in (1, 4)}
@@ -189,7 +189,7 @@ def test_the_levels_keep_what_they_say():
         "O2": (2, 1, 0, 1, 0.25, 0.5),
         "O3": (1, 0, 0.5, 1, 0.25, 0.5),
     }.items():
-        found = fmtsim.training_memory(
+        found = fmtsim.lab.training_memory(
             10**9, fmtsim.get_recipe("fp8lm").at_level(level), parallel=Parallel(devices=4, zero=1)
         )
         assert (
@@ -207,7 +207,7 @@ def test_coat_takes_less_by_what_it_says():
     for devices, batch in ((1, 1), (2, 2), (4, 2), (8, 4)):
         parallel = Parallel(devices=devices, zero=3)
         run = {"tokens": 2048, "batch": batch, "parallel": parallel, "formats": StoredFormats(master=None)}
-        wide, narrow = (fmtsim.training_memory("llama1-7b", recipe, **run).total for recipe in (None, "coat"))
+        wide, narrow = (fmtsim.lab.training_memory("llama1-7b", recipe, **run).total for recipe in (None, "coat"))
         ratios.append(wide / narrow)
     assert ratios == sorted(ratios, reverse=True) and 1.66 > ratios[0] > 1.54 > ratios[-1] > 1.48
 

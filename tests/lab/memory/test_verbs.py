@@ -6,6 +6,7 @@ import json
 import pytest
 
 import fmtsim
+from fmtsim import lab
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.memory import Latent, Lora, ModelSize, Parallel, StoredFormats, model_size
 from fmtsim.support.errors import ArgumentError, DataError, FormatError
@@ -17,7 +18,7 @@ SIZE = ModelSize(**ONE)
 
 
 def test_an_estimate_is_a_table_with_its_formulas():
-    found = fmtsim.training_memory(SIZE, "coat", tokens=32, batch=2, parallel=Parallel(devices=2, zero=2))
+    found = lab.training_memory(SIZE, "coat", tokens=32, batch=2, parallel=Parallel(devices=2, zero=2))
     lines = str(found).splitlines()
     assert (
         lines[0].startswith("one: 139,584 parameters") and "recipe coat, 2 devices, 2 x 32 tokens on each" in lines[0]
@@ -37,8 +38,8 @@ def test_an_estimate_is_a_table_with_its_formulas():
 def test_what_recipes_keep():
     """Weights are float32 under autocast and where products take them whole; two uses of one original are kept once."""
     size = ModelSize(**ONE | {"blocks": 7})
-    recipes = {name: fmtsim.training_memory(size, name, tokens=32) for name in fmtsim.list_recipes(kind="training")}
-    plain = fmtsim.training_memory(size, tokens=32)
+    recipes = {name: lab.training_memory(size, name, tokens=32) for name in fmtsim.list_recipes(kind="training")}
+    plain = lab.training_memory(size, tokens=32)
     for name in ("amp_bf16", "fp32", "tf32"):
         assert recipes[name]["weights"] == 2 * plain["weights"] and recipes[name]["master weights"] == 0
     assert recipes["fp32"]["activations"] == 2 * plain["activations"] == 2 * recipes["amp_bf16"]["activations"]
@@ -47,7 +48,7 @@ def test_what_recipes_keep():
     assert recipes["te_mxfp8"]["activations"] == plain["activations"] > recipes["te_current"]["activations"]
     assert recipes["coat"]["first moment"] < plain["first moment"] / 3
     assert recipes["deepseek_v3"]["first moment"] == plain["first moment"] / 2
-    early = fmtsim.training_memory(size, "te_mxfp8", tokens=32, quantize_early=True)
+    early = lab.training_memory(size, "te_mxfp8", tokens=32, quantize_early=True)
     matrices = 7 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 512 * 64
     assert early["activations"] < plain["activations"] and early["quantised weights"] == 2 * matrices * 8.25 / 8
     assert recipes["te_current"]["quantised weights"] == matrices
@@ -62,45 +63,45 @@ def test_what_recipes_keep():
 
 def test_what_is_there_at_once():
     """The loss is in float32; devices in parallel share out the logits; a block runs again when they are gone."""
-    plain, full = (fmtsim.training_memory(SIZE, tokens=8, checkpointing=name) for name in ("none", "full"))
+    plain, full = (lab.training_memory(SIZE, tokens=8, checkpointing=name) for name in ("none", "full"))
     assert plain["head and loss"] == full["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 512)
     assert plain["gradients of the logits"] == full["gradients of the logits"] == 8 * 2 * 4 * 512
     assert full["recomputed block"] == plain["recomputed block"] == 0
     few = ModelSize(**ONE | {"vocabulary": 64})
-    plain, full = (fmtsim.training_memory(few, tokens=8, checkpointing=name) for name in ("none", "full"))
+    plain, full = (lab.training_memory(few, tokens=8, checkpointing=name) for name in ("none", "full"))
     assert full["recomputed block"] + full["activations"] / 2 == plain["activations"] / 2 > 8 * 2 * 4 * 64
     assert plain["gradients of the logits"] == 8 * 2 * 4 * 64 and full["gradients of the logits"] == 0
-    formulas = fmtsim.training_memory("llama-8b", tokens=8192).formulas()
+    formulas = lab.training_memory("llama-8b", tokens=8192).formulas()
     assert "gradients of the logits  8,192 tokens x 1,026,048 bytes" in formulas
-    split = fmtsim.training_memory(SIZE, tokens=8, parallel=Parallel(devices=2, tensor_parallel=2))
+    split = lab.training_memory(SIZE, tokens=8, parallel=Parallel(devices=2, tensor_parallel=2))
     assert split["head and loss"] == 8 * (2 * 64 + 2 * 64 + 4 * 256)
     assert split["gradients of the logits"] == 8 * 2 * 4 * 256
-    assert split["weights"] == fmtsim.training_memory(SIZE)["weights"] / 2
-    half = fmtsim.training_memory(SIZE, tokens=8, formats=StoredFormats(loss="bf16"))
+    assert split["weights"] == lab.training_memory(SIZE)["weights"] / 2
+    half = lab.training_memory(SIZE, tokens=8, formats=StoredFormats(loss="bf16"))
     assert half["head and loss"] == 8 * (2 * 64 + 2 * 64 + 2 * 512) and half["gradients of the logits"] == 8 * 4 * 512
-    plain = fmtsim.training_memory(SIZE, tokens=8)
-    several = fmtsim.training_memory(SIZE, tokens=8, batch=3)
+    plain = lab.training_memory(SIZE, tokens=8)
+    several = lab.training_memory(SIZE, tokens=8, batch=3)
     assert several["activations"] == 3 * plain["activations"]
 
 
 def test_a_block_that_a_rule_leaves_in_high_precision_keeps_more():
     names = ("te_nvfp4", "te_nvfp4_all")
     size = ModelSize(**ONE | {"blocks": 20})
-    some, every = (fmtsim.training_memory(size, name, tokens=8, quantize_early=True)["activations"] for name in names)
+    some, every = (lab.training_memory(size, name, tokens=8, quantize_early=True)["activations"] for name in names)
     assert some > every
-    head = fmtsim.training_memory(SIZE, "deepseek_v3", tokens=8)["head and loss"]
-    assert head == fmtsim.training_memory(SIZE, tokens=8)["head and loss"]
-    assert head > fmtsim.training_memory(SIZE, "te_current", tokens=8)["head and loss"]
+    head = lab.training_memory(SIZE, "deepseek_v3", tokens=8)["head and loss"]
+    assert head == lab.training_memory(SIZE, tokens=8)["head and loss"]
+    assert head > lab.training_memory(SIZE, "te_current", tokens=8)["head and loss"]
 
 
 def test_experts_and_latent_attention():
     experts = ModelSize(**ONE | {"experts": 8, "active": 2, "shared": 64, "dense": 1, "dense_width": 256})
-    dense = fmtsim.training_memory(SIZE, tokens=8)
-    found = fmtsim.training_memory(experts, tokens=8)
+    dense = lab.training_memory(SIZE, tokens=8)
+    found = lab.training_memory(experts, tokens=8)
     router, expert, shared = 64 * 8, 3 * 64 * 128, 3 * 64 * 64
     change = router + 8 * expert + shared - expert + (3 * 64 * 256 - expert)  # the second block, and the first
     assert found.parameters == dense.parameters + change
-    histories = fmtsim.training_memory(experts, "te_delayed")["scale histories"]
+    histories = lab.training_memory(experts, "te_delayed")["scale histories"]
     assert histories == 4 * 1024 * 3 * (7 + 1 + 4 + 1 + 8 * 3 + 3)  # blocks, head, router, experts and shared
     assert {each.name for each in found.saved} >= {"input of the router", "outputs of experts"}
     inputs = {each.name: each.elements for each in found.saved}
@@ -108,9 +109,9 @@ def test_experts_and_latent_attention():
     latent = Latent(queries=24, values=20, rotary=8, key_dim=12, value_dim=20)
     small = ModelSize(**ONE | {"latent": latent})
     assert small.cached == 28 and small.qkv == (80, 80, 80) and small.attention["o_proj"] == (64, 80)
-    kept = {each.name: each.elements for each in fmtsim.training_memory(small, tokens=8).saved}
+    kept = {each.name: each.elements for each in lab.training_memory(small, tokens=8).saved}
     assert kept["latent vectors, for their norms"] == 44 and kept["queries, keys and values"] == 240
-    each = fmtsim.serving_memory(small, context=5, devices=2, kv_format="int8_channel")["KV cache"]
+    each = lab.serving_memory(small, context=5, devices=2, kv_format="int8_channel")["KV cache"]
     assert each == 2 * 5 * 28 * (8 + 32 / 20) / 8  # whole on each device; a float32 scale for 20
     whole = ModelSize(**ONE | {"latent": Latent(queries=0, values=16, rotary=8, key_dim=12, value_dim=20)})
     assert "q_proj" in whole.attention and "q_a_proj" not in whole.attention
@@ -119,61 +120,61 @@ def test_experts_and_latent_attention():
 def test_encoders_cache_nothing():
     config = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
               "vocab_size": 512, "max_position_embeddings": 128}  # fmt: skip
-    encoder, decoder = fmtsim.serving_memory(config, context=8), config | {"is_decoder": True}
-    assert encoder["KV cache"] == 0 and fmtsim.serving_memory(decoder, context=8)["KV cache"] == 2 * 2 * 64 * 2 * 8
-    assert fmtsim.serving_memory(ModelSize(**ONE | {"encoder": True}), context=8)["KV cache"] == 0
+    encoder, decoder = lab.serving_memory(config, context=8), config | {"is_decoder": True}
+    assert encoder["KV cache"] == 0 and lab.serving_memory(decoder, context=8)["KV cache"] == 2 * 2 * 64 * 2 * 8
+    assert lab.serving_memory(ModelSize(**ONE | {"encoder": True}), context=8)["KV cache"] == 0
 
 
 def test_a_tied_head_runs_as_the_recipe_says():
-    tied = fmtsim.training_memory(ModelSize(**ONE | {"tied": True}), "te_current", tokens=8)
-    assert tied["head and loss"] == fmtsim.training_memory(SIZE, "te_current", tokens=8)["head and loss"]
-    assert tied.parameters == fmtsim.training_memory(SIZE).parameters - 512 * 64
-    embedding = fmtsim.serving_memory(SIZE, weights="mxfp4")["weights"]
+    tied = lab.training_memory(ModelSize(**ONE | {"tied": True}), "te_current", tokens=8)
+    assert tied["head and loss"] == lab.training_memory(SIZE, "te_current", tokens=8)["head and loss"]
+    assert tied.parameters == lab.training_memory(SIZE).parameters - 512 * 64
+    embedding = lab.serving_memory(SIZE, weights="mxfp4")["weights"]
     matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
     assert embedding == matrices * 4.25 / 8 + 2 * (2 * 512 * 64 + 5 * 64)  # embedding, head and norms in bfloat16
 
 
 def test_optimizers_by_rule_scheme_and_both():
-    kept = {name: fmtsim.training_memory(10**6, optimizer=name) for name in ("lion", "lion:bnb8", "bnb8", "lns_madam")}
+    kept = {name: lab.training_memory(10**6, optimizer=name) for name in ("lion", "lion:bnb8", "bnb8", "lns_madam")}
     assert kept["lion"]["second moment"] == 0 and kept["lion"]["first moment"] == 4 * 10**6
     assert kept["lion:bnb8"]["first moment"] == kept["bnb8"]["second moment"] == 10**6 + 4 * -(-(10**6) // 256)
     assert kept["lns_madam"]["weights"] == 2 * 10**6 + 4 and kept["lns_madam"]["first moment"] == 0
     assert kept["lns_madam"]["master weights"] == 0
-    beside = fmtsim.training_memory(10**6, optimizer="fp8lm", formats=StoredFormats(weights="bf16"))
+    beside = lab.training_memory(10**6, optimizer="fp8lm", formats=StoredFormats(weights="bf16"))
     assert beside["weights"] == 2 * 10**6 and beside["master weights"] == 2 * 10**6 + 4
-    assert fmtsim.training_memory(10**6, optimizer="bf16_sr")["master weights"] == 0
+    assert lab.training_memory(10**6, optimizer="bf16_sr")["master weights"] == 0
     own = fmtsim.optim.Scheme(name="mine", first=fmtsim.optim.StateFormat(format=fmtsim.get_format("bf16")))
-    assert fmtsim.training_memory(10**6, optimizer=own)["first moment"] == 2 * 10**6
+    assert lab.training_memory(10**6, optimizer=own)["first moment"] == 2 * 10**6
 
 
 REFUSED = [
-    (lambda: fmtsim.training_memory("llama8b"), r"model='llama8b' is unknown; did you mean 'llama-8b'"),
-    (lambda: fmtsim.training_memory(None), r"model=None is unknown \(tools.calibrate.list_models\(\)"),
-    (lambda: fmtsim.training_memory("t5-small"), r"'t5-small': its blocks are of several kinds.*pass its number"),
-    (lambda: fmtsim.training_memory(0.5), r"model=0.5 is not a number of parameters; pass 1 to 10\*\*15"),
-    (lambda: fmtsim.training_memory(float("nan")), r"model=nan is not a number of parameters"),
-    (lambda: fmtsim.training_memory(1e9, tokens=8), r"tokens=8 needs the sizes of a model.*'llama-8b'"),
-    (lambda: fmtsim.training_memory(1e9, lora=8), r"lora=8 needs the sizes of a model"),
-    (lambda: fmtsim.serving_memory(1e9, context=8), r"context=8 needs the sizes of a model"),
-    (lambda: fmtsim.training_memory(SIZE, tokens=-1), r"tokens=-1 is not possible; choose a whole number from 0"),
-    (lambda: fmtsim.training_memory(SIZE, tokens=8, batch=0), r"batch=0 is not possible; choose a whole number from 1"),
-    (lambda: fmtsim.serving_memory(SIZE, requests=0), r"requests=0 is not possible"),
+    (lambda: lab.training_memory("llama8b"), r"model='llama8b' is unknown; did you mean 'llama-8b'"),
+    (lambda: lab.training_memory(None), r"model=None is unknown \(fmtsim.gemm.models.list_models\(\)"),
+    (lambda: lab.training_memory("t5-small"), r"'t5-small': its blocks are of several kinds.*pass its number"),
+    (lambda: lab.training_memory(0.5), r"model=0.5 is not a number of parameters; pass 1 to 10\*\*15"),
+    (lambda: lab.training_memory(float("nan")), r"model=nan is not a number of parameters"),
+    (lambda: lab.training_memory(1e9, tokens=8), r"tokens=8 needs the sizes of a model.*'llama-8b'"),
+    (lambda: lab.training_memory(1e9, lora=8), r"lora=8 needs the sizes of a model"),
+    (lambda: lab.serving_memory(1e9, context=8), r"context=8 needs the sizes of a model"),
+    (lambda: lab.training_memory(SIZE, tokens=-1), r"tokens=-1 is not possible; choose a whole number from 0"),
+    (lambda: lab.training_memory(SIZE, tokens=8, batch=0), r"batch=0 is not possible; choose a whole number from 1"),
+    (lambda: lab.serving_memory(SIZE, requests=0), r"requests=0 is not possible"),
     (lambda: Parallel(devices=6, tensor_parallel=4), r"tensor_parallel=4 does not divide devices=6"),
     (lambda: Parallel(zero=4), r"zero=4 is not allowed; choose 0, 1, 2, 3"),
-    (lambda: fmtsim.training_memory(SIZE, tokens=8, checkpointing="some"), r"checkpointing='some' is not allowed"),
-    (lambda: fmtsim.training_memory(SIZE, tokens=8, attention="slow"), r"attention='slow' is not allowed"),
-    (lambda: fmtsim.training_memory(SIZE, dropout=0.1), r"dropout=0.1 is not a flag"),
-    (lambda: fmtsim.training_memory(SIZE, optimizer="bnb9"), r"optimizer='bnb9' is unknown; did you mean 'bnb8'\?"),
-    (lambda: fmtsim.training_memory(SIZE, optimizer=8), r"optimizer=8 is not an optimizer; pass a name such as"),
-    (lambda: fmtsim.training_memory(SIZE, lora=8, recipe="coat"), r"lora=8 with recipe='coat' is not estimated"),
+    (lambda: lab.training_memory(SIZE, tokens=8, checkpointing="some"), r"checkpointing='some' is not allowed"),
+    (lambda: lab.training_memory(SIZE, tokens=8, attention="slow"), r"attention='slow' is not allowed"),
+    (lambda: lab.training_memory(SIZE, dropout=0.1), r"dropout=0.1 is not a flag"),
+    (lambda: lab.training_memory(SIZE, optimizer="bnb9"), r"optimizer='bnb9' is unknown; did you mean 'bnb8'\?"),
+    (lambda: lab.training_memory(SIZE, optimizer=8), r"optimizer=8 is not an optimizer; pass a name such as"),
+    (lambda: lab.training_memory(SIZE, lora=8, recipe="coat"), r"lora=8 with recipe='coat' is not estimated"),
     (lambda: Lora(layers="q"), r"layers='q' needs a rank; pass rank=16 as well"),
     (lambda: Lora(rank=-1), r"rank=-1 is not possible; choose a whole number from 0"),
-    (lambda: fmtsim.training_memory(SIZE, parallel=4), r"parallel=4 is not a Parallel; pass fmtsim.lab"),
-    (lambda: fmtsim.training_memory(SIZE, formats="e4m3"), r"formats='e4m3' is not a StoredFormats; pass fmtsim.lab"),
-    (lambda: fmtsim.training_memory(SIZE, lora=Lora(rank=8, layers="zz")), r"fits no linear layer; they are called q_"),
+    (lambda: lab.training_memory(SIZE, parallel=4), r"parallel=4 is not a Parallel; pass fmtsim.lab"),
+    (lambda: lab.training_memory(SIZE, formats="e4m3"), r"formats='e4m3' is not a StoredFormats; pass fmtsim.lab"),
+    (lambda: lab.training_memory(SIZE, lora=Lora(rank=8, layers="zz")), r"fits no linear layer; they are called q_"),
     (lambda: Lora(rank=8, layers="("), r"'\(' is not a regular expression; write 'q_proj"),
     (lambda: Lora(rank=8, layers=8), r"layers=8 is not allowed"),
-    (lambda: fmtsim.training_memory(SIZE)["weight"], r"no line 'weight'; choose one of weights, "),
+    (lambda: lab.training_memory(SIZE)["weight"], r"no line 'weight'; choose one of weights, "),
     (lambda: ModelSize(**ONE | {"heads": 5}), r"kv_heads=2 does not divide heads=5; choose a divisor"),
     (lambda: ModelSize(**ONE | {"hidden": 0}), r"hidden=0 is not possible; choose 1 to 100,000,000"),
     (lambda: ModelSize(**ONE | {"gated": "yes"}), r"gated='yes' is not allowed"),
@@ -196,7 +197,7 @@ def test_what_is_refused(call, message):
 def test_formats_and_files_that_are_not_there(tmp_path):
     for name in ("weights", "master", "gradients", "activations", "loss"):
         refused("'e4m33x'", StoredFormats, **{name: "e4m33x"}, error=FormatError)
-    refused("'e4m33x'", fmtsim.serving_memory, SIZE, kv_format="e4m33x", error=FormatError)
+    refused("'e4m33x'", lab.serving_memory, SIZE, kv_format="e4m33x", error=FormatError)
     path = tmp_path / "config.json"
     refused(r"cannot read .*config.json: No such file or directory", model_size, path, error=DataError)
     for text, why in (
@@ -243,14 +244,14 @@ def test_the_command_line(capsys):
     status, text, _ = run(
         capsys, "--model", "gpt2", "--recipe", "coat", "--tokens", "64", "--loss-format", "bf16", "--json"
     )
-    expected = fmtsim.training_memory("gpt2", "coat", tokens=64, formats=StoredFormats(loss="bf16"))
+    expected = lab.training_memory("gpt2", "coat", tokens=64, formats=StoredFormats(loss="bf16"))
     assert json.loads(text) == json.loads(json.dumps(expected.to_dict()))
     status, text, _ = run(capsys, "--params", "65e9", "--master", "none", "--json")
     assert json.loads(text)["total"] == 780 * 10**9
     words = (
         "--model", "gpt2", "--serve", "--context", "8", "--kv-format", "e4m3", "--weights", "int8_channel", "--json",
     )  # fmt: skip
-    expected = fmtsim.serving_memory("gpt2", context=8, kv_format="e4m3", weights="int8_channel")
+    expected = lab.serving_memory("gpt2", context=8, kv_format="e4m3", weights="int8_channel")
     assert json.loads(run(capsys, *words)[1]) == json.loads(json.dumps(expected.to_dict()))
 
 

@@ -13,10 +13,9 @@ from fmtsim.formats.spec import CodebookFormat
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.verify import checks, default_tasks, exhaustive_tasks, outcome, units
 from fmtsim.lab.verify.checks import boundaries, finite_values, rough_matrix, words_for
-from fmtsim.lab.verify.gemm import Replay, _cheapest, merged
+from fmtsim.lab.verify.gemm import Replay, merged
 from fmtsim.lab.verify.outcome import Outcome, PlantedError, Tally, engines, task_of
 from fmtsim.lab.verify.plan import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
-from tools.calibrate.recordings import Call
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import IntegerDatapath
@@ -118,18 +117,6 @@ def test_sets_in_parts_are_one_again():
         "plans": 0, "seconds": 0.0, "first": "",
     }  # fmt: skip
     assert replay(plans=(("rule", 2),)).to_dict()["plans"] == {"rule": 2}
-
-
-def test_the_cheapest_calls_come_first():
-    def call(rows, columns, k):
-        a, b = torch.zeros(rows, k), torch.zeros(columns, k)
-        return Call(function="mm", a=a, b=b, out=torch.zeros(rows, columns), scale_a=None, scale_b=None, bias=None,
-                    options={}, label="")  # fmt: skip
-
-    calls = [call(8, 4, 100), call(2, 3, 5), call(4, 4, 2), call(1, 1, 1)]
-    assert _cheapest(calls, None) is calls
-    for limit, kept in ((1, [3]), (2, [1, 3]), (7, [1, 3]), (8, [1, 2, 3]), (23, [1, 2, 3]), (24, [0, 1, 2, 3])):
-        assert [calls.index(one) for one in _cheapest(calls, limit)] == kept, limit
 
 
 def test_products_of_a_unit():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fmtsim vectors and check-vectors: bits against the oracles, groups that hold what their names say, planted errors."""
+"""fmtsim vectors: bits against the oracles, groups that hold what their names say, planted errors."""
 
 import hashlib
 import itertools
@@ -209,7 +209,8 @@ def test_a_planted_error_is_found_and_named(folder, tmp_path, capsys):
     numpy.save(tmp_path / "codes.npy", files["codes"].numpy())
     numpy.save(tmp_path / "values.npy", files["decoded"].numpy())
     right = [
-        "check-vectors",
+        "vectors",
+        "--check",
         str(folder),
         "--encode",
         str(tmp_path / "codes.npy"),
@@ -224,7 +225,7 @@ def test_a_planted_error_is_found_and_named(folder, tmp_path, capsys):
     index = (last - 1, *([0, 3] if codes.dim() == 3 else []))
     codes[index] ^= 1
     save_file({"codes": codes.contiguous()}, tmp_path / "mine.safetensors")
-    words = ["check-vectors", str(folder), "--encode", str(tmp_path / "mine.safetensors")]
+    words = ["vectors", "--check", str(folder), "--encode", str(tmp_path / "mine.safetensors")]
     assert main([*words, "--json"]) == 1
     (part,) = json.loads(capsys.readouterr().out)["parts"]
     assert (part["part"], part["mismatches"], part["compared"]) == ("codes", 1, codes.numel())
@@ -249,7 +250,7 @@ def test_wrong_scales_and_values_are_named(folder, tmp_path, capsys):
     values[values.isnan()] = -math.nan
     numpy.save(tmp_path / "values.npy", values.numpy())
     words = ["--encode", str(tmp_path / "mine.safetensors"), "--decode", str(tmp_path / "values.npy")]
-    assert main(["check-vectors", str(folder), *words, "--json"]) == 1
+    assert main(["vectors", "--check", str(folder), *words, "--json"]) == 1
     parts = {part["part"]: part for part in json.loads(capsys.readouterr().out)["parts"]}
     assert {name: part["mismatches"] for name, part in parts.items()} == {
         "codes": 0, "scales": 1, "tensor_scale": 1, "decoded": 1,
@@ -267,7 +268,7 @@ def test_nonsense_gets_our_errors(folder, tmp_path, capsys):
         assert text.startswith("fmtsim: error: ") and text.count("\n") == 1
         return text
 
-    check = ["check-vectors", str(folder)]
+    check = ["vectors", "--check", str(folder)]
     numpy.save(tmp_path / "short.npy", numpy.zeros(3, numpy.uint8))
     numpy.save(tmp_path / "floats.npy", numpy.zeros(len(read_vectors(folder).tensors["input"]), numpy.float32))
     save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "two.safetensors")
@@ -288,7 +289,7 @@ def test_nonsense_gets_our_errors(folder, tmp_path, capsys):
         *check, "--encode", str(tmp_path / "scales.safetensors")
     )
     short = str(tmp_path / "short.npy")
-    assert "cannot read" in refused("check-vectors", str(tmp_path / "absent"), "--encode", short)
+    assert "cannot read" in refused("vectors", "--check", str(tmp_path / "absent"), "--encode", short)
     data = bytearray((folder / "vectors.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "vectors.safetensors").write_bytes(data)

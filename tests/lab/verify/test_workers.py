@@ -263,3 +263,16 @@ def test_the_whole_command(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["casts"]["mismatches"] == report["gemm"]["mismatches"] == 0
     assert str(device_of("cuda")) in report["casts"]["engines"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("gemm",), "fmtsim verify gemm needs a device; pass --device cuda (a checkout replays recordings: "),
+        (("gemm", "--format", "e4m3"), "--format has no meaning for fmtsim verify gemm; leave it"),
+        (("gemm", "--exhaustive"), "--exhaustive has no meaning for fmtsim verify gemm"),
+    ],
+)
+def test_arguments_of_the_other_half_are_refused(words, message, capsys):
+    assert main(["verify", *words]) == BAD_INPUT
+    assert capsys.readouterr().err.startswith(f"fmtsim: error: {message}")

@@ -14,11 +14,11 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+from fmtsim.lab.training.corpus import load_corpus
 from studies.claims import optimizers, served, sweeps
 from studies.claims.claim import Claim, Measured
 from studies.claims.run import CLAIMS
 from studies.claims.widths import text
-from fmtsim.lab.training.corpus import load_corpus
 
 FILE = Path(__file__).with_name("data") / "numbers.json"
 _GPT = {"steps": 2, "batch": 1, "layers": 4}

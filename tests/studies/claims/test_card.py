@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from fmtsim.support.errors import ArgumentError, DataError
+from fmtsim.support.progress import Progress
 from studies.claims import card, gpts, sweeps
 from studies.claims.card import PLAN, TRAININGS, run_on_card
 from studies.claims.claim import Claim, Expected, Measured, settings
 from studies.claims.experiment import trainings
 from studies.claims.run import get_claims, run_claim
-from fmtsim.support.errors import ArgumentError, DataError
-from fmtsim.support.progress import Progress
 
 CALLS = []
 

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from fmtsim.lab.cli.main import main
 from studies.claims import get_claims, run_claim, training
+from studies.claims.__main__ import main
 from studies.claims.experiment import DISTRIBUTIONS, decibels, draw
 from studies.claims.run import CLAIMS
 from tests.studies.claims import recorded
@@ -148,7 +148,7 @@ def test_an_error_in_an_operation_shows_and_the_exit_code_says_so(monkeypatch, c
     """Not only one in a setting: a cast that truncates makes NVFP4 err more than MXFP4."""
     import studies.claims.ratios as blocks
 
-    words = ["reproduce", "--only", "nvfp4", "--quiet"]
+    words = ["--only", "nvfp4", "--quiet"]
     assert main(words) == 0
     right = blocks.quantize
     truncated = {"nvfp4": "toward_zero"}
@@ -187,7 +187,9 @@ def test_the_caller_keeps_its_random_numbers():
 def test_names():
     assert get_claims() == CLAIMS
     assert [claim.name for claim in get_claims(["halo", "eden"])] == ["eden", "halo"]
-    refused(r"unknown claim 'edem'; did you mean 'eden' or 'dge'\? \(fmtsim reproduce --list", get_claims, ["edem"])
+    refused(
+        r"unknown claim 'edem'; did you mean 'eden' or 'dge'\? \(python -m studies.claims --list", get_claims, ["edem"]
+    )
     assert len(BY_NAME) == len(CLAIMS)
 
 

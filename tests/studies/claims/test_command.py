@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``fmtsim reproduce`` prints, writes and returns."""
+"""What ``python -m studies.claims`` prints, writes and returns."""
 
 import dataclasses
 import json
@@ -7,18 +7,18 @@ import sys
 
 import pytest
 
-from fmtsim.lab.cli.main import main
-from studies.claims import run as run_module
-from studies.claims.run import CLAIMS
 from fmtsim.support.errors import ArgumentError
+from studies.claims import run as run_module
+from studies.claims.__main__ import main
+from studies.claims.run import CLAIMS
 
 
 @pytest.fixture
 def run(capsys):
-    """Run ``fmtsim reproduce`` and return its exit code, standard output and standard error."""
+    """Run ``python -m studies.claims`` and return its exit code, standard output and standard error."""
 
     def command(*words: str) -> tuple[int, str, str]:
-        status = main(["reproduce", *words])
+        status = main([*words])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 

@@ -14,7 +14,13 @@ import torch
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.cli.main import main
+from fmtsim.lab.training.sweep import SweepRun
+from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.spec import Rule
+from fmtsim.spec.datapath import LogDatapath
+from fmtsim.support.progress import Progress
 from studies.claims import gpts, qat, searched, sweeps
+from studies.claims.__main__ import main as claims
 from studies.claims.card import run_on_card
 from studies.claims.claim import settings
 from studies.claims.experiment import last_of
@@ -24,11 +30,6 @@ from studies.claims.run import CLAIMS, get_claims
 from studies.claims.searched import _Run
 from studies.claims.served import _front, _numbers_of, formats, images
 from studies.claims.widths import _VOCABULARY, _MuGPT, text
-from fmtsim.lab.training.sweep import SweepRun
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Rule
-from fmtsim.spec.datapath import LogDatapath
-from fmtsim.support.progress import Progress
 
 
 def test_tokens_and_their_positions_enter_a_model_with_unit_variance():
@@ -126,7 +127,9 @@ ROWS = [
     for line in PAGE.splitlines()
     if re.match(r"\| (?!system |-)", line)
 ]
-COMMANDS = sorted({command for row in ROWS for command in re.findall(r"`fmtsim ([^`]+)`", row[-1])})
+COMMANDS = sorted(
+    {command for row in ROWS for command in re.findall(r"`((?:fmtsim|python -m studies.claims)[^`]+)`", row[-1])}
+)
 
 
 def test_every_row_is_whole():
@@ -134,7 +137,7 @@ def test_every_row_is_whole():
     for row in ROWS:
         assert len(row) == 5 and all(row), row
         assert re.search(r"\b(shown|not tried|not ours)\b", row[3]), row
-        assert "`fmtsim " in row[4], row
+        assert re.search("`(fmtsim|python -m studies.claims) ", row[4]), row
 
 
 def test_verdicts_are_those_that_are_recorded():
@@ -146,14 +149,14 @@ def test_verdicts_are_those_that_are_recorded():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_understood(command, capsys):
     """Claims are listed instead of run, and trainings describe their recipe."""
-    words = shlex.split(command)
-    if words[0] == "reproduce":
+    program, *words = shlex.split(command.replace("python -m ", ""))
+    if program == "studies.claims":
         words.append("--list")
     elif words[0] == "train":
         get_recipe(words[words.index("--recipe") + 1])
         words.append("--help")
     try:
-        assert main(words) == 0
+        assert {"fmtsim": main, "studies.claims": claims}[program](words) == 0
     except SystemExit as end:  # --help
         assert end.code == 0
 

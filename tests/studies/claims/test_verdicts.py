@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from fmtsim.support.errors import ArgumentError, FormatError
 from studies.claims import Claim, Expected, Measured, get_claims, run_claim, run_claims
 from studies.claims.claim import exactly, native, near
 from studies.claims.report import about, compared, ending, markdown, plot_result, rows_of, short
 from studies.claims.run import Result
-from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
 
 FIGURE = Expected(name="f", low=1.0, high=2.0, published=1.5, origin="paper", part=(0.5, 4.0))

@@ -12,13 +12,13 @@ import torch
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import get_unit
-from tools.calibrate import probes
-from tools.calibrate.arithmetic import MODES, bench_call, family_of, measure, measure_all
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan
 from tests.support.fake_gpu import FakeGPU
 from tests.support.refusals import refused
+from tools.calibrate import probes
+from tools.calibrate.arithmetic import MODES, bench_call, family_of, measure, measure_all
 
 UNITS = ("volta.mma", "turing.mma", "ampere.mma", "ada.mma", "hopper.wgmma", "blackwell.tcgen05")
 

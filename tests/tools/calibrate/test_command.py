@@ -10,14 +10,15 @@ from fmtsim.gemm.model_calls import model_calls
 from fmtsim.gemm.models import layer_shapes, list_models, models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
-from tools.calibrate import gpu as gpus
-from tools.calibrate.gpu import TorchGPU, open_gpu
-from fmtsim.lab.cli import calibration
-from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DataError, DeviceError
 from tests.support.fake_gpu import FakeGPU, mm
 from tests.support.refusals import refused
+from tools.calibrate import __main__ as calibration
+from tools.calibrate import gpu as gpus
+from tools.calibrate.__main__ import main
+from tools.calibrate.gpu import TorchGPU, open_gpu
 
 HOPPER = get_unit("hopper.wgmma")
 
@@ -70,26 +71,26 @@ def units(call):
 )
 def test_bad_input(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", *words]) == BAD_INPUT
+    assert main([*words]) == BAD_INPUT
     assert message in capsys.readouterr().err
 
 
 def test_an_empty_file_of_shapes(capsys, tmp_path):
     (tmp_path / "shapes.txt").write_text("")
-    assert main(["calibrate", "--shapes", str(tmp_path / "shapes.txt")]) == BAD_INPUT
+    assert main(["--shapes", str(tmp_path / "shapes.txt")]) == BAD_INPUT
     assert "has no shapes" in capsys.readouterr().err
 
 
 def test_shapes_that_fp8_refuses(capsys, tmp_path):
     (tmp_path / "shapes.txt").write_text("10 10\n")
-    assert main(["calibrate", "--shapes", str(tmp_path / "shapes.txt"), "--dtypes", "fp8_fast"]) == BAD_INPUT
+    assert main(["--shapes", str(tmp_path / "shapes.txt"), "--dtypes", "fp8_fast"]) == BAD_INPUT
     assert "leaves no call: FP8 takes K and N that are multiples of 16" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", "--quick"]) == BAD_INPUT
+    assert main(["--quick"]) == BAD_INPUT
     assert "calibrate asks an NVIDIA GPU, and torch sees none here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -156,7 +157,7 @@ def test_a_whole_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     (tmp_path / "shapes.txt").write_text("64 512\n")
     out = tmp_path / "mine.json"
-    words = ["calibrate", "--shapes", str(tmp_path / "shapes.txt"), "--tokens", "32,64", "--dtypes", "bf16"]
+    words = ["--shapes", str(tmp_path / "shapes.txt"), "--tokens", "32,64", "--dtypes", "bf16"]
     assert main([*words, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "bf16: hopper.wgmma; blocks of 16, F=25" in text

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets.cublaslt import order_of, unsigned
-from fmtsim.gemm.targets.learned import FEATURES, Learned, learned_bytes
+from fmtsim.gemm.targets.learned import FEATURES, Learned
 from fmtsim.gemm.targets.question import Choice, Question, call_of
 from tools.calibrate import grow as module
 from tools.calibrate.book import KINDS
 from tools.calibrate.grow import Nodes, Topic, grow
 from tools.calibrate.learn import draw
+from tools.calibrate.learned_writer import learned_bytes
 
 TOPIC = Topic((KINDS["bf16"], KINDS["bf16_bias"]), leaves=40)
 K = 3  # a feature

@@ -18,16 +18,17 @@ import torch
 
 from fmtsim.gemm.targets.learned import Learned
 from fmtsim.gemm.targets.question import Question, call_of, question_of
-from tools.calibrate import grow, learn
-from tools.calibrate.grow import Nodes, Topic
-from tools.calibrate.learn import TOPICS, draw
-from fmtsim.lab.cli import calibration
-from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.support.errors import ArgumentError, DeviceError
 from fmtsim.support.executors import open_tasks
 from tests.support.clusters import slept
 from tests.support.cublaslt import chosen, library_file, open_stand_in
 from tests.support.refusals import refused
+from tools.calibrate import __main__ as calibration
+from tools.calibrate import grow, learn
+from tools.calibrate.__main__ import main
+from tools.calibrate.grow import Nodes, Topic
+from tools.calibrate.learn import TOPICS, draw
 
 BF16 = next(topic for topic in TOPICS if topic.kinds[0].a == "bf16" and not topic.batched)
 
@@ -80,7 +81,7 @@ def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-WORDS = ["calibrate", "--learn", "a.trees", "--questions", "400", "--workers", "1"]
+WORDS = ["--learn", "a.trees", "--questions", "400", "--workers", "1"]
 
 
 def test_the_command_writes_trees(card, tmp_path, monkeypatch, capsys):

@@ -14,12 +14,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.calibrate.ask import Asker
+from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.book import Book
-from tools.calibrate.book_writer import write_book
 from fmtsim.gemm.targets.question import Choice, Question
 from fmtsim.gemm.targets.target import get_target
+from fmtsim.lab.cli.output import MISMATCH
+from fmtsim.support.errors import ArgumentError, DeviceError
+from tests.support.cublaslt import chosen, library, library_file, open_stand_in
+from tests.support.fake_gpu import mm
+from tests.support.refusals import refused
+from tools.calibrate import __main__ as calibration
 from tools.calibrate import book as books
+from tools.calibrate.__main__ import main
 from tools.calibrate.book import (
     KINDS,
     MOST,
@@ -33,13 +39,7 @@ from tools.calibrate.book import (
     similar_kinds,
     sizes_of,
 )  # fmt: skip
-from fmtsim.lab.cli import calibration
-from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.output import MISMATCH
-from fmtsim.support.errors import ArgumentError, DeviceError
-from tests.support.cublaslt import chosen, library, library_file, open_stand_in
-from tests.support.fake_gpu import mm
-from tests.support.refusals import refused
+from tools.calibrate.book_writer import write_book
 
 BF16, TF32, FP8 = KINDS["bf16"], KINDS["tf32"], KINDS["fp8"]
 OPEN = partial(open_stand_in, library_file())
@@ -310,7 +310,7 @@ def card(monkeypatch):
     return GPU
 
 
-WORDS = ["calibrate", "--shapes", "shapes.txt", "--kinds", "bf16,bf16_bias", "--workers", "1"]
+WORDS = ["--shapes", "shapes.txt", "--kinds", "bf16,bf16_bias", "--workers", "1"]
 
 
 def test_the_command_writes_a_book_and_a_target(card, tmp_path, monkeypatch, capsys):

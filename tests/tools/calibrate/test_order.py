@@ -10,13 +10,14 @@ import torch
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.units.unit import get_unit
-from tools.calibrate import order
-from tools.calibrate.campaign import calibrate, find_plan, make_data, question, verify
-from tools.calibrate.order import LEVELS, Sighting, _positions, expected, explains, look
+from fmtsim.lab.explain.order_data import make_data, question
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order as order_of
 from tests.support.fake_gpu import FakeGPU, fp8, mm
+from tools.calibrate import order
+from tools.calibrate.campaign import calibrate, find_plan, verify
+from tools.calibrate.order import LEVELS, Sighting, _positions, expected, explains, look
 
 HOPPER, AMPERE = get_unit("hopper.wgmma"), get_unit("ampere.mma")
 BF16, TF32, FP8 = (HOPPER.mode(name, name, "fp32") for name in ("bf16", "tf32", "e4m3"))

@@ -14,15 +14,15 @@ from fmtsim.gemm.targets import doubts
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
 from fmtsim.gemm.units.unit import get_unit
-from tools.calibrate.arithmetic import Measured, measure
-from tools.calibrate.campaign import Finding, calibrate, scalar_unit
-from tools.calibrate.planfile import cover, entries_of, kernels_of, merged, plan_file, plan_text, write_plan
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from tests.support.fake_gpu import FakeGPU, fp8, mm
 from tests.support.refusals import refused
+from tools.calibrate.arithmetic import Measured, measure
+from tools.calibrate.campaign import Finding, calibrate, scalar_unit
+from tools.calibrate.planfile import cover, entries_of, kernels_of, merged, plan_file, plan_text, write_plan
 
 HOPPER = get_unit("hopper.wgmma")
 BF16 = HOPPER.mode("bf16", "bf16", "fp32")

@@ -11,16 +11,17 @@ import torch
 
 import fmtsim
 from fmtsim.gemm.targets.book import Family
-from tools.calibrate.book_writer import write_book
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.lab.analysis.native import compare_native
-from tools.calibrate import recheck as module
-from tools.calibrate.recheck import KINDS, chosen_calls, recheck, shown
-from fmtsim.lab.cli import calibration
-from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DeviceError
+from tools.calibrate import __main__ as calibration
+from tools.calibrate import recheck as module
+from tools.calibrate.__main__ import main
+from tools.calibrate.book_writer import write_book
+from tools.calibrate.recheck import KINDS, chosen_calls, recheck, shown
 
 CPU, WORK, H200 = torch.device("cpu"), 1 << 22, dataclasses.replace(get_target("h200"), book=None)
 
@@ -157,7 +158,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     path.write_text(json.dumps(few(number_of(scaling="row"), number_of(a="int8")).to_dict()))
     monkeypatch.setattr(calibration, "open_gpu", lambda device: None)
     own = module.recheck
-    words = ["calibrate", "--check", str(path), "--calls", "1", "--device", "cpu"]
+    words = ["--check", str(path), "--calls", "1", "--device", "cpu"]
     for compare, status, text in (
         (alike, 0, " 0 differ"),
         (

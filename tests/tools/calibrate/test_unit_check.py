@@ -11,16 +11,17 @@ import torch
 from fmtsim.cuda.native import NativeCall, NativeScales, torch_call
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
-from tools.calibrate import unit_calls as calls
-from tools.calibrate.evidence import load_evidence
-from tools.calibrate.unit_calls import digest, draw, emulate, kinds_of, orders
-from tools.calibrate.unit_check import TorchCard, _driver, _known_order, check_unit, emulate_again
-from fmtsim.lab.cli import calibration
-from fmtsim.lab.cli.main import BAD_INPUT, main
+from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, DeviceError
 from tests.support.refusals import refused
 from tests.support.targets import mm
+from tools.calibrate import __main__ as calibration
+from tools.calibrate import unit_calls as calls
+from tools.calibrate.__main__ import main
+from tools.calibrate.evidence import load_evidence
+from tools.calibrate.unit_calls import digest, draw, emulate, kinds_of, orders
+from tools.calibrate.unit_check import TorchCard, _driver, _known_order, check_unit, emulate_again
 
 BLACKWELL = ["bf16", "fp16", "fp16, sums in fp16", "tf32", "int8", "fp8, tensor scales", "fp8, tensor scales, fast",
              "fp8, row scales", "fp8, row scales, fast", "mxfp8", "mxfp4", "nvfp4", "nvfp4, tensor scales"]  # fmt: skip
@@ -75,7 +76,7 @@ def few(monkeypatch):
 def table(monkeypatch, tmp_path, card, *words):
     monkeypatch.setattr(calibration, "TorchCard", lambda device: card)
     monkeypatch.chdir(tmp_path)
-    return main(["calibrate", *words])
+    return main([*words])
 
 
 def test_a_card_with_equal_bits(few, monkeypatch, tmp_path, capsys):
@@ -90,10 +91,10 @@ def test_a_card_with_equal_bits(few, monkeypatch, tmp_path, capsys):
     assert {kind.name: kind.unit for kind in found.kinds}["mxfp4"] == "blackwell.tcgen05.mxf4"
     with ThreadPoolExecutor(2) as pool:
         assert emulate_again(found) == emulate_again(found, pool) == [0] * 13
-    assert main(["calibrate", "--evidence", "fmtsim-evidence.json"]) == 0
+    assert main(["--evidence", "fmtsim-evidence.json"]) == 0
     again = capsys.readouterr().out
     assert again.startswith("blackwell.tcgen05 on NVIDIA B200") and "every call has the GPU's bits" in again
-    assert main(["calibrate", "--evidence", "fmtsim-evidence.json", "--json"]) == 0
+    assert main(["--evidence", "fmtsim-evidence.json", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calls_that_differ_here"] == [0] * 13
 
 
@@ -103,7 +104,7 @@ def test_a_wrong_bit_is_found(few, monkeypatch, tmp_path, capsys):
     text = capsys.readouterr().out
     assert ", 2 differ\nwritten: mine.json" in text
     assert "scaled_mm 100x80x320 e4m3 e5m2 fp32, wide data: [7, 3]: actual 0x" in text
-    assert main(["calibrate", "--evidence", "mine.json"]) == 1
+    assert main(["--evidence", "mine.json"]) == 1
     assert "emulated here: 2 calls differ" in capsys.readouterr().out
 
 
@@ -226,7 +227,7 @@ def test_bad_words(words, said, monkeypatch, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["calibrate", "--check", "blackwell.tcgen05"]) == BAD_INPUT
+    assert main(["--check", "blackwell.tcgen05"]) == BAD_INPUT
     assert "calibrate asks an NVIDIA GPU, and torch sees none here" in capsys.readouterr().err
 
 

@@ -2,7 +2,6 @@
 """Arguments of the commands about models and their training."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from fmtsim.formats.scaling import SCALINGS
@@ -329,21 +328,3 @@ def _add_serving(served: argparse._ArgumentGroup) -> None:
     count(served, "--context", "cached tokens per request")
     count(served, "--requests", "concurrent requests (default 1)")
     option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", names=names.formats)
-
-
-def declare_reproduce(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    flag(parser, "--list", "list the claims, and run none")
-    repeated(parser, "--only", "run only this claim (default: all)", names=names.claims, dest="claims")
-    flag(parser, "--quick", "leave out claims that take more than ten seconds")
-    count(parser, "--seeds", "run experiments with so many seeds (default: as many as each claim asks for)")
-    option(parser, "--first-seed", "the first of these seeds; others than 0 try claims with other random numbers", 0)
-    count(parser, "--workers", "processes that share slow claims, a CPU thread each (default: one a core)")
-    option(parser, "--executor", EXECUTOR, metavar="URL")
-    option(parser, "--device", "run claims that have a size for a GPU on this one, cuda or cuda:1", metavar="DEVICE")
-    option(parser, "--budget", "begin no training there after this time, such as 25min; the same command goes on")
-    flag(parser, "--markdown", "print the table in Markdown, with the sources")
-    text = "write claims.md, claims.json and, where matplotlib is installed, a plot of each claim with a curve"
-    option(parser, "--out", text, metavar="DIR", type=Path)
-    flag(parser, "--quiet", "show no progress")
-    add_json(parser)

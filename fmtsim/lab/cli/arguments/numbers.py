@@ -23,28 +23,28 @@ from fmtsim.lab.cli.options import (
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_file
 
+ALL_BITS = 16  # with --all
 KINDS = ("float", "int", "codebook", "log", "block", "log_tile")
 
 
 def declare_formats(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "pattern", nargs="?", default="*", help="names or aliases to list, such as 'mx*' (default: all)"
-    )
+    option(parser, "pattern", "names or aliases to list, such as 'mx*' (default: all)", metavar=None, nargs="?")
     option(parser, "--kind", "list one kind of format", choices=KINDS)
+    codes = parser.add_argument_group("the codes of one format")
+    flag(codes, "--codes", "show its codes, of a wide format its landmarks; a block format shows its element")
+    flag(codes, "--all", f"every code of a format of 9 to {ALL_BITS} bits, instead of its landmarks only")
+    repeated(codes, "--code", "show only this code (17, 0x11 or 0b10001)", "N")
+    count(codes, "--columns", "codes side by side (default 4, fewer in a narrow terminal)")
     add_json(parser)
 
 
-ALL_BITS = 16  # with --all
-
-
-def declare_table(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    option(parser, "format", "name of a format; a block format shows its element", metavar=None, names=names.formats)
-    flag(parser, "--all", f"every code of a format of 9 to {ALL_BITS} bits, instead of its landmarks only")
-    repeated(parser, "--code", "show only this code (17, 0x11 or 0b10001)", "N")
-    count(parser, "--columns", "codes side by side (default 4, fewer in a narrow terminal)")
-    add_json(parser)
+def check_formats(arguments: argparse.Namespace) -> None:
+    """Refuse codes of no format, and options of codes without --codes."""
+    if not arguments.codes and (arguments.all or arguments.code or arguments.columns is not None):
+        raise ArgumentError("--all, --code and --columns show codes of a format; add --codes")
+    if arguments.codes and arguments.pattern is None:
+        raise ArgumentError("--codes needs the name of a format; fmtsim formats lists them")
 
 
 def declare_cast(parser: argparse.ArgumentParser) -> None:
@@ -184,18 +184,13 @@ def declare_invariance(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def declare_check_recode(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("a", help="a block format, or a checkpoint: a folder, a .safetensors or a .gguf file")
-    option(parser, "b", "the block format to recode to", metavar=None, names=names.formats)
-    add_json(parser)
-
-
 def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint: a folder, a .safetensors or a .gguf file")
+    source = "the checkpoint: a folder, a .safetensors or a .gguf file; without --out also a block format"
+    parser.add_argument("folder", metavar="FOLDER", help=source)
     option(parser, "--to", "the block format", metavar="FORMAT", names=names.formats, required=True)
-    option(parser, "--out", "the folder to write, which must not exist yet", metavar="DIR", type=Path, required=True)
+    out = "the folder to write, which must not exist yet; without it, say what would be lost, and exit with 1 if any is"
+    option(parser, "--out", out, metavar="DIR", type=Path)
     layouts = "compressed-tensors: 2-d weights; gpt-oss: MXFP4; deepseek: E4M3 under real scales"
     option(parser, "--layout", layouts, "compressed-tensors", choices=("compressed-tensors", "gpt-oss", "deepseek"))
     scales = "rule: the format's own; own: those of the checkpoint, carried over, so that fewer bits are lost"
@@ -207,31 +202,32 @@ def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 def declare_vectors(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    option(parser, "format", "any format that fmtsim.encode takes", metavar=None, names=names.formats)
-    option(parser, "--out", "the folder to write; README.md there says how to use it", metavar="DIR", type=Path,
-           required=True)  # fmt: skip
+    option(parser, "format", "any format that fmtsim.encode takes", metavar=None, names=names.formats, nargs="?")
+    option(parser, "--out", "the folder to write; README.md there says how to use it", metavar="DIR", type=Path)
     count(parser, "--block-size", "numbers that share a scale")
     option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", names=names.scale_rules)
     add_rounding(parser)
-    add_json(parser)
-
-
-check_vectors = check_explain
-
-
-def declare_check_vectors(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="what fmtsim vectors wrote")
+    check = parser.add_argument_group("comparing what a kernel made of such inputs, instead of writing them")
+    option(check, "--check", "the folder that --out wrote", metavar="DIR", type=Path)
     files = ".npy, .npz, .pt or .safetensors; FILE:NAME picks a tensor"
-    option(parser, "--decode", f"values that a kernel made of codes and scales: {files}", metavar="FILE")
-    option(parser, "--encode", "codes that it made of inputs; scales too where the file names them", metavar="FILE")
+    option(check, "--decode", f"values that a kernel made of codes and scales: {files}", metavar="FILE")
+    option(check, "--encode", "codes that it made of inputs; scales too where the file names them", metavar="FILE")
     add_json(parser)
 
 
-def check_check_vectors(arguments: argparse.Namespace) -> None:
-    """Refuse files that are not there, and nothing to check."""
-    words = [text for text in (arguments.decode, arguments.encode) if text]
-    if not words:
-        raise ArgumentError("check-vectors compares a kernel's results; pass --decode FILE, --encode FILE, or both")
-    for text in words:
+def check_vectors(arguments: argparse.Namespace) -> None:
+    """Refuse half of either job, both jobs at once, and files that are not there."""
+    results = [text for text in (arguments.decode, arguments.encode) if text]
+    if arguments.check is None:
+        if results:
+            raise ArgumentError("--decode and --encode are compared with vectors; add --check DIR")
+        if arguments.format is None or arguments.out is None:
+            raise ArgumentError("vectors writes a format's inputs into a folder; pass FORMAT --out DIR, or --check DIR")
+        check_explain(arguments)
+        return
+    if arguments.format is not None or arguments.out is not None:
+        raise ArgumentError("--check reads the folder that --out wrote, with its format; leave FORMAT and --out out")
+    if not results:
+        raise ArgumentError("--check compares a kernel's results; pass --decode FILE, --encode FILE, or both")
+    for text in results:
         tensor_file(text)

@@ -96,9 +96,6 @@ def declare_verify(parser: argparse.ArgumentParser) -> None:
         "every unit against the CPU's"
     )
     option(parser, "--device", device, metavar="NAME")
-    vectors = "gemm: a folder of mtc_*.npz, probe_*.npz or recorded calls"
-    repeated(parser, "--vectors", vectors, "DIR", names.recordings)
-    count(parser, "--limit", "gemm: compare about N outputs of each set")
     repeated(parser, "--format", "check only this format (default: all listed formats)", names=names.formats,
              dest="formats", default=None)  # fmt: skip
     flag(parser, "--exhaustive", "all 2**32 float32 inputs of e4m3, e5m2, bf16, fp16, e2m1: minutes for each")

@@ -2,8 +2,6 @@
 """Replaying recorded products: files of every layout, planted errors, and the recordings beside the tree."""
 
 import json
-import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -11,16 +9,14 @@ import pytest
 import torch
 
 import fmtsim.torch_engine
-from fmtsim.gemm.products import operator
-from fmtsim.lab.cli.main import BAD_INPUT, main
-from fmtsim.lab.verify import gemm
-from fmtsim.lab.verify.gemm import SQUARE, gemm_tasks, plan_basis
-from tools.calibrate.recordings import Call, find_recordings, read_calls, read_dots
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import DataError
 from tests.support.operands import normal
-from tests.support.recorded import GOLDEN, VECTORS, needs_golden, needs_vectors
 from tests.support.refusals import refused
+from tools.calibrate import replay as gemm
+from tools.calibrate.__main__ import main
+from tools.calibrate.recordings import Call, find_recordings, read_calls, read_dots
+from tools.calibrate.replay import SQUARE, _cheapest, gemm_tasks, plan_basis
 
 UNSIGNED = {1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}
 ROWS = SQUARE + 5
@@ -296,72 +292,27 @@ def test_folders_and_limits(tmp_path):
 
 
 def test_the_command(dots, capsys):
-    assert main(["verify", "gemm", "--vectors", str(dots), "--limit", "9"]) == 0
+    assert main(["--recordings", str(dots), "--limit", "9"]) == 0
     text = capsys.readouterr().out
     (line,) = (line for line in text.splitlines() if line.startswith("mtc_A2"))
     assert line.split()[:9] == ["mtc_A2_bf16_fp32", "A2,", "ampere.mma", "9", "of", "37", "9", "0", "-"]
     assert text.splitlines()[-1].startswith("5 sets, 45 outputs; ") and text.endswith("all bits agree\n")
     flip(dots / "mtc_A2_bf16_fp32.npz", "d")
-    assert main(["verify", "gemm", "--vectors", str(dots)]) == 1
+    assert main(["--recordings", str(dots)]) == 1
     text = capsys.readouterr().out
     assert "mtc_A2_bf16_fp32: 1 of 37 differ; [0]: actual 0x" in text and "MISMATCHES" in text
-    assert main(["verify", "gemm", "--vectors", str(dots), "--json"]) == 1
+    assert main(["--recordings", str(dots), "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert (record["outputs"], record["mismatches"], len(record["sets"])) == (5 * ROWS, 1, 5)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("gemm",), "fmtsim verify gemm needs recordings or a device; pass --vectors DIR, or --device cuda"),
-        (("gemm", "--vectors", ".", "--format", "e4m3"), "--format has no meaning for fmtsim verify gemm; leave it"),
-        (("gemm", "--vectors", ".", "--exhaustive"), "--exhaustive has no meaning for fmtsim verify gemm"),
-        (("--vectors", "."), "--vectors has no meaning for fmtsim verify casts; leave it out"),
-        (("casts", "--limit", "3"), "--limit has no meaning for fmtsim verify casts"),
-    ],
-)
-def test_arguments_of_the_other_half_are_refused(words, message, capsys):
-    assert main(["verify", *words]) == BAD_INPUT
-    assert capsys.readouterr().err.startswith(f"fmtsim: error: {message}")
+def test_the_cheapest_calls_come_first():
+    def call(rows, columns, k):
+        a, b = torch.zeros(rows, k), torch.zeros(columns, k)
+        return Call(function="mm", a=a, b=b, out=torch.zeros(rows, columns), scale_a=None, scale_b=None, bias=None,
+                    options={}, label="")  # fmt: skip
 
-
-@pytest.fixture(params=["cpu", "torch"])
-def engine(request, monkeypatch):
-    """Multiply by the CPU engine where it can, then by torch operations alone."""
-    if request.param == "torch":
-        monkeypatch.setattr(operator, "gemm_engine", lambda spec, a, b: fmtsim.torch_engine)
-
-
-@needs_vectors
-@pytest.mark.parametrize(("limit", "outputs"), [(200, 9_600), pytest.param(None, 240_000, marks=pytest.mark.slow)])
-def test_recorded_dot_products(engine, limit, outputs):
-    found = replay(VECTORS, limit=limit)
-    assert len(found) == 48 and sum(r.outputs for r in found.values()) == outputs
-    assert {name: r.first for name, r in found.items() if r.mismatches} == {}
-
-
-@needs_vectors
-def test_a_corrupted_copy_of_a_recording_is_caught(tmp_path):
-    path = Path(shutil.copy(VECTORS / "mtc_B200_E4M3_fp16.npz", tmp_path))
-    path.chmod(0o600)
-    assert replay(tmp_path, limit=100)["mtc_B200_E4M3_fp16"].mismatches == 0
-    flip(path, "d", 41)
-    wrong = replay(tmp_path, limit=100)["mtc_B200_E4M3_fp16"]
-    assert wrong.mismatches == 1 and wrong.first.startswith("[41]: actual 0x")
-
-
-@needs_golden
-@pytest.mark.parametrize("engine", ["torch"], indirect=True)
-def test_some_recorded_calls(engine):
-    found = replay(GOLDEN, limit=3000)
-    assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
-    assert sum(r.outputs for r in found.values()) > 20_000
-
-
-@needs_golden
-@pytest.mark.parametrize("engine", ["cpu", pytest.param("torch", marks=pytest.mark.slow)], indirect=True)
-def test_all_recorded_calls(engine):
-    found = replay(GOLDEN)
-    assert {name: r.first for name, r in found.items() if r.mismatches > r.in_guesses} == {}
-    assert sum(r.cases for name, r in found.items() if name.startswith("h200")) == 117
-    assert sum(dict(r.plans).get("guess", 0) for r in found.values()) <= 1
+    calls = [call(8, 4, 100), call(2, 3, 5), call(4, 4, 2), call(1, 1, 1)]
+    assert _cheapest(calls, None) is calls
+    for limit, kept in ((1, [3]), (2, [1, 3]), (7, [1, 3]), (8, [1, 2, 3]), (23, [1, 2, 3]), (24, [0, 1, 2, 3])):
+        assert [calls.index(one) for one in _cheapest(calls, limit)] == kept, limit

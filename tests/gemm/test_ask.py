@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets import ask
-from tools.calibrate.ask import Asker, normalised, open_asker
+from fmtsim.gemm.targets.ask import Asker, normalised, open_asker
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.support.errors import DeviceError
