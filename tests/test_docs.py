@@ -242,7 +242,7 @@ def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path, monkeypatch,
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     planted = tmp_path / "docs" / "recipes.md"
     planted.parent.mkdir()
-    planted.write_text(page.replace("| `mu_s` | e4m3 |", "| `mu_s` | e5m2 |"), encoding="utf-8")
+    planted.write_text(page.replace("|`mu_s`|e4m3|", "|`mu_s`|e5m2|"), encoding="utf-8")
     monkeypatch.setattr(tables, "DOCS", planted.parent)
     assert tables.main(["--check"]) == 1 and "docs/recipes.md is stale" in capsys.readouterr().err
     assert tables.main([]) == 0 and planted.read_text(encoding="utf-8") == page

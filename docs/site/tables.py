@@ -7,7 +7,7 @@ from the records of the catalogues and from the parsers of the command line.
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -109,7 +109,12 @@ def grouped(header: Row, rows: Sequence[tuple[Recipe | PtqRecipe, Row]]) -> str:
     for key, members in groups.items():
         cells = key if len(members) > 1 else members[0][1]
         table.append((listed([named(recipe) for recipe, _ in members]), *cells))
-    return markdown(list(without_repeats(table)))
+    return tight(without_repeats(table))
+
+
+def tight(rows: Iterable[Row]) -> str:
+    """Return a table in Markdown without spaces at the bars: long rows are read on the site, not in the file."""
+    return re.sub(r" ?(?<!\\)\| ?", "|", markdown(list(rows)))
 
 
 def without_format(cell: str, name: str) -> str:
@@ -132,9 +137,9 @@ def methods(recipe: PtqRecipe) -> str:
     """Return how scales and weights of a recipe are found."""
     lines = str(recipe).splitlines()[3:]
     parts = [line.removeprefix("with: ") for line in lines if not line.startswith(("source:", "notes:"))]
-    calibration = [f"static, {recipe.calibration}"] if recipe.calibration else []
+    calibration = [f"static {recipe.calibration}".removesuffix(" absmax")] if recipe.calibration else []
     sets = {len(q.scaling.allowed) for q in (recipe.x, recipe.w) if q.scaling and q.scaling.allowed}
-    return "; ".join(calibration + [f"{number} scales to choose from" for number in sets] + parts)
+    return "; ".join(calibration + [f"{number} scales" for number in sets] + parts)
 
 
 def reduction_table() -> str:
@@ -158,7 +163,7 @@ def command_table() -> str:
             options = [action.option_strings[-1] for action in actions if action.option_strings]
             shown = " ".join(option for option in options if option not in ("--help", "--json"))
             rows.append((f"`{' '.join([name, *words])}`", summary, f"`{shown}`" if shown else ""))
-    return markdown(rows)
+    return tight(rows)
 
 
 def named(recipe: Recipe | PtqRecipe) -> str:
