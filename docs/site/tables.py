@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the generated tables of the pages: ``python docs/site/tables.py``; with ``--check``, exit with 1 if one is stale.
+"""Write the generated tables of the pages: ``python docs/site/tables.py``; with ``--check``, exit 1 if one is stale.
 
 A page has a table between ``<!-- table: NAME -->`` and ``<!-- end -->``, NAME being a key of ``TABLES``. Rows are made
 from the records of the catalogues and from the parsers of the command line.
@@ -86,7 +86,10 @@ def uses(first: Quantizer, second: Quantizer) -> str:
 
 def besides(recipe: Recipe) -> str:
     """Return what a recipe says beside the operands of its layers."""
-    parts = [f"{rule.where}: {'hp' if rule.use is None else ', '.join(operands(rule.use)[:2])}" for rule in recipe.rules]
+    exceptions = [
+        (rule.where, "hp" if rule.use is None else " and ".join(operands(rule.use)[:2])) for rule in recipe.rules
+    ]
+    parts = [f"{where}: {how}" for where, how in exceptions]
     parts += [text for name, text in recipe.facts() if name not in ("rule", "level", "variant", "source", "notes")]
     parts += [f"levels {', '.join(level.name for level in recipe.levels)}"] if recipe.levels else []
     out = recipe.linear.wgrad.out if recipe.linear else Quantizer()

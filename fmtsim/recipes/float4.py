@@ -62,7 +62,7 @@ def _two_ways() -> tuple[Recipe, ...]:
     tj, turned = cast("nvfp4_double_scale"), (Hadamard(size=16, signs="random"),)
     tj_g = cast("nvfp4_double_scale", rounding=STOCHASTIC, transforms=turned)
     tj_again = replace(tj_g, source="requantised")
-    # The factories of Transformer Engine's zoo, run on a CPU with stubs, give the quantiser of each of 90 operands; none
+    # The factories of Transformer Engine's zoo, run on a CPU with stubs, give the quantiser of 90 operands; none
     # differs. ao_four_six follows the text of the pull request (its formats have Transformer Engine's bits); torchao's
     # own code was not run. tetrajet2: 127 of 131,072 scales and 1,873 of 2,097,152 elements of bfloat16 numbers differ
     # from the source's steps, which divide by 448, then by 6.
@@ -158,8 +158,8 @@ def _fouroversix() -> tuple[Recipe, ...]:
     IF4's are missing: neither a gradient's two tops nor MS-EDEN combine with two grids here.
     """
     # Held to the source's own `quantize` on a CPU, errors of candidates added from left to right: 65,536 scales and
-    # 1,048,576 elements of each operand are equal, of gradients the scales, and elements up to the random choice between
-    # neighbours. Gradients of nvint4 and wgrad_nvint4 are the exception: 448 * 7 * 16 / 17 is 2951.5293 in the source
+    # 1,048,576 elements of each operand are equal, of gradients the scales, and elements up to the random choice of a
+    # neighbour. Gradients of nvint4 and wgrad_nvint4 are the exception: 448 * 7 * 16 / 17 is 2951.5293 in the source
     # and 2951.5295 here, so that 96 of 65,536 block scales differ.
 
     def operand(element: str, mse: bool, top: float = 1.0, **fields: Any) -> Quantizer:

@@ -185,7 +185,7 @@ RECIPES = (
         "Level O2 unless another is asked for. Weights that O3 gathers in E4M3 are the codes that O2's products make "
         "of the master weights, so both train with the same bits; the bytes on each rank are others",
     ),
-    # The source's class lets the gradient through the scale of Smooth-SwiGLU unless DETACH_SCALED_SWIGLU is true, as its
+    # The source's class lets the gradient through Smooth-SwiGLU's scale unless DETACH_SCALED_SWIGLU is true, as its
     # script for FP8 (run_llama2_7b_fp8.sh) sets it. The recipe follows the script: the function does not depend on the
     # scale, so that both gradients are equal but for roundings.
     *(
@@ -253,8 +253,8 @@ RECIPES = (
         linear=_ao_rows_hp(),
         source=f"{_AO}, float8 rowwise_with_gw_hp: weight gradients in high precision",
     ),
-    # ao_mxfp8_even from amax 1.9375 * 2^127 on: the source's rounding carries into infinity, which makes scale code 255,
-    # a block of NaN. Here such a block has the exponent of 2^128: scale code 247, and elements up to 256.
+    # ao_mxfp8_even from amax 1.9375 * 2^127 on: the source's rounding carries into infinity, which makes scale code
+    # 255, a block of NaN. Here such a block has the exponent of 2^128: scale code 247, and elements up to 256.
     *(
         Recipe(name=f"ao_mxfp8_{rule}", machine=BLACKWELL, linear=_mx(rule), source=f"{_AO}, to_mx {rule.upper()}")
         for rule in SCALE_RULES
