@@ -4,7 +4,7 @@
 import ast
 import contextlib
 import copy
-import importlib
+import importlib.util
 import json
 import re
 import tomllib
@@ -232,3 +232,17 @@ def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
             names["model"] = copy.deepcopy(model)
         exec(compile(block, f"{name}.md", "exec"), names)
     assert not_printed((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), capsys.readouterr().out) == []
+
+
+def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "site" / "tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    assert tables.main(["--check"]) == 0, capsys.readouterr().err
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    planted = tmp_path / "docs" / "recipes.md"
+    planted.parent.mkdir()
+    planted.write_text(page.replace("|`mu_s`|e4m3|", "|`mu_s`|e5m2|"), encoding="utf-8")
+    monkeypatch.setattr(tables, "DOCS", planted.parent)
+    assert tables.main(["--check"]) == 1 and "docs/recipes.md is stale" in capsys.readouterr().err
+    assert tables.main([]) == 0 and planted.read_text(encoding="utf-8") == page

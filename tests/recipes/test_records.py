@@ -5,8 +5,6 @@ import dataclasses
 import json
 import math
 import re
-import runpy
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +22,8 @@ from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_t
 from fmtsim.recipes.table import HEADINGS
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
-from tools.recipes_page import MARKS, catalogue_markdown, with_catalogue
 
 NAMES = [recipe.name for recipe in RECIPES]
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "recipes.md"
 
 
 @pytest.fixture
@@ -134,21 +129,6 @@ def test_a_recipe_of_ones_own_is_listed(own):
     with pytest.raises(ArgumentError, match="a recipe named 'coat' exists already; choose another name"):
         register_recipe(dataclasses.replace(own, name="coat", aliases=()))
     refused("takes a Recipe or a PtqRecipe, not 'coat'", register_recipe, "coat")
-
-
-def test_the_page_of_recipes_is_written_from_the_records(tmp_path, monkeypatch):
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == with_catalogue(page, RECIPES), "docs/recipes.md is behind the records; run tools.recipes_page"
-    planted = page.replace("| `mu_s` | e4m3 |", "| `mu_s` | e5m2 |")
-    assert planted != page and with_catalogue(planted, RECIPES) == page
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "recipes.md").write_text(planted, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(ROOT / "tools" / "recipes_page.py"), run_name="__main__")
-    assert Path("docs/recipes.md").read_text(encoding="utf-8") == page
-    table = catalogue_markdown(RECIPES).splitlines()
-    assert len(table) == len(RECIPES) + 2 and all(mark in page for mark in MARKS)
-    assert {line.count("|") - line.count("\\|") for line in table} == {6}
 
 
 def test_a_printed_recipe_says_every_operand():

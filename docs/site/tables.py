@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the generated tables of the pages: ``python docs/site/tables.py``; with ``--check``, exit 1 if one is stale.
+
+A page has a table between ``<!-- table: NAME -->`` and ``<!-- end -->``, NAME being a key of ``TABLES``. Rows are made
+from the records of the catalogues and from the parsers of the command line.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from fmtsim.distributed import REDUCTIONS, Reduction
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.lab.cli.main import GROUPS, build_parser
+from fmtsim.optim.catalogue import scheme_table
+from fmtsim.recipes import catalogue, ptq_catalogue
+from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.spec import Recipe
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.table import Row, markdown
+
+DOCS = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SAME: Final = '"'  # a source that is that of the row above
+
+# The words of records, and how tables abbreviate them; docs/recipes.md has the legend.
+ABBREVIATIONS: Final = (
+    (r"the forward codes", "codes"),
+    (r"high precision", "hp"),
+    (r"amax of ", ""),
+    (r"the tensor's dtype", "own dtype"),
+    (r"the tensor\b", "tensor"),
+    (r"each row(?=[,\]])", "row"),
+    (r"(exponent|power of two) by (\w+)", r"2^\2"),
+    (r"tensor scale \((\w+)\)", r"+\1"),
+    (r"best of 1, 1.5 by (\w+)", r"4/6 \1"),
+    (r"best of ([\d.]+), .*, ([\d.]+) by (\w+)", r"best of \1...\2 by \3"),
+    (r"one of tensor, x (\d+)", r"fixed \1"),
+    (r"^times", "loss times"),
+    (r"^the rest in", "rest in"),
+    (r"(\w+) of (\d+) calls", r"\1 \2"),
+    (r"nearest_away", "RA"),
+    (r"nearest_toward_zero", "RNZ"),
+    (r"toward_zero", "RZ"),
+    (r"stochastic", "SR"),
+    (r"Hadamard (\w+), random signs,?", r"H\1±"),
+    (r"Hadamard (\w+), signs 0xd7e8, in bf16,?", r"H\1-te"),
+    (r"Hadamard (\w+), of the outer axis, undone,?", r"H\1-outer"),
+    (r"Hadamard (\w+),?", r"H\1"),
+    (r"requantised,?", "again"),
+    (r"blocks of 1, exact, nearest_even to fp32", "chain"),
+    (r"gradients in hp", "backward hp"),
+    (r"name ~ (\S+):", r"`\1`:"),
+)
+
+
+def short(text: object) -> str:
+    """Return the text of a record in the abbreviations of the tables, without spaces inside the brackets of scales."""
+    text = str(text)
+    for pattern, replacement in ABBREVIATIONS:
+        text = re.sub(pattern, replacement, text)
+    return re.sub(r"(?:, )?\[.*?\]", lambda found: re.sub(r"^, |(?<=,) ", "", found[0]), text)
+
+
+def recipe_table() -> str:
+    """Return the recipes for training: three operands, what else runs differently, source."""
+    rows = [
+        (recipe, (*operands(recipe.linear or LinearConfig()), besides(recipe), origin(recipe)))
+        for recipe in catalogue.RECIPES
+    ]
+    return grouped(("name", "x", "w", "g", "besides", "source"), rows)
+
+
+def operands(config: LinearConfig) -> tuple[str, str, str]:
+    """Return x, w and g of a layer: the quantiser of the first product, and that of the second where it differs."""
+    q = config.operands
+    return uses(q["x_f"], q["x_w"]), uses(q["w_f"], q["w_d"]), uses(q["g_d"], q["g_w"])
+
+
+def uses(first: Quantizer, second: Quantizer) -> str:
+    """Return the quantisers of both uses of a tensor, one where they are alike."""
+    return short(first) if first == second else f"{short(first)}; {short(second)}"
+
+
+def besides(recipe: Recipe) -> str:
+    """Return what a recipe says beside the operands of its layers."""
+    exceptions = [
+        (rule.where, "hp" if rule.use is None else " and ".join(operands(rule.use)[:2])) for rule in recipe.rules
+    ]
+    parts = [f"{where}: {how}" for where, how in exceptions]
+    parts += [text for name, text in recipe.facts() if name not in ("rule", "level", "variant", "source", "notes")]
+    parts += [f"levels {', '.join(level.name for level in recipe.levels)}"] if recipe.levels else []
+    out = recipe.linear.wgrad.out if recipe.linear else Quantizer()
+    return "; ".join(map(short, [*([f"dw to {out}"] if out.format else []), *parts]))
+
+
+def ptq_table() -> str:
+    """Return the recipes for quantisation after training: two operands, methods, source."""
+    rows = [(r, (short(r.x), short(r.w), short(methods(r)), origin(r))) for r in ptq_catalogue.RECIPES]
+    return grouped(("name", "x", "w", "method", "source"), rows)
+
+
+def grouped(header: Row, rows: Sequence[tuple[Recipe | PtqRecipe, Row]]) -> str:
+    """Return a table in which recipes share a row that differ in the format alone, which is F there."""
+    groups: dict[Row, list[tuple[Recipe | PtqRecipe, Row]]] = {}
+    for recipe, cells in rows:
+        key = *(without_format(cell, recipe.name) for cell in cells[:-1]), cells[-1]
+        groups.setdefault(key, []).append((recipe, cells))
+    table = [header]
+    for key, members in groups.items():
+        cells = key if len(members) > 1 else members[0][1]
+        table.append((listed([named(recipe) for recipe, _ in members]), *cells))
+    return tight(without_repeats(table))
+
+
+def tight(rows: Iterable[Row]) -> str:
+    """Return a table in Markdown without spaces at the bars: long rows are read on the site, not in the file."""
+    return re.sub(r" ?(?<!\\)\| ?", "|", markdown(list(rows)))
+
+
+def without_format(cell: str, name: str) -> str:
+    """Return a cell with F for its first format, if the name of the recipe begins with it, or has its ``eXmY``."""
+
+    def letter(found: re.Match[str]) -> str:
+        fields = re.match(r"e\dm\d", found[0])
+        in_name = fields is not None and fields[0] in name
+        return "F" if in_name or re.match(rf"{found[0]}(_|$)", name) else found[0]
+
+    return re.sub(r"^\w+|(?<=sparse, )\w+", letter, cell)
+
+
+def listed(names: list[str]) -> str:
+    """Return names, of a long series the first and the last."""
+    return ", ".join(names) if len(names) < 20 else f"{names[0]} to {names[-1]} ({len(names)})"
+
+
+def methods(recipe: PtqRecipe) -> str:
+    """Return how scales and weights of a recipe are found."""
+    lines = str(recipe).splitlines()[3:]
+    parts = [line.removeprefix("with: ") for line in lines if not line.startswith(("source:", "notes:"))]
+    calibration = [f"static {recipe.calibration}".removesuffix(" absmax")] if recipe.calibration else []
+    sets = {len(q.scaling.allowed) for q in (recipe.x, recipe.w) if q.scaling and q.scaling.allowed}
+    return "; ".join(calibration + [f"{number} scales" for number in sets] + parts)
+
+
+def reduction_table() -> str:
+    """Return the reductions of gradients."""
+    factors = {"auto": "mu", "pre": "1/N", "post": "1", "sqrt": "1/sqrt(N)"}
+    rows: list[Row] = [("name", "format", "factor", "scale", "NaN and Inf", "source")]
+    for name, r in REDUCTIONS.items():
+        scale = short(f"[{r.scaling}]") if r.scaling else "none"
+        rows.append((f"`{name}`", r.format.name, factors[r.factor], scale, r.nonfinite, origin(r)))
+    return markdown(list(without_repeats(rows)))
+
+
+def command_table() -> str:
+    """Return the commands by task: positional arguments, what a command does, its options but --help and --json."""
+    rows: list[Row] = [("command", "", "options")]
+    for title, commands in GROUPS.items():
+        rows.append((f"**{title}**", "", ""))
+        for name, summary in commands.items():
+            actions = build_parser(name).actions
+            words = [str(action.metavar or action.dest).upper() for action in actions if not action.option_strings]
+            options = [action.option_strings[-1] for action in actions if action.option_strings]
+            shown = " ".join(option for option in options if option not in ("--help", "--json"))
+            rows.append((f"`{' '.join([name, *words])}`", summary, f"`{shown}`" if shown else ""))
+    return tight(rows)
+
+
+def named(recipe: Recipe | PtqRecipe) -> str:
+    """Return the name and the aliases of a recipe."""
+    return ", ".join(f"`{name}`" for name in (recipe.name, *recipe.aliases))
+
+
+def origin(record: Recipe | PtqRecipe | Reduction) -> str:
+    """Return the source of a record: paper or library and version, without the remark behind them."""
+    return re.split(": |, its ", record.source)[0]
+
+
+def without_repeats(rows: list[Row]) -> Iterator[Row]:
+    """Yield rows whose last cell is a ditto mark where it is that of the row above."""
+    above = ""
+    for row in rows:
+        yield (*row[:-1], SAME if row[-1] == above else row[-1])
+        above = row[-1]
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "recipes": recipe_table,
+    "ptq": ptq_table,
+    "schemes": scheme_table,
+    "reductions": reduction_table,
+    "cli": command_table,
+}
+
+
+def written(page: str) -> str:
+    """Return the text of a page with its tables made anew; KeyError for a table that does not exist."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the tables of all pages, or name the pages whose tables are stale."""
+    stale = [path for path in sorted(DOCS.rglob("*.md")) if (text := path.read_text("utf-8")) != written(text)]
+    for path in stale:
+        if "--check" in arguments:
+            print(f"{path.relative_to(DOCS.parent)} is stale; run python docs/site/tables.py", file=sys.stderr)
+        else:
+            path.write_text(written(path.read_text("utf-8")), "utf-8")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
