@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the tables of studies/claims/README.md anew: ``python -m studies.claims.page``, in the root of a checkout.
 
-The tables show the records of the claims, the verdicts of a run on GPUs (assets/h200_2026-11-27.json) and the numbers of
-the miniatures (assets/miniature_2026-11-27.json). Text outside the marks stays as it is.
+The tables show the records of the claims, what runs on GPUs gave (assets/h200_2026-11-27.json) and the numbers of the
+miniatures (assets/miniature_2026-11-27.json). Text outside the marks stays as it is.
 """
 
 import json
@@ -34,7 +34,8 @@ def together(words: Sequence[str]) -> str:
         return "-"
     if len(set(words)) > 1:
         return "; ".join(words)
-    return words[0] if len(words) == 1 else f"{words[0]}, twice" if len(words) == 2 else f"{words[0]}, {len(words)} times"
+    times = {1: "", 2: ", twice"}.get(len(words), f", {len(words)} times")
+    return f"{words[0]}{times}"
 
 
 def table_of_claims(claims: Iterable[Claim], record: Runs) -> str:
@@ -47,7 +48,7 @@ def table_of_claims(claims: Iterable[Claim], record: Runs) -> str:
 
 
 def table_on_gpu(claims: Iterable[Claim], record: Runs, miniature: dict[str, Any]) -> str:
-    """Return a row for each number of the claims that ran on a GPU: means over seeds, with the least and the largest."""
+    """Return a row for each number of the claims that ran on a GPU: means over seeds, least and largest."""
     rows = [("claim", "number", "source", "in miniature", "on a GPU, by run", "verdict on a GPU")]
     for claim in claims:
         runs = runs_of(claim, record)
@@ -69,7 +70,8 @@ def _numbers(claim: Claim, runs: Runs, miniature: dict[str, Any]) -> Iterator[tu
         verdict = together([row.verdict for row in measured]) if expected.bounded else "-"
         ours = (small.get(expected.name) or [None])[0]
         in_miniature = "-" if ours is None else short(ours)
-        yield expected.name, compared(expected), in_miniature, "; ".join(_spread(row.values) for row in measured), verdict
+        by_run = "; ".join(_spread(row.values) for row in measured)
+        yield expected.name, compared(expected), in_miniature, by_run, verdict
 
 
 def _spread(values: Sequence[float]) -> str:
