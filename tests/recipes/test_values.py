@@ -87,7 +87,7 @@ def test_scales_of_zeros_and_of_wild_numbers():
 
 
 ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "docs/records/training_recipes_h200.json").read_text())
+RECORD = json.loads((ROOT / "benchmarks/results/training_recipes_h200.json").read_text())
 
 
 def rows():

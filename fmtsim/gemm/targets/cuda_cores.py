@@ -4,6 +4,10 @@
 Matrix-vector and small kernels take operands of any dtype, the others float32 alone (and TF32, unsplit).
 """
 
+# H200, torch 2.11.0+cu130, cuBLASLt 13.1.0, 2026-11-24, products in float32: the heuristic's algorithm and split are
+# those of the kernel that ran in 2,076 of 2,076 calls; of 1,095 fresh calls 1,083 have the orders below, 12 are named
+# unknown.
+
 from typing import Any, Final, NamedTuple
 
 from fmtsim.gemm.targets.order import Architecture, Order, cached_plan, ceil_div, reduction_of, slice_of
@@ -119,6 +123,7 @@ GEMV_FLOAT32: Final[dict[str, dict[int, Lanes]]] = {"sm_90": _by_option(*_FLOAT3
 """The same with float32 operands, which are multiplied as they are."""
 
 _MOST_RESULTS: Final = {"sm_90": 8448, "sm_100": 9728, "sm_103": 9728}  # of option 10, which has fewer lanes beyond
+# With 2 to 79 results 15 of 15 calls have the 32 lanes of 16-bit operands, with 489 to 4,096 0 of 5 (H100, 2026-11-27).
 _MOST_RESULTS_FLOAT32: Final = 100  # likewise, of each product of a batch: from 489 on there are fewer
 
 
@@ -173,6 +178,10 @@ def multiply_adds(choice: Choice, call: GemmCall, architecture: Architecture) ->
     """
     if choice.split != 1 or not _scalar(call):
         return None
+    # H100, 2026-11-27: 333 calls with K <= 64 on zeros, subnormal and tiny numbers, Inf and NaN at the first or last
+    # place along K: 0 of 722,848 results of 20, 55 and 56 differ. Of 12 (K = 1), which gives the bare product and so -0
+    # for 0 times a negative number, 1,613 of 18,336 do: it stays a guess. (H200, 2026-11-23: as chains, the signs of
+    # 314,258 zeros of 19,349 million results differed.)
     if choice.algorithm in (55, 56) or (choice.algorithm == 20 and call.k < 8):
         return _fma(call, promote_every=call.k)
     return _fma(call)._replace(certain=call.k > 1)

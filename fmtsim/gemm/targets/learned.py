@@ -132,6 +132,11 @@ class Group(NamedTuple):
     certain_right: int
 
 
+# The H200's leaves are certain about 8 % (batches with FP16 accumulation) to 100 % (FP8 with scales of rows) of the
+# answers held out, and right about 99.95 to 100 % of these (cuBLASLt 13.1.0, 2026-11-23 and 2026-11-27). Half of all
+# errors have the kernel right and the number of parts wrong. Tried for more certainty, bfloat16 with a bias on an H100,
+# 53.5 % at 99.98 % (2026-11-27): 1,176,053 answers instead of 500,000 (49 to 52 %); agreement of five randomised trees
+# (51 % at 99.98 %); agreement about twelve questions nearby (no more). Asking the library is what makes a call known.
 class Guess(NamedTuple):
     """A choice that stands for the library's most likely order; certain where 999 of 1,000 held out were right."""
 
