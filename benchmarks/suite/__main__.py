@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.suite import cpu, gemm, overheads
 from benchmarks.suite.against import Comparison, compared
+from benchmarks.suite.device import BENCH_SIZES
 from benchmarks.suite.overheads import Overhead
 from benchmarks.suite.timing import Timed
 from fmtsim.lab.cli.machine import processor
@@ -26,10 +27,6 @@ Measured = tuple[dict[str, Any], Callable[[], str]]
 Keep = Callable[[dict[str, Any]], None]
 
 
-BENCH_SIZES = {
-    "width": "of the models; by default what fits the device", "layers": "blocks of a model",
-    "batch_size": "sequences of a step", "context": "tokens of a sequence",
-}  # fmt: skip
 BENCH_DEFAULTS = {"side": 4096, "shape": [512, 512, 2048], "threads": [1, 2]}
 KERNELS = ("side", "threads", "kernels_only")
 # Which options belong to what is measured, beside those that all have.

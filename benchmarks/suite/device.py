@@ -14,7 +14,6 @@ from benchmarks.suite import gpu, layers, models
 from benchmarks.suite.gpu import Other
 from benchmarks.suite.gpu_cases import UNITS
 from benchmarks.suite.models import HEAD, Sizes
-from fmtsim.lab.cli.arguments.machine import BENCH_SIZES
 from fmtsim.lab.cli.machine import processor_name
 from fmtsim.lab.cli.options import check_device, check_positive, chosen_cases
 from fmtsim.lab.cli.output import at_work, each_shown, format_items, format_table, origin, versions_of
@@ -22,6 +21,10 @@ from fmtsim.support.errors import ArgumentError, DeviceError, FmtsimError
 from fmtsim.support.table import Column
 
 _GPU_PACKAGES = ("fmtsim", "torch", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
+BENCH_SIZES = {
+    "width": "of the models; by default what fits the device", "layers": "blocks of a model",
+    "batch_size": "sequences of a step", "context": "tokens of a sequence",
+}  # fmt: skip
 
 
 def measured_gpu(

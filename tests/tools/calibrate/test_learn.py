@@ -162,7 +162,7 @@ def test_ctrl_c_ends_growing_trees(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(
         "import sys, torch\nfrom functools import partial\nfrom tools.calibrate import learn\n"
-        "from fmtsim.lab.cli import calibration\nfrom fmtsim.lab.cli.main import main\n"
+        "from tools.calibrate import __main__ as calibration\nfrom tools.calibrate.__main__ import main\n"
         "from tests.support.cublaslt import library_file, open_stand_in\n"
         "class GPU: library, device = 'a GPU', torch.device('cuda', 0)\n"
         "if __name__ == '__main__':\n"
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_growing_trees(tmp_path):
         "    calibration.learn = lambda path, asker, **rest: learn.learn(\n"
         "        path, partial(open_stand_in, library_file()), topics=learn.TOPICS[1:2], **rest)\n"
         "    torch.cuda.get_device_capability = lambda device: (9, 0)\n"
-        "    sys.exit(main(['calibrate', '--learn', 'a.trees', '--questions', '400', '--workers', '2']))\n"
+        "    sys.exit(main(['--learn', 'a.trees', '--questions', '400', '--workers', '2']))\n"
     )
     paths = os.pathsep.join([str(tmp_path), os.getcwd(), *sys.path])
     process = subprocess.Popen([sys.executable, script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths},
