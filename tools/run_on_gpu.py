@@ -17,7 +17,9 @@ from pathlib import Path
 from fmtsim.lab.cli.output import format_table
 
 _PYTEST = "-m pytest -q -o addopts= --import-mode=importlib -p no:cacheprovider -m 'not slow'"
-_WORDS = {"pytest": shlex.split(_PYTEST), "fmtsim": ["-m", "fmtsim"]}
+_WORDS = {"pytest": shlex.split(_PYTEST)} | {
+    name: ["-m", name] for name in ("fmtsim", "benchmarks.suite", "tools.calibrate")
+}
 _ROWS = [shlex.split(line) for line in Path(__file__).with_suffix(".txt").read_text().splitlines() if line[0] != "#"]
 CHECKS = [(name, (*_WORDS.get(first, [first]), *rest), int(seconds)) for name, seconds, first, *rest in _ROWS]
 

@@ -49,7 +49,9 @@ def table_of_claims(claims: Iterable[Claim], record: Runs) -> str:
 
 def table_on_gpu(claims: Iterable[Claim], record: Runs, miniature: dict[str, Any]) -> str:
     """Return a row for each number of the claims that ran on a GPU: means over seeds, least and largest."""
-    rows = [("claim", "number", "source", "in miniature", "on a GPU, by run", "verdict on a GPU")]
+    rows: list[tuple[str, ...]] = [
+        ("claim", "number", "source", "in miniature", "on a GPU, by run", "verdict on a GPU")
+    ]
     for claim in claims:
         runs = runs_of(claim, record)
         name = f"`{claim.name}`" if runs else ""
