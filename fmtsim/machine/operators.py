@@ -212,6 +212,7 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
     return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
 
 
+_UNARY = "exp exp2 expm1 log log2 log10 log1p tanh erf sin cos rsqrt sqrt sigmoid silu"
 KNOWN: dict[Any, Callable] = {
     torch.ops.fmtsim.rms_norm: norm.rms_norm,
     torch.ops.fmtsim.rms_norm_backward: _rms_norm_backward,
@@ -276,13 +277,17 @@ KNOWN: dict[Any, Callable] = {
     ),
     _ATEN.topk: _stable_topk,
     _ATEN.sort: _stable_sort,
-    **{
-        getattr(_ATEN, name): pointwise.unary(name)
-        for name in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "rsqrt",
-                     "sqrt", "sigmoid", "silu")
-    },
+    **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
+
+_NORMS = "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"
+_SOFTMAX = "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data gelu gelu_backward silu_backward"
+KERNELS = frozenset(
+    [getattr(_ATEN, name) for name in f"{_NORMS} {_SOFTMAX} {_UNARY}".split()]
+    + [torch.ops.fmtsim.rms_norm, torch.ops.fmtsim.rms_norm_backward]
+)
+"""Operators of KNOWN whose kernels write the GPU's NaN: their results are not searched for others."""
 
 
 def _in_place(operator: Callable) -> Callable:
