@@ -78,6 +78,14 @@ class Encoded:
                 _require_values(self)
 
     @staticmethod
+    def _known(parts: EncodedParts, fmt: Format, shape: torch.Size, dim: int) -> "Encoded":
+        """Return stored parts that ``encode`` made: their dtypes and shapes follow from the format and are not asked."""
+        encoded = object.__new__(Encoded)
+        for name, value in zip(Encoded.__slots__, (fmt, shape, dim, *parts, None), strict=True):
+            object.__setattr__(encoded, name, value)
+        return encoded
+
+    @staticmethod
     def from_parts(
         parts: EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1, *, validated: bool = False
     ) -> "Encoded":
