@@ -168,7 +168,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
     if spec.plan.k_end is not None:  # the library drops the end of K
         a, b, scale_a, scale_b = _cut_at_k_end(a, b, scale_a, scale_b, spec)
         spec = _without_end(spec)
-    if isinstance(path, Datapath) and path.scale is not None:  # a call without scales on a unit with scales: ones
+    if isinstance(path, Datapath) and path.scale is not None and (scale_a is None or scale_b is None):  # are ones
         blocks = -(-inner_length(a) // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
         scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b

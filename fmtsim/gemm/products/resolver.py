@@ -103,9 +103,20 @@ def run_product(
         bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
     # 1. natively, where the GPU is the target
-    if call is None and library:
-        check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
-    if (library or native is not None) and runs_natively(
+    if call is None and layouts is None and (library or plan is not None):
+        layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
+    if call is None:
+        sizes, batch = (a.shape[-2], b.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
+        adds = bias is not None and adds_bias
+        if bare:  # a layer's, in eager code
+            call = _checked_call(
+                operation, formats, sizes, dtype, dtype or a.dtype, scales.rows_per_scale, library, units.registrations,
+                target=target, plan=plan, batch=batch, accumulate=accumulate, strict=strict, fast_accum=fast_accum,
+                scaling=scales.kind, layouts=layouts, bias=adds,
+            )  # fmt: skip
+        elif library:
+            check_library(operation, formats, dtype, sizes, scales.rows_per_scale, fast_accum)
+    if (native or (native is None and library and a.is_cuda)) and runs_natively(
         native, target if library else None, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
@@ -121,13 +132,9 @@ def run_product(
     if call is not None:
         spec = resolve(call)
     else:
-        if layouts is None and (library or plan is not None):
-            layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
-        sizes = a.shape[-2], b.shape[-2], inner_length(a)
         spec = resolve_call(
-            operation, *formats, sizes, dtype or a.dtype, target=target, plan=plan,
-            accumulate=accumulate, strict=strict, fast_accum=fast_accum, scaling=scales.kind, layouts=layouts,
-            bias=bias is not None and adds_bias, batch=a.shape[0] if a.dim() == 3 else 1,
+            operation, *formats, sizes, dtype or a.dtype, target=target, plan=plan, accumulate=accumulate,
+            strict=strict, fast_accum=fast_accum, scaling=scales.kind, layouts=layouts, bias=adds, batch=batch,
         )  # fmt: skip
     dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
     if spec.accumulate == "int32" and dtype != torch.int32:
@@ -160,11 +167,25 @@ def run_product(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
+def _checked_call(
+    operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
+    dtype: torch.dtype | None, out: torch.dtype, rows_per_scale: tuple[int, int], library: bool, registrations: int, *,
+    layouts: tuple[Layout, Layout] | None, **facts: Any,
+) -> GemmCall:  # fmt: skip
+    """Return the GemmCall of a product that the library takes; a unit's name stands for one record a registration."""
+    if library:
+        check_library(operation, formats, dtype, sizes, rows_per_scale, facts["fast_accum"])
+    a_layout, b_layout = layouts or ("row", "row")
+    return gemm_call(operation, *formats, sizes, out, a_layout=a_layout, b_layout=b_layout, **facts)
+
+
 def _block_scales(
     scales: Scales, a: Tensor, b: Tensor, spec: GemmSpec, quantized: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return scales inside the unit, or those of the promotion, for every row."""
-    row_scales = scales.each_row(a.shape[-2], b.shape[-2])
+    alone = scales.rows_per_scale == (1, 1)
+    row_scales = (scales.a, scales.b) if alone else scales.each_row(a.shape[-2], b.shape[-2])
     if quantized:
         check_unit_scales(spec.datapath, scales.kind)
     if quantized or scales.kind in LARGE_BLOCKS:
@@ -184,14 +205,15 @@ def resolve(call: GemmCall) -> GemmSpec:
     record = targets.find_target(call.target)
     target = None if isinstance(record, units.Unit | Arithmetic) else record
     # A unit's name may be registered for another record later.
-    spec = _resolved(call, units.registrations if target is None else target)
+    spec, doubted = _resolved(call, units.registrations if target is None else target)
     calls = _recording.get()
     if calls is not None:
         calls[call] = spec
-    if target is not None and spec.basis == "guess":
-        target.doubt(call.facts(), spec.plan, call.strict)
-    if target is not None and spec.plan.k_end is not None and call.plan is None:
-        warn_of_bug(target, call.facts(), spec.plan, guess=spec.basis == "guess")
+    if doubted is not None and target is not None:
+        if spec.basis == "guess":
+            target.doubt(doubted, spec.plan, call.strict)
+        if spec.plan.k_end is not None and call.plan is None:
+            warn_of_bug(target, doubted, spec.plan, guess=spec.basis == "guess")
     return spec
 
 
@@ -260,9 +282,13 @@ def _named_call(a: OperandFormat, b: OperandFormat, **facts: Any) -> GemmCall:
 
 
 @lru_cache(maxsize=4096)
-def _resolved(call: GemmCall, record: Any) -> GemmSpec:
-    """Resolve a call; ``record``, part of the cache's key, is the Target, or how often units were registered."""
-    if not isinstance(record, int):
+def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
+    """Resolve a call, and return its facts where the plan needs a warning, else None.
+
+    ``record``, part of the cache's key, is the Target, or how often units were registered.
+    """
+    of_target = not isinstance(record, int)
+    if of_target:
         spec = record.resolve(call.facts(), strict=call.strict)
         if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
             spec = replace(spec, a=call.formats[0], b=call.formats[1])
@@ -270,7 +296,8 @@ def _resolved(call: GemmCall, record: Any) -> GemmSpec:
     else:
         spec = _of_unit(call)
     check_plan(spec.datapath, spec.plan, call)
-    return spec
+    doubted = of_target and (spec.basis == "guess" or spec.plan.k_end is not None)
+    return spec, call.facts() if doubted else None
 
 
 def _of_unit(call: GemmCall) -> GemmSpec:
