@@ -79,7 +79,7 @@ class Encoded:
 
     @staticmethod
     def _known(parts: EncodedParts, fmt: Format, shape: torch.Size, dim: int) -> "Encoded":
-        """Return stored parts that ``encode`` made: their dtypes and shapes follow from the format and are not asked."""
+        """Return stored parts that ``encode`` made: their dtypes and shapes follow from the format."""
         encoded = object.__new__(Encoded)
         for name, value in zip(Encoded.__slots__, (fmt, shape, dim, *parts, None), strict=True):
             object.__setattr__(encoded, name, value)

@@ -21,6 +21,7 @@ from fmtsim.machine import (
     pointwise,
     reduce,
     softmax,
+    tensor_core,
 )  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
@@ -350,7 +351,7 @@ def _grouped_mm(
         if p.numel() == 0 or q.numel() == 0:
             return torch.zeros(p.shape[0], q.shape[1], dtype=p.dtype)
         if p.dtype == torch.bfloat16:
-            return mm(p.detach(), q.detach(), out_dtype=p.dtype, target="hopper.wgmma")
+            return tensor_core.product(p, q.mT, tensor_core.chain_of("hopper.wgmma", p.dtype), dtype=p.dtype)
         try:
             return _known_product(mm, p, q, target=target)
         except Guess as guess:

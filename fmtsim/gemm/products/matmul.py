@@ -296,7 +296,7 @@ def _multiply(
         request = check_call(verb, a, b.mT, bias, checked)
         if checked["library"]:
             sizes = a.shape[-2], b.shape[-1], inner_length(a)
-            check_library(verb, request.formats, request.dtype, sizes, NO_SCALES.rows_per_scale, False)
+            check_library(verb, request.formats, sizes, request.dtype, NO_SCALES.rows_per_scale, False)
         # A name is not cached: register_format may give it another format later.
         if key is not None and not any(isinstance(fmt, str) for fmt in pair_of("formats", options["formats"])):
             if len(_requests) >= _MOST:

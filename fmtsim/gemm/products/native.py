@@ -179,8 +179,8 @@ def _warn_of_setting(reason: str) -> None:
 
 
 def check_library(
-    operation: Operation, formats: tuple[OperandFormat, OperandFormat], dtype: torch.dtype | None,
-    sizes: tuple[int, int, int], rows_per_scale: tuple[int, int], fast: bool,
+    operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
+    dtype: torch.dtype | None, rows_per_scale: tuple[int, int], fast: bool,
 ) -> None:  # fmt: skip
     """Refuse what torch._int_mm and torch._scaled_mm, or cuBLAS below them, refuse on an NVIDIA GPU."""
     m, n, k = sizes

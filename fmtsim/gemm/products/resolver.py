@@ -103,19 +103,19 @@ def run_product(
         bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
     # 1. natively, where the GPU is the target
-    if call is None and layouts is None and (library or plan is not None):
-        layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
     if call is None:
-        sizes, batch = (a.shape[-2], b.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
-        adds = bias is not None and adds_bias
+        if layouts is None and (library or plan is not None):
+            layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
+        sizes, out = (a.shape[-2], b.shape[-2], inner_length(a)), dtype or a.dtype
+        facts = {
+            "target": target, "plan": plan, "accumulate": accumulate, "strict": strict, "fast_accum": fast_accum,
+            "scaling": scales.kind, "bias": bias is not None and adds_bias, "batch": a.shape[0] if a.dim() == 3 else 1,
+        }  # fmt: skip
         if bare:  # a layer's, in eager code
-            call = _checked_call(
-                operation, formats, sizes, dtype, dtype or a.dtype, scales.rows_per_scale, library, units.registrations,
-                target=target, plan=plan, batch=batch, accumulate=accumulate, strict=strict, fast_accum=fast_accum,
-                scaling=scales.kind, layouts=layouts, bias=adds,
-            )  # fmt: skip
+            how = dtype, scales.rows_per_scale, library, units.registrations
+            call = _checked_call(operation, formats, sizes, out, how, layouts or ("row", "row"), **facts)
         elif library:
-            check_library(operation, formats, dtype, sizes, scales.rows_per_scale, fast_accum)
+            check_library(operation, formats, sizes, dtype, scales.rows_per_scale, fast_accum)
     if (native or (native is None and library and a.is_cuda)) and runs_natively(
         native, target if library else None, plan, a.device,
         lambda: unsupported_reason(
@@ -132,10 +132,7 @@ def run_product(
     if call is not None:
         spec = resolve(call)
     else:
-        spec = resolve_call(
-            operation, *formats, sizes, dtype or a.dtype, target=target, plan=plan, accumulate=accumulate,
-            strict=strict, fast_accum=fast_accum, scaling=scales.kind, layouts=layouts, bias=adds, batch=batch,
-        )  # fmt: skip
+        spec = resolve_call(operation, *formats, sizes, out, layouts=layouts, **facts)
     dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
     if spec.accumulate == "int32" and dtype != torch.int32:
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
@@ -170,14 +167,13 @@ def run_product(
 @lru_cache(maxsize=4096)
 def _checked_call(
     operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
-    dtype: torch.dtype | None, out: torch.dtype, rows_per_scale: tuple[int, int], library: bool, registrations: int, *,
-    layouts: tuple[Layout, Layout] | None, **facts: Any,
+    out: torch.dtype, how: tuple[Any, ...], layouts: tuple[Layout, Layout], **facts: Any,
 ) -> GemmCall:  # fmt: skip
-    """Return the GemmCall of a product that the library takes; a unit's name stands for one record a registration."""
+    """Return a GemmCall that the library takes; ``how`` ends with how often units were registered, by name."""
+    dtype, rows_per_scale, library, _ = how
     if library:
-        check_library(operation, formats, dtype, sizes, rows_per_scale, facts["fast_accum"])
-    a_layout, b_layout = layouts or ("row", "row")
-    return gemm_call(operation, *formats, sizes, out, a_layout=a_layout, b_layout=b_layout, **facts)
+        check_library(operation, formats, sizes, dtype, rows_per_scale, facts["fast_accum"])
+    return gemm_call(operation, *formats, sizes, out, a_layout=layouts[0], b_layout=layouts[1], **facts)
 
 
 def _block_scales(
@@ -210,10 +206,11 @@ def resolve(call: GemmCall) -> GemmSpec:
     if calls is not None:
         calls[call] = spec
     if doubted is not None and target is not None:
-        if spec.basis == "guess":
+        guess = spec.basis == "guess"
+        if guess:
             target.doubt(doubted, spec.plan, call.strict)
         if spec.plan.k_end is not None and call.plan is None:
-            warn_of_bug(target, doubted, spec.plan, guess=spec.basis == "guess")
+            warn_of_bug(target, doubted, spec.plan, guess=guess)
     return spec
 
 
@@ -287,8 +284,7 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
 
     ``record``, part of the cache's key, is the Target, or how often units were registered.
     """
-    of_target = not isinstance(record, int)
-    if of_target:
+    if not isinstance(record, int):
         spec = record.resolve(call.facts(), strict=call.strict)
         if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
             spec = replace(spec, a=call.formats[0], b=call.formats[1])
@@ -296,8 +292,7 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
     else:
         spec = _of_unit(call)
     check_plan(spec.datapath, spec.plan, call)
-    doubted = of_target and (spec.basis == "guess" or spec.plan.k_end is not None)
-    return spec, call.facts() if doubted else None
+    return spec, call.facts() if spec.basis == "guess" or spec.plan.k_end is not None else None
 
 
 def _of_unit(call: GemmCall) -> GemmSpec:

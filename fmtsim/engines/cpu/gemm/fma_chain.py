@@ -20,10 +20,11 @@ from fmtsim.engines.cpu.gemm.accumulate import (
     reduce_parts,
     reduction_of,
 )
-from fmtsim.engines.cpu.gemm.operands import number, read_array
+from fmtsim.engines.cpu.gemm.operands import read_array
 from fmtsim.engines.cpu.gemm.slabs import Slabs, chain_scales, slabs_of, stacked
 from fmtsim.engines.cpu.runtime import pool
 from fmtsim.engines.cpu.runtime.jit import kernel, overload
+from fmtsim.engines.cpu.runtime.numbers import number
 from fmtsim.engines.cpu.runtime.pool import scratch
 from fmtsim.engines.cpu.runtime.simd import LANES, broadcast, fma, load, store
 from fmtsim.formats.representable import is_representable
