@@ -279,19 +279,8 @@ def _backward_heads(
         scores, dp = product(q[:, row:], k[:, tile], spec), product(g[:, row:], v[:, tile], spec)
         p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
         arrays = (
-            scores.numpy(),
-            dp.numpy(),
-            lse,
-            bias,
-            delta,
-            factor,
-            row,
-            column,
-            causal,
-            ends,
-            words_of(p),
-            words_of(ds),
-        )
+            scores.numpy(), dp.numpy(), lse, bias, delta, factor, row, column, causal, ends, words_of(p), words_of(ds),
+        )  # fmt: skip
         run(lambda i, j: _score_gradients(*arrays, i, j), heads, 1, 32 * scores[0].numel())  # noqa: B023
         # 2. dV = P^T dO; dK = dS^T Q
         dv[:, tile] = product(p.mT, g[:, row:].mT, spec)

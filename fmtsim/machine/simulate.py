@@ -195,23 +195,14 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
 
 class _Operator(NamedTuple):
-    """What ``operators`` knows of one overload of an operator.
-
-    Attributes:
-        name: Its own.
-        kind: ``"dropout"``, ``"random"``, ``"same"`` (as on the host), ``"own"`` (fmtsim's, with the same bits on all
-            devices), ``"product"``, ``"composed"``, ``"kernel"`` (which writes the GPU's NaN itself) or ``"other"``.
-        handler: What computes it, None where nothing does: ``unknown`` is the reason.
-        takes_integers: The handler is for tensors of integers, too.
-        writes: It returns tensors that it was given, or views of them.
-    """
+    """What ``operators`` knows of one overload of an operator."""
 
     name: str
-    kind: str
-    handler: Callable | None
+    kind: str  # a key of ``kinds`` below
+    handler: Callable | None  # what computes it, None where nothing does: ``unknown`` is the reason
     unknown: str
-    takes_integers: bool
-    writes: bool
+    takes_integers: bool  # the handler is for tensors of integers, too
+    writes: bool  # it returns tensors that it was given, or views of them
 
 
 @cache
@@ -228,10 +219,10 @@ def _operator(func: Any) -> _Operator | None:
         "dropout": name == "native_dropout",
         "composed": packet in operators.COMPOSED,  # which refuse dropout
         "random": torch.Tag.nondeterministic_seeded in func.tags,
-        "same": packet in operators.SAME,
-        "own": func.namespace == "fmtsim" and handler is None,
+        "same": packet in operators.SAME,  # as on the host
+        "own": func.namespace == "fmtsim" and handler is None,  # fmtsim's have the same bits on all devices
         "product": packet in operators.PRODUCTS,
-        "kernel": packet in operators.KERNELS,
+        "kernel": packet in operators.KERNELS,  # writes the GPU's NaN itself
         "other": True,
     }
     kind, unknown = next(kind for kind, holds in kinds.items() if holds), name

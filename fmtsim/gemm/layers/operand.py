@@ -39,16 +39,9 @@ Memory = DelayedScale | FrozenScale | StoredScale | None
 
 
 def quantize_operand(
-    t: Tensor,
-    quantizer: Quantizer,
-    keys: Keys = NO_KEYS,
-    state: Memory = None,
-    *,
-    dim: int = -1,
-    folded: bool = False,
-    factor: Tensor | None = None,
-    narrow: bool = False,
-) -> Operand:
+    t: Tensor, quantizer: Quantizer, keys: Keys = NO_KEYS, state: Memory = None, *, dim: int = -1, folded: bool = False,
+    factor: Tensor | None = None, narrow: bool = False,
+) -> Operand:  # fmt: skip
     """Quantise a matrix whose products sum over ``dim``, 0 or -1; the result has that axis last, and blocks along it.
 
     Args:

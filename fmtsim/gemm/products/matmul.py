@@ -262,7 +262,7 @@ def check_call(
     sizes, batch = (a.shape[-2], columns.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
     if not torch.compiler.is_compiling():
         if options["library"] or plan is not None:
-            facts |= {"a_layout": matrix_layout(a), "b_layout": matrix_layout(columns.mT, transposed=True)}
+            facts["layouts"] = matrix_layout(a), matrix_layout(columns.mT, transposed=True)
         call = gemm_call(
             verb, *formats, sizes, dtype or a.dtype, target=target, plan=plan, batch=batch, accumulate=accumulate,
             strict=options["strict"], bias=bias is not None, **facts,

@@ -88,13 +88,13 @@ def runs_natively(
     native: bool | None, target: Any, plan: GemmPlan | None, device: torch.device,
     unsupported: Callable[[], str | None],
 ) -> bool:  # fmt: skip
-    """Return True if a product runs natively; ``unsupported`` is only called where the answer depends on it.
+    """Return True if a product that may runs natively; ``unsupported`` is only called where the answer depends on it.
+
+    One may with ``native=True``, or without ``native=False`` where its operands are on a GPU and a library is the target.
 
     Raises:
         ArgumentError: ``native=True`` and something stands in the way.
     """
-    if native is False or (native is None and (target is None or _index_of(device) is None)):
-        return False
     reason = None if target is None else unsupported()
     reason, setting = _decided(target, plan is not None, device.type, device.index, reason)
     if reason is None:
@@ -310,18 +310,8 @@ def _warn_of_dropped_k(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple
     """Warn once for each native call of which the library drops the end of K; a repeated call costs one lookup."""
     target = _last_targets.get(a.device.index)
     key = (
-        target,
-        call.function,
-        a.shape,
-        b.shape,
-        a.stride(),
-        b.stride(),
-        a.dtype,
-        b.dtype,
-        call.out_dtype,
-        bias,
-        facts,
-    )
+        target, call.function, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, call.out_dtype, bias, facts,
+    )  # fmt: skip
     if target is None or key in _inspected:
         return
     if len(_inspected) == _MOST_INSPECTED:

@@ -40,23 +40,11 @@ _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def run_gemm(
-    a: Tensor,
-    b: Tensor,
-    spec: GemmSpec,
-    *,
-    dtype: torch.dtype | None = None,
-    c: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    row: Tensor | None = None,
-    column: Tensor | None = None,
-    bias: Tensor | None = None,
-    result_scale: Tensor | None = None,
-    random: RandomKey | Tensor | None = None,
-    validated: bool = False,
-    tf32: bool = False,
-    bare: bool = False,
-) -> Tensor:
+    a: Tensor, b: Tensor, spec: GemmSpec, *, dtype: torch.dtype | None = None, c: Tensor | None = None,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None, row: Tensor | None = None,
+    column: Tensor | None = None, bias: Tensor | None = None, result_scale: Tensor | None = None,
+    random: RandomKey | Tensor | None = None, validated: bool = False, tf32: bool = False, bare: bool = False,
+) -> Tensor:  # fmt: skip
     """Return ``a b^T`` as a GemmSpec defines it: the one way from verbs and layers to the operator.
 
     Args:
@@ -277,17 +265,10 @@ def _require_each(name: str, x: Tensor, fmt: OperandFormat) -> None:
 
 
 def finish(
-    sums: Tensor,
-    dtype: torch.dtype,
-    *,
-    rule: Epilogue = "scale",
-    row: Tensor | None = None,
-    column: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_after_rounding: bool = False,
-    result_scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    sums: Tensor, dtype: torch.dtype, *, rule: Epilogue = "scale", row: Tensor | None = None,
+    column: Tensor | None = None, bias: Tensor | None = None, bias_after_rounding: bool = False,
+    result_scale: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Scale reduced sums, add a bias and round to an output dtype, one rounding a step.
 
     Args:

@@ -110,10 +110,11 @@ def run_product(
         facts = {
             "target": target, "plan": plan, "accumulate": accumulate, "strict": strict, "fast_accum": fast_accum,
             "scaling": scales.kind, "bias": bias is not None and adds_bias, "batch": a.shape[0] if a.dim() == 3 else 1,
+            "layouts": layouts,
         }  # fmt: skip
         if bare:  # a layer's, in eager code
             how = dtype, scales.rows_per_scale, library, units.registrations
-            call = _checked_call(operation, formats, sizes, out, how, layouts or ("row", "row"), **facts)
+            call = _checked_call(operation, formats, sizes, out, how, **facts)
         elif library:
             check_library(operation, formats, sizes, dtype, scales.rows_per_scale, fast_accum)
     if (native or (native is None and library and a.is_cuda)) and runs_natively(
@@ -129,10 +130,7 @@ def run_product(
         )  # fmt: skip
         return y if bias is None or adds_bias else finish(y, y.dtype, bias=bias)
     # 2. the datapath, accumulation order and formats of the call
-    if call is not None:
-        spec = resolve(call)
-    else:
-        spec = resolve_call(operation, *formats, sizes, out, layouts=layouts, **facts)
+    spec = resolve(call) if call is not None else resolve_call(operation, *formats, sizes, out, **facts)
     dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
     if spec.accumulate == "int32" and dtype != torch.int32:
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
@@ -167,13 +165,13 @@ def run_product(
 @lru_cache(maxsize=4096)
 def _checked_call(
     operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
-    out: torch.dtype, how: tuple[Any, ...], layouts: tuple[Layout, Layout], **facts: Any,
+    out: torch.dtype, how: tuple[Any, ...], **facts: Any,
 ) -> GemmCall:  # fmt: skip
     """Return a GemmCall that the library takes; ``how`` ends with how often units were registered, by name."""
     dtype, rows_per_scale, library, _ = how
     if library:
         check_library(operation, formats, sizes, dtype, rows_per_scale, facts["fast_accum"])
-    return gemm_call(operation, *formats, sizes, out, a_layout=layouts[0], b_layout=layouts[1], **facts)
+    return gemm_call(operation, *formats, sizes, out, **facts)
 
 
 def _block_scales(
@@ -237,45 +235,45 @@ def seen_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
 
 def resolve_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    target: Any, plan: GemmPlan | None = None, accumulate: str | None = None,
-    layouts: tuple[Layout, Layout] | None = None, batch: int = 1, **facts: Any,
+    target: Any, plan: GemmPlan | None = None, **facts: Any,
 ) -> GemmSpec:  # fmt: skip
-    """Return ``resolve`` of the GemmCall of these fields; torch.compile may trace the caller.
+    """Return ``resolve`` of a ``gemm_call``; torch.compile may trace the caller.
 
     Sizes are specialised (one compiled program for each) only where a plan can depend on them.
     """
-    m = n = k = count = 0
-    if plan is not None or not is_unit(target):
-        m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
-    a_layout, b_layout = layouts or ("row", "row")
-    return _resolve_fields(
-        a, b, target, plan, operation=operation, m=m, n=n, k=k, batch=count, out=out,
-        accumulate=accumulate or "", a_layout=a_layout, b_layout=b_layout, **facts,
-    )  # fmt: skip
+    return _resolve_fields(a, b, target, plan, **_facts(operation, sizes, out, target, plan, **facts))
 
 
 @constant_in_graphs
 def _resolve_fields(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmSpec:
     # Every record is an argument of its own: torch.compile guards on none inside a tuple or another record.
-    return resolve(_named_call(a, b, target=target, plan=plan, **facts))
+    return resolve(_named_call(a, b, target, plan, **facts))
 
 
 def gemm_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    target: Any, plan: GemmPlan | None = None, batch: int = 1, accumulate: str | None = None, **facts: Any,
+    target: Any, plan: GemmPlan | None = None, **facts: Any,
 ) -> GemmCall:  # fmt: skip
     """Return the GemmCall of these fields; sizes are 0 where neither a library nor a plan depends on them."""
-    if plan is None and is_unit(target):
-        sizes, batch = (0, 0, 0), 0
-    m, n, k = map(index, sizes)
-    return _named_call(
-        a, b, operation=operation, m=m, n=n, k=k, batch=index(batch), out=out, target=target, plan=plan,
-        accumulate=accumulate or "", **facts,
-    )  # fmt: skip
+    return _named_call(a, b, target, plan, **_facts(operation, sizes, out, target, plan, **facts))
 
 
-def _named_call(a: OperandFormat, b: OperandFormat, **facts: Any) -> GemmCall:
-    return GemmCall(a=call_name(a), b=call_name(b), formats=(a, b), **facts)
+def _facts(
+    operation: Operation, sizes: tuple[int, int, int], out: torch.dtype, target: Any, plan: GemmPlan | None, *,
+    batch: int = 1, accumulate: str | None = None, layouts: tuple[Layout, Layout] | None = None, **facts: Any,
+) -> dict[str, Any]:  # fmt: skip
+    m = n = k = count = 0
+    if plan is not None or not is_unit(target):
+        m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
+    a_layout, b_layout = layouts or ("row", "row")
+    return {
+        "operation": operation, "m": m, "n": n, "k": k, "batch": count, "out": out, "accumulate": accumulate or "",
+        "a_layout": a_layout, "b_layout": b_layout, **facts,
+    }  # fmt: skip
+
+
+def _named_call(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmCall:
+    return GemmCall(a=call_name(a), b=call_name(b), formats=(a, b), target=target, plan=plan, **facts)
 
 
 @lru_cache(maxsize=4096)
