@@ -88,13 +88,13 @@ def runs_natively(
     native: bool | None, target: Any, plan: GemmPlan | None, device: torch.device,
     unsupported: Callable[[], str | None],
 ) -> bool:  # fmt: skip
-    """Return True if a product that may runs natively; ``unsupported`` is only called where the answer depends on it.
-
-    One may with ``native=True``, or without ``native=False`` where its operands are on a GPU and a library is the target.
+    """Return True if a product runs natively; ``unsupported`` is only called where the answer depends on it.
 
     Raises:
         ArgumentError: ``native=True`` and something stands in the way.
     """
+    if native is False or (native is None and (target is None or _index_of(device) is None)):
+        return False
     reason = None if target is None else unsupported()
     reason, setting = _decided(target, plan is not None, device.type, device.index, reason)
     if reason is None:

@@ -117,7 +117,7 @@ def run_product(
             call = _checked_call(operation, formats, sizes, out, how, **facts)
         elif library:
             check_library(operation, formats, sizes, dtype, scales.rows_per_scale, fast_accum)
-    if (native or (native is None and library and a.is_cuda)) and runs_natively(
+    if (native or (library and a.is_cuda)) and runs_natively(
         native, target if library else None, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
