@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -68,7 +68,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
         self.target, self.strict, self._operators = target, strict, operators
         self._generator = operators.random.Generator()
-        self._entered: list[tuple[AbstractContextManager[None], FrameType | None]] = []
+        self._entered: list[tuple[ExitStack, FrameType | None]] = []  # with the frame that entered
         self.exact: Counter[str] = Counter()
         self.guess: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
@@ -84,16 +84,17 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             raise ArgumentError(
                 "torch.autocast was entered before simulate, and casts what it does on a CPU; enter it inside"
             )
-        patches, outermost = patched(self), None if _in_compiled_code(None) else sys._getframe(1)
-        patches.__enter__()
-        super().__enter__()
-        self._entered.append((patches, outermost))
+        outermost = None if _in_compiled_code(None) else sys._getframe(1)
+        with ExitStack() as stack:
+            stack.enter_context(patched(self))
+            super().__enter__()
+            self._entered.append((stack.pop_all(), outermost))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """End."""
         super().__exit__(*exception)
-        self._entered.pop()[0].__exit__(None, None, None)
+        self._entered.pop()[0].close()
 
     @property
     def summary(self) -> str:
