@@ -54,7 +54,7 @@ def multiply_on_machine(
     if 0 in (*a.elements.shape, b.elements.shape[0]):  # nothing is multiplied, and empty operands have no scales
         y = a.elements.new_zeros(a.elements.shape[0], b.elements.shape[0], dtype=wide_dtype(layer_dtype))
         return finish(y, None, None, None, bias, y.dtype if gemm.out.format is not None else dtype, traced)
-    rest = _rest_on_machine(a, b, gemm)
+    rest = None if a.rest is None else _rest_on_machine(a.rest, b, gemm)
     after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, layer_dtype))
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
     if route.how == "integers":
@@ -78,17 +78,15 @@ def _scaled_after(a: Operand, b: Operand, gemm: Gemm, dtype: torch.dtype) -> boo
     return all(fmt is None or is_representable(fmt, dtype) for fmt in elements)
 
 
-def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
-    """Return what ``Clamp`` cut off the first operand, times the second, in float32; None without.
+def _rest_on_machine(rest: Tensor, b: Operand, gemm: Gemm) -> Tensor:
+    """Return what ``Clamp`` cut off the first operand, times the second, in float32.
 
     A unit that takes no float32 leaves it to a chain of float32 multiply-adds.
     """
-    if a.rest is None:
-        return None
     target = gemm.target if gemm.library is not None or unit_takes(gemm.target, "fp32") else "fp32_fma"
     values = values_of(b, torch.float32)
     return run_product(
-        "mm", a.rest, values, (FP32, FP32), torch.float32, target=target, library=gemm.library is not None,
+        "mm", rest, values, (FP32, FP32), torch.float32, target=target, library=gemm.library is not None,
         native=gemm.native, accumulate="fp32", quantized=True,
     )  # fmt: skip
 

@@ -106,7 +106,8 @@ def run_product(
     if call is None:
         if layouts is None and (library or plan is not None):
             layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
-        sizes, out = (a.shape[-2], b.shape[-2], inner_length(a)), dtype or a.dtype
+        k = a.shape[-1] if quantized else inner_length(a)  # a layer packs nothing
+        sizes, out = (a.shape[-2], b.shape[-2], k), dtype or a.dtype
         facts = {
             "target": target, "plan": plan, "accumulate": accumulate, "strict": strict, "fast_accum": fast_accum,
             "scaling": scales.kind, "bias": bias is not None and adds_bias, "batch": a.shape[0] if a.dim() == 3 else 1,
