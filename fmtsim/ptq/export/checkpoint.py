@@ -73,7 +73,7 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
         if isinstance(value, Encoded) and value.tensor_scale is not None:
             codes, scale, *_ = value.parts()
             assert scale is not None
-            divides = layout.divisor in weight.places
+            divides = bool(layout.divisor) and layout.divisor in weight.places
             scale = scale / weight.number(layout.divisor) if divides else scale * value.tensor_scale
             values = spread_over(decode(codes, value.format.element).flatten(0, -2), scale).reshape(value.shape)  # type: ignore[union-attr]
             return values.bfloat16() if divides else values
