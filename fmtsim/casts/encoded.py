@@ -19,7 +19,7 @@ from fmtsim.casts.arguments import (
     decoding_cast,
     short_codebook,
 )
-from fmtsim.casts.stored import layout_of, restore, restore_traced, store
+from fmtsim.casts.stored import layout_of, restore, restore_codes, restore_scales, restore_traced, store
 from fmtsim.formats.block import Format, PackedFormat
 from fmtsim.formats.packing import tensor_bytes, tensor_of_bytes
 from fmtsim.formats.registry import format_from_json, format_to_json
@@ -76,6 +76,14 @@ class Encoded:
             _check_fields(self)
             if not validated:
                 _require_values(self)
+
+    @staticmethod
+    def _known(parts: EncodedParts, fmt: Format, shape: torch.Size, dim: int) -> "Encoded":
+        """Return stored parts that ``encode`` made: their dtypes and shapes follow from the format."""
+        encoded = object.__new__(Encoded)
+        for name, value in zip(Encoded.__slots__, (fmt, shape, dim, *parts, None), strict=True):
+            object.__setattr__(encoded, name, value)
+        return encoded
 
     @staticmethod
     def from_parts(
@@ -255,9 +263,13 @@ def _require_values(encoded: Encoded) -> None:
     """Refuse codes beyond the end of a codebook that does not fill its bits, and scales outside their format."""
     if not is_readable(encoded.codes):
         return
-    codes, *_ = encoded.parts()  # which looks at the scales
+    if encoded.scales is not None:
+        restore_scales(encoded.scales, encoded.format)
     book = short_codebook(encoded.format)
-    if book is not None and codes.numel() and int(codes.max()) >= len(book.values):
+    if book is None or not encoded.codes.numel():  # every pattern of bits is a code
+        return
+    codes = restore_codes(encoded.codes, encoded.format, encoded.dim, encoded.shape)
+    if int(codes.max()) >= len(book.values):
         raise CodeError(f"code {int(codes.max())} is outside {book.name} (0 to {len(book.values) - 1})")
 
 

@@ -19,7 +19,7 @@ from fmtsim.casts.arguments import (
 )
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.ops import Cast, Key
-from fmtsim.casts.stored import store_traced
+from fmtsim.casts.stored import store, store_traced
 from fmtsim.formats.block import Block, Format, PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
@@ -215,10 +215,11 @@ def encode(
     packed = ops.encode_packed(tensor.detach(), cast, key) if words is None else None
     fmt, inner = _encoded_format(cast)
     if packed is not None:
-        return Encoded(format=fmt, shape=tensor.shape, dim=inner, validated=True, **packed._asdict())
+        return Encoded._known(packed, fmt, tensor.shape, inner)
     parts = ops.encode(tensor.detach(), cast, key, words)
     if is_readable(tensor):
-        return Encoded.from_parts(parts, fmt, tensor.shape, inner, validated=True)
+        codes, scales = store(parts.codes, parts.scales, fmt, inner, validated=True)
+        return Encoded._known(parts._replace(codes=codes, scales=scales), fmt, tensor.shape, inner)
     text = ops.text_of(cast)
     if not isinstance(fmt, PackedFormat):
         codes, scales = store_traced(parts.codes, parts.scales, text)

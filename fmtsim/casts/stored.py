@@ -120,17 +120,27 @@ def restore(
     codes: torch.Tensor, scales: torch.Tensor | None, fmt: Format, dim: int, shape: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Undo ``store`` for a tensor of a shape."""
-    if scales is not None and isinstance(fmt, BlockFormat):
-        sign = 1 << (fmt.scale.bits - 1) if fmt.alternative else 0
-        plain = scales_of_codes(scales & ~sign, fmt.scale) if fmt.scale.bits <= 8 else scales.to(torch.float32)
-        scales = torch.where((scales & sign) != 0, -plain, plain) if sign else plain
+    return restore_codes(codes, fmt, dim, shape), None if scales is None else restore_scales(scales, fmt)
+
+
+def restore_scales(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return float32 scales; raise CodeError for a code that is not that of a scale."""
+    if not isinstance(fmt, BlockFormat):
+        return scales
+    sign = 1 << (fmt.scale.bits - 1) if fmt.alternative else 0
+    plain = scales_of_codes(scales & ~sign, fmt.scale) if fmt.scale.bits <= 8 else scales.to(torch.float32)
+    return torch.where((scales & sign) != 0, -plain, plain) if sign else plain
+
+
+def restore_codes(codes: torch.Tensor, fmt: Format, dim: int, shape: torch.Size) -> torch.Tensor:
+    """Return codes of the tensor's shape."""
     bits = fmt.bits
     if bits in _PLAIN:
         plain = codes.to(code_dtype(bits))
-        return plain & ((1 << bits) - 1) if bits in (16, 32) else plain, scales
+        return plain & ((1 << bits) - 1) if bits in (16, 32) else plain
     rows = _rows(shape, dim)
     unpacked = unpack(codes, bits, rows[-1])
-    return unpacked.reshape(rows).movedim(-1, dim) if shape else unpacked.reshape(()), scales
+    return unpacked.reshape(rows).movedim(-1, dim) if shape else unpacked.reshape(())
 
 
 def store_traced(

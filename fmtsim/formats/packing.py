@@ -9,6 +9,7 @@ from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, CodeError, DtypeError
 
 _WIDE_VIEWS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+_GROUPS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes of a group of so many codes, each in a byte
 _UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 _SIGNED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -116,15 +117,18 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         return codes if bits == 64 else codes & ((1 << bits) - 1)
     group = 8 // math.gcd(bits, 8)
     size = group * bits // 8
-    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size)).to(_work_dtype(bits))
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size))
     grouped = padded.unflatten(-1, (padded.shape[-1] // size, size))
+    if bits < 8:
+        return _unpack_bytes(grouped, bits, group)[..., :count].contiguous()
+    grouped = grouped.to(_work_dtype(bits))
     codes = torch.stack([_code(grouped, k, bits) for k in range(group)], dim=-1)
     return codes.to(code_dtype(bits)).flatten(-2)[..., :count].contiguous()
 
 
 def _pack_bytes(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """Return whole groups of 2, 4 or 8 codes, uint8 in memory of their own, packed: a group is moved as one integer."""
-    words = codes.reshape(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[group])
+    words = codes.reshape(-1).view(_GROUPS[group])
     mask = (1 << bits) - 1
     packed = words & mask
     for k in range(1, group):
@@ -134,6 +138,19 @@ def _pack_bytes(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
         .view(*codes.shape[:-1], codes.shape[-1] // group, group)[..., : group * bits // 8]
         .flatten(-2)
     )
+
+
+def _unpack_bytes(grouped: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Undo ``_pack_bytes``: return uint8 ``[..., count]`` of the bytes ``[..., count / group, group bits / 8]``."""
+    size, dtype, mask = grouped.shape[-1], _GROUPS[group], (1 << bits) - 1
+    if size == 1:
+        words = grouped.flatten().to(dtype)
+    else:
+        words = torch.nn.functional.pad(grouped, (0, group - size)).flatten().view(dtype)
+    codes = words & mask
+    for k in range(1, group):
+        codes |= (words << (8 - bits) * k) & (mask << 8 * k)
+    return codes.view(torch.uint8).view(*grouped.shape[:-2], grouped.shape[-2] * group)
 
 
 def _byte(grouped: torch.Tensor, j: int, bits: int) -> torch.Tensor:
@@ -156,7 +173,7 @@ def _code(grouped: torch.Tensor, k: int, bits: int) -> torch.Tensor:
 
 def _work_dtype(bits: int) -> torch.dtype:
     """Return a dtype in which a code and a byte shifted by less than a code's width fit."""
-    return torch.int16 if bits < 8 else torch.int32 if bits < 24 else torch.int64
+    return torch.int32 if bits < 24 else torch.int64
 
 
 def _require_bits(bits: int) -> None:

@@ -137,17 +137,21 @@ def scales_of_codes(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     Raises:
         CodeError: A code is not that of a scale: negative, infinite or beyond the format's bits.
     """
-    nan = fmt.nan_code
     wrong = codes > fmt.max_code
-    if nan is not None:
-        wrong &= codes != nan
+    if fmt.nan_code is not None:
+        wrong &= codes != fmt.nan_code
     if is_readable(wrong) and bool(wrong.any()):
         raise CodeError(
             f"code {int(codes[wrong][0])} is not that of a scale in {fmt.name}; expected 0 to {fmt.max_code}"
         )
-    values = _ladder(fmt).to(codes.device)
-    scales = values[codes.to(torch.int64).clamp(max=fmt.max_code)]
-    return scales if nan is None else torch.where(codes == nan, torch.nan, scales)
+    values = _scale_values(fmt).to(codes.device)
+    return values.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+
+
+@lru_cache(maxsize=64)
+def _scale_values(fmt: FloatFormat) -> torch.Tensor:
+    """Return the scale of every uint8 code in float32: ``_ladder``, and NaN above it."""
+    return torch.nn.functional.pad(_ladder(fmt), (0, 255 - fmt.max_code), value=torch.nan)
 
 
 @lru_cache(maxsize=64)

@@ -10,8 +10,8 @@ import torch
 from numba import types
 from numpy import float32, int32, int64
 
-from fmtsim.cpu.gemm.operands import number
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, fma32, kernel, overload
+from fmtsim.cpu.runtime.numbers import number
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine.unknown import UnknownOrder
 

@@ -6,42 +6,23 @@ the unit's. Forward passes with a mask or of one query are in ``attention_rows.p
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy import float32
 from torch.nn.functional import pad
 
-from fmtsim.cpu.gemm.engine import gemm, gemm_batch
 from fmtsim.cpu.runtime.jit import fma32, kernel
 from fmtsim.cpu.runtime.pool import run
-from fmtsim.gemm.products.operands import operand_format
-from fmtsim.gemm.products.resolver import check_target, resolve_call
 from fmtsim.machine import mufu
 from fmtsim.machine.arrays import LN2, LOG2E, SIXTEEN_BITS, canonical, flush, put, read, words_of
+from fmtsim.machine.tensor_core import chain_of, product
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 from fmtsim.spec.gemm_spec import GemmSpec
 
 _QUERIES, _KEYS = 128, 128  # a tile; rows of scores do not depend on how many queries are computed at once
 _HEADS = 128  # at once
 _TAME = 2.0**50  # magnitudes below which no score, and no gradient of one, is Inf or NaN
-
-
-def unit(dtype: torch.dtype, instruction_k: int | None = None) -> GemmSpec:
-    """Return the chain of wgmma steps that products run on, or of shorter ones."""
-    fmt = operand_format("q", torch.empty(1, 1, dtype=dtype), None)
-    wgmma = check_target("mma", "hopper.wgmma", accumulate="fp32")
-    spec = resolve_call("mm", fmt, fmt, (0, 0, 0), torch.float32, target=wgmma, accumulate="fp32")
-    return replace(spec, plan=replace(spec.plan, instruction_k=instruction_k))
-
-
-def product(a: torch.Tensor, b: torch.Tensor, spec: GemmSpec, c: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a b^T + c of [heads, M, K] and [heads, N, K]."""
-    out = torch.empty(a.shape[0], a.shape[1], b.shape[1])
-    for i in gemm_batch(a, b, spec, None, out, c):
-        gemm(a[i], b[i], None if c is None else c[i], None, None, spec, None, out[i])
-    return out
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -133,7 +114,7 @@ def forward(
     _check(q, k, v, dropout)
     if mask is not None or q.shape[-2] == 1:
         raise UnknownOrder("attention with a mask tensor or of one query, tile by tile")
-    (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], unit(q.dtype)
+    (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], chain_of("hopper.wgmma", q.dtype)
     factor = float32((scale or d**-0.5) * math.log2(math.e))
     # tiles above the diagonal add zeros, unless v holds NaN or Inf
     skips = causal and _is_tame(v)
@@ -163,7 +144,7 @@ def _forward_rows(
         p = torch.empty(scores.shape, dtype=q.dtype)
         arrays = scores.numpy(), factor, row, column, causal, first, largest, sums, acc.numpy(), words_of(p)
         run(lambda i, j: _probabilities(*arrays, i, j), heads, 1, work)  # noqa: B023
-        acc = product(p, v[:, tile].mT, spec, None if first else acc)
+        acc = product(p, v[:, tile].mT, spec, c=None if first else acc)
     skipped = -(-ends // _KEYS) < -(-k.shape[1] // _KEYS)
     done = acc.numpy(), largest, sums, skipped, row, words_of(output), logsumexp.numpy()
     run(lambda i, j: _finish(*done, i, j), heads, 1, queries * d)
@@ -246,7 +227,7 @@ def backward(
     low = logsumexp[logsumexp > -math.inf]
     if bias is not None and keys % _KEYS == _KEYS // 2 and bool((low < -8).any()):
         raise UnknownOrder(f"the gradient of q for {keys} keys and rows that a mask makes negative throughout")
-    factor, spec = float32(scale or d**-0.5), unit(q.dtype)
+    factor, spec = float32(scale or d**-0.5), chain_of("hopper.wgmma", q.dtype)
     skips = causal and _is_tame(g, q, k, v, output)
     to_tile = lambda x: pad(_heads(x, heads), (0, 0, 0, -x.shape[2] % 64))  # noqa: E731
     g, q, k, v, output = map(to_tile, (g, q, k, v, output))
@@ -298,19 +279,8 @@ def _backward_heads(
         scores, dp = product(q[:, row:], k[:, tile], spec), product(g[:, row:], v[:, tile], spec)
         p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
         arrays = (
-            scores.numpy(),
-            dp.numpy(),
-            lse,
-            bias,
-            delta,
-            factor,
-            row,
-            column,
-            causal,
-            ends,
-            words_of(p),
-            words_of(ds),
-        )
+            scores.numpy(), dp.numpy(), lse, bias, delta, factor, row, column, causal, ends, words_of(p), words_of(ds),
+        )  # fmt: skip
         run(lambda i, j: _score_gradients(*arrays, i, j), heads, 1, 32 * scores[0].numel())  # noqa: B023
         # 2. dV = P^T dO; dK = dS^T Q
         dv[:, tile] = product(p.mT, g[:, row:].mT, spec)

@@ -139,20 +139,24 @@ def _lists() -> dict[str, Any]:
 
 
 @contextmanager
-def gpu_autocast() -> Iterator[None]:
-    """Give ``torch.autocast`` and ``GradScaler`` for ``"cuda"`` and ``"cpu"`` what they do on a GPU."""
+def gpu_autocast(simulates: Callable[[], bool]) -> Iterator[None]:
+    """Give ``torch.autocast`` and ``GradScaler`` for ``"cuda"`` and ``"cpu"`` what they do on a GPU.
+
+    Args:
+        simulates: Returns True in a thread whose autocast it is; in others it does what it did.
+    """
     libraries: list[torch.library.Library] = []
     autocast, scaler = torch.autocast.__init__, torch.amp.GradScaler.__init__
 
     def start(self: Any, device_type: str, dtype: Any = None, *options: Any, **named: Any) -> None:
-        if device_type == "cuda":
+        if device_type == "cuda" and simulates():
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        if not libraries:
+        if not libraries and simulates():
             libraries.append(registered(_lists(), "AutocastCPU"))
         autocast(self, device_type, dtype, *options, **named)
 
     def start_scaler(self: Any, device: str = "cuda", *options: Any, **named: Any) -> None:
-        scaler(self, "cpu" if device == "cuda" else device, *options, **named)
+        scaler(self, "cpu" if device == "cuda" and simulates() else device, *options, **named)
 
     with (
         mock.patch.object(torch.autocast, "__init__", start),

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from fmtsim.gemm.products.matmul import mm
 from fmtsim.machine.arrays import SIXTEEN_BITS, tree
 from fmtsim.machine.reduce import reduce
+from fmtsim.machine.tensor_core import chain_of, product
 from fmtsim.machine.unknown import UnknownOrder
 
 _STEP = 16  # of k, of hopper.mma and hopper.wgmma, which add 16-bit products alike
@@ -106,8 +106,8 @@ def order_of(which: str, shape: Shape, dtype: torch.dtype) -> Order:
 def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
     """Return the sums of [M, K] and [N, K] in float32, along K as they lie."""
     if order.unit == "fma":
-        return mm(a.float(), b.float().t(), target="fp32_fma")
-    return mm(a, b.t(), target="hopper.mma", out_dtype=torch.float32)
+        return product(a.float(), b.float(), chain_of("fp32_fma", torch.float32))
+    return product(a, b, chain_of("hopper.mma", a.dtype))
 
 
 def _stored(y: torch.Tensor, order: Order, dtype: torch.dtype) -> torch.Tensor:

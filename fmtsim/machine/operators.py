@@ -21,6 +21,7 @@ from fmtsim.machine import (
     pointwise,
     reduce,
     softmax,
+    tensor_core,
 )  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
@@ -212,6 +213,7 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
     return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
 
 
+_UNARY = "exp exp2 expm1 log log2 log10 log1p tanh erf sin cos rsqrt sqrt sigmoid silu"
 KNOWN: dict[Any, Callable] = {
     torch.ops.fmtsim.rms_norm: norm.rms_norm,
     torch.ops.fmtsim.rms_norm_backward: _rms_norm_backward,
@@ -276,13 +278,17 @@ KNOWN: dict[Any, Callable] = {
     ),
     _ATEN.topk: _stable_topk,
     _ATEN.sort: _stable_sort,
-    **{
-        getattr(_ATEN, name): pointwise.unary(name)
-        for name in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "rsqrt",
-                     "sqrt", "sigmoid", "silu")
-    },
+    **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
+
+_NORMS = "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"
+_SOFTMAX = "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data gelu gelu_backward silu_backward"
+KERNELS = frozenset(
+    [getattr(_ATEN, name) for name in f"{_NORMS} {_SOFTMAX} {_UNARY}".split()]
+    + [torch.ops.fmtsim.rms_norm, torch.ops.fmtsim.rms_norm_backward]
+)
+"""Operators of KNOWN whose kernels write the GPU's NaN: their results are not searched for others."""
 
 
 def _in_place(operator: Callable) -> Callable:
@@ -345,7 +351,7 @@ def _grouped_mm(
         if p.numel() == 0 or q.numel() == 0:
             return torch.zeros(p.shape[0], q.shape[1], dtype=p.dtype)
         if p.dtype == torch.bfloat16:
-            return mm(p.detach(), q.detach(), out_dtype=p.dtype, target="hopper.wgmma")
+            return tensor_core.product(p, q.mT, tensor_core.chain_of("hopper.wgmma", p.dtype), dtype=p.dtype)
         try:
             return _known_product(mm, p, q, target=target)
         except Guess as guess:

@@ -5,8 +5,8 @@ import numpy as np
 import torch
 from numpy import float32, uint32, uint64
 
-from fmtsim.cpu.cast.words import philox
 from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.numbers import philox
 from fmtsim.cpu.runtime.pool import run
 
 _LOW, _HIGH = uint64(0xFFFFFFFF), uint64(32)

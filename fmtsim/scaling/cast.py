@@ -113,16 +113,10 @@ class Scaled(NamedTuple):
 
 
 def cast(
-    x: Tensor,
-    element: ElementFormat,
-    scaling: Scaling,
-    rounding: Rounding,
-    overflow: Overflow,
-    keys: Keys = (None, None),
-    given: Scales | None = None,
-    dtype: torch.dtype = torch.float32,
+    x: Tensor, element: ElementFormat, scaling: Scaling, rounding: Rounding, overflow: Overflow,
+    keys: Keys = (None, None), given: Scales | None = None, dtype: torch.dtype = torch.float32,
     keeps_scaled: bool = True,
-) -> Scaled:
+) -> Scaled:  # fmt: skip
     """Round a matrix to an element format under the scales that a rule gives it.
 
     Args:
@@ -161,15 +155,9 @@ def cast(
 
 
 def scales(
-    a: Tensor,
-    scaling: Scaling,
-    top: float,
-    key: RandomKey | None = None,
-    times: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-    *,
-    fixed_factor: Tensor | None = None,
-) -> Scales:
+    a: Tensor, scaling: Scaling, top: float, key: RandomKey | None = None, times: float = 1.0,
+    dtype: torch.dtype = torch.float32, *, fixed_factor: Tensor | None = None,
+) -> Scales:  # fmt: skip
     """Return the scales of blocks with these statistics.
 
     Args:

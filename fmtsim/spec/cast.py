@@ -109,7 +109,7 @@ def level_shape(fmt: BlockFormat, shape: torch.Size, dim: int) -> tuple[int, ...
 
 
 def _counts(block: Block, sizes: tuple[int, int]) -> tuple[int, int]:
-    rows, columns = (size or extent for size, extent in zip(block, sizes, strict=True))
+    rows, columns = block[0] or sizes[0], block[1] or sizes[1]
     return -(-sizes[0] // rows) if sizes[0] else 0, -(-sizes[1] // columns) if sizes[1] else 0
 
 

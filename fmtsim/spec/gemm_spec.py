@@ -63,15 +63,15 @@ class GemmSpec:
         basis: The evidence for the plan.
     """
 
-    datapath: Arithmetic
-    plan: GemmPlan
-    a: OperandFormat
-    b: OperandFormat
+    datapath: Arithmetic = dataclasses.field(compare=False)  # ``text`` compares: one string, where the records would
+    plan: GemmPlan = dataclasses.field(compare=False)  # be compared and hashed field by field
+    a: OperandFormat = dataclasses.field(compare=False)
+    b: OperandFormat = dataclasses.field(compare=False)
     unit: str | None = dataclasses.field(default=None, compare=False)
     accumulate: str = dataclasses.field(default="fp32", compare=False)
     basis: Basis = dataclasses.field(default="rule", compare=False)
     # Derived, and stored because torch.compile reads fields of a record, not its properties.
-    text: str = dataclasses.field(init=False, compare=False, repr=False)
+    text: str = dataclasses.field(init=False, repr=False)
     stochastic: bool = dataclasses.field(init=False, compare=False, repr=False)
     sum_dtype: torch.dtype = dataclasses.field(init=False, compare=False, repr=False)
 
@@ -93,9 +93,6 @@ class GemmSpec:
         if self.plan.promote_every is not None or not isinstance(unit, Datapath):
             return FP32
         return unit.promotion or unit.accumulator
-
-    def __hash__(self) -> int:
-        return hash(self.text)  # one string, where the records would be hashed field by field
 
     def to_json(self) -> str:
         """Return the definition as one line of JSON, without where it comes from."""

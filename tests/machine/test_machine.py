@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.cpu.cast.words import philox
 from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.cpu.runtime.numbers import philox
 from fmtsim.machine import mufu, norm, softmax
 from fmtsim.machine.arrays import STRIDED, apply, fma
 from fmtsim.machine.simulate import simulate

@@ -2,7 +2,9 @@
 """What ``simulate`` says of what it does not know, and what it refuses."""
 
 import copy
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_attenti
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.machine import autocast, operators
+from fmtsim.machine import autocast, operators, patches
 from fmtsim.machine import simulate as module
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 
@@ -83,6 +85,35 @@ def test_refused(what):
     call, message = REFUSED[what]
     with pytest.raises(ArgumentError, match=message), fmtsim.simulate():
         call()
+
+
+def test_other_threads_have_the_host_s_functions():
+    """A thread that simulates leaves torch as it is to one that does not, and to one that still simulates."""
+    entered, others_done, x = threading.Event(), threading.Event(), numbers(64).half()
+    host = functional.dropout, functional.scaled_dot_product_attention, torch.rms_norm, torch.autocast.__init__
+
+    def simulates(run):
+        with run:
+            entered.set()
+            assert others_done.wait(60)
+            torch.rms_norm(x, (64,))
+            assert x.softmax(0, torch.float32).dtype == torch.float32
+
+    first, second = fmtsim.simulate(strict=True), fmtsim.simulate()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(simulates, first)
+        assert entered.wait(60)
+        expected = x.float().softmax(0)
+        assert torch.equal(x.softmax(0, torch.float32), expected) and functional.dropout(x, 0.5).shape == x.shape
+        assert torch.equal(torch.rms_norm(x, (64,)), host[2](x, (64,)))
+        assert torch.amp.GradScaler("cuda", enabled=False)._device == "cuda" and first.exact.total() == 0
+        with second:  # is left before the first one, which keeps what it needs
+            torch.rms_norm(x, (64,))
+        others_done.set()
+        waiting.result()
+    assert first.exact["fmtsim.rms_norm"] == second.exact["fmtsim.rms_norm"] == 1
+    after = functional.dropout, functional.scaled_dot_product_attention, torch.rms_norm, torch.autocast.__init__
+    assert after == host
 
 
 def test_autocast_around_it_is_refused():
@@ -416,8 +447,8 @@ def test_rms_norm_of_a_jagged_tensor_is_made_of_torch_s_operators():
 
 def test_a_mask_s_rows_begin_at_multiples_of_eight_elements():
     aligned = torch.zeros(2, 1, 4, 16)
-    assert module._aligned(aligned) is aligned
+    assert patches._aligned(aligned) is aligned
     for keys in (4, 12):
         mask = torch.arange(2 * 4 * keys, dtype=torch.float32).reshape(2, 1, 4, keys)
-        rows = module._aligned(mask)
+        rows = patches._aligned(mask)
         assert torch.equal(rows, mask) and all(stride % 8 == 0 for stride in rows.stride()[:-1])

@@ -8,31 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy import int64, uint32, uint64
+from numpy import int64, uint64
 
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import device, kernel, subroutine
+from fmtsim.cpu.runtime.numbers import philox
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import Random, RandomKey
-
-_M0, _M1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
-_W0, _W1 = uint64(0x9E3779B9), uint64(0xBB67AE85)
-_LOW = uint64(0xFFFFFFFF)
-_32 = uint64(32)
-
-
-@device
-def philox(counter, o0, o1, k0, k1):
-    """Return the four words at a 64-bit counter, for the offset words o0, o1 and the key words k0, k1."""
-    # Words stay in the low halves of 64 bits, whose upper halves nothing reads: a product is one instruction, and its
-    # low half needs none.
-    w0, w1, w2, w3 = counter, counter >> _32, uint64(o0), uint64(o1)
-    k0, k1 = uint64(k0), uint64(k1)
-    for _ in range(10):
-        p0, p1 = _M0 * (w0 & _LOW), _M1 * (w2 & _LOW)
-        w0, w1, w2, w3 = (p1 >> _32) ^ w1 ^ k0, p1, (p0 >> _32) ^ w3 ^ k1, p0
-        k0, k1 = k0 + _W0, k1 + _W1
-    return uint32(w0 & _LOW), uint32(w1 & _LOW), uint32(w2 & _LOW), uint32(w3 & _LOW)
 
 
 @device

@@ -20,10 +20,11 @@ from fmtsim.cpu.gemm.accumulate import (
     reduce_parts,
     reduction_of,
 )
-from fmtsim.cpu.gemm.operands import number, read_array
+from fmtsim.cpu.gemm.operands import read_array
 from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of, stacked
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import kernel, overload
+from fmtsim.cpu.runtime.numbers import number
 from fmtsim.cpu.runtime.pool import scratch
 from fmtsim.cpu.runtime.simd import LANES, broadcast, fma, load, store
 from fmtsim.formats.representable import is_representable

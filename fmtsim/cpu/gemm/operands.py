@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import types
 from numba.extending import register_jitable
 
-from fmtsim.cpu.runtime.jit import bits32, float32_of, overload
 from fmtsim.cpu.runtime.pool import array_of
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
@@ -131,27 +129,6 @@ class Panel(NamedTuple):
     exponents: np.ndarray  # int8, as pack_bytes orders them, or int16 [slot][64]
     signs: np.ndarray  # int32 [block][word][64]
     top: np.int32  # the largest exponent
-
-
-@overload
-def number(raw, table):  # type: ignore[no-untyped-def]
-    """Return the float32 of a raw number: float32, uint8 code by table, bfloat16 as int16, binary16 as uint16."""
-    if raw == types.float32:
-        return lambda raw, table: raw
-    if raw == types.uint8:
-        return lambda raw, table: table[raw]
-    if raw == types.int16:
-        return lambda raw, table: float32_of(np.int32(raw) << np.int32(16))
-    return lambda raw, table: _binary16(np.int32(raw))
-
-
-@register_jitable
-def _binary16(code):  # type: ignore[no-untyped-def]
-    magnitude = code & 0x7FFF
-    number = float32_of(np.int32(magnitude << 13)) * np.float32(2.0**112)
-    if magnitude >= 0x7C00:
-        number = float32_of(np.int32(0x7F800000 | (magnitude & 0x3FF) << 13))
-    return float32_of(bits32(number) | np.int32((code & 0x8000) << 16))
 
 
 class Grouped(NamedTuple):

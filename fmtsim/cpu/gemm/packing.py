@@ -8,8 +8,9 @@ is the product of two signs, as everywhere else. NaN and Inf become zeros, and t
 import numpy as np
 from numba import types
 
-from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, number, pitch_of
+from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, pitch_of
 from fmtsim.cpu.runtime.jit import device, kernel, overload, subroutine
+from fmtsim.cpu.runtime.numbers import number
 from fmtsim.cpu.runtime.packed import pack_bytes, weave
 from fmtsim.cpu.runtime.simd import (
     LANES,

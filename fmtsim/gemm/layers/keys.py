@@ -76,11 +76,13 @@ class Layer:
         uncast: Names of the operands that autocast does not cast before they are quantised.
         rotations: Of the products of the backward pass, what ``unrotated`` undoes: rotations of the outer axis, and of
             the inner axis where the product takes an operand of the forward pass as it was rotated.
+        streams: Of its products' units and outputs: what ``stream_of`` returns for each use.
         shares_x: Whether the quantised x depends on x alone: it takes no random numbers and no remembered scale.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
+        self.streams = [stream_of(generator, use) for use in range(SIGNS)]
         self.name = f"{_PROCESS}.{next(_numbers)}"
         facts = _facts_of(config)
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = facts[:6]

@@ -173,7 +173,8 @@ class _Linear(torch.autograd.Function):
         x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, watchers: Watchers
     ) -> tuple[Tensor | None, ...]:
         """Return y and the saved tensors of x and of w."""
-        return _forward(x, w, bias, layer, watchers, traced=not is_bare(x, w), shares=False)
+        bare = is_bare(x, w) if bias is None else is_bare(x, w, bias)
+        return _forward(x, w, bias, layer, watchers, traced=not bare, shares=False)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

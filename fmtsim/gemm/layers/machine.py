@@ -49,11 +49,12 @@ def multiply_on_machine(
     Raises:
         ArgumentError, DtypeError, FormatError: These operands are not multiplied together there.
     """
-    refuse()
+    if a.elements.is_cuda:
+        refuse()
     if 0 in (*a.elements.shape, b.elements.shape[0]):  # nothing is multiplied, and empty operands have no scales
         y = a.elements.new_zeros(a.elements.shape[0], b.elements.shape[0], dtype=wide_dtype(layer_dtype))
         return finish(y, None, None, None, bias, y.dtype if gemm.out.format is not None else dtype, traced)
-    rest = _rest_on_machine(a, b, gemm)
+    rest = None if a.rest is None else _rest_on_machine(a.rest, b, gemm)
     after = route.how == "integers" or (route.how == "values" and _scaled_after(a, b, gemm, layer_dtype))
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
     if route.how == "integers":
@@ -63,8 +64,8 @@ def multiply_on_machine(
             wide = torch.float32 if route.how == "numbers" else layer_dtype
             a, b = (Operand((x.elements if after else values_of(x, wide_dtype(wide))).to(wide), _HIGH) for x in (a, b))
         if columns is rows is rest is None:
-            return _multiply_elements(operation, a, b, bias, gemm, route, dtype, generator)
-        y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(layer_dtype), generator)
+            return _multiply_elements(operation, a, b, bias, gemm, route, dtype, generator, not traced)
+        y = _multiply_elements("mm", a, b, None, gemm, route, wide_dtype(layer_dtype), generator, not traced)
     y = y if y.dtype == torch.float64 else y.float()
     return finish(y, columns, rows, rest, bias, y.dtype if gemm.out.format is not None else dtype, traced)
 
@@ -77,17 +78,15 @@ def _scaled_after(a: Operand, b: Operand, gemm: Gemm, dtype: torch.dtype) -> boo
     return all(fmt is None or is_representable(fmt, dtype) for fmt in elements)
 
 
-def _rest_on_machine(a: Operand, b: Operand, gemm: Gemm) -> Tensor | None:
-    """Return what ``Clamp`` cut off the first operand, times the second, in float32; None without.
+def _rest_on_machine(rest: Tensor, b: Operand, gemm: Gemm) -> Tensor:
+    """Return what ``Clamp`` cut off the first operand, times the second, in float32.
 
     A unit that takes no float32 leaves it to a chain of float32 multiply-adds.
     """
-    if a.rest is None:
-        return None
     target = gemm.target if gemm.library is not None or unit_takes(gemm.target, "fp32") else "fp32_fma"
     values = values_of(b, torch.float32)
     return run_product(
-        "mm", a.rest, values, (FP32, FP32), torch.float32, target=target, library=gemm.library is not None,
+        "mm", rest, values, (FP32, FP32), torch.float32, target=target, library=gemm.library is not None,
         native=gemm.native, accumulate="fp32", quantized=True,
     )  # fmt: skip
 
@@ -116,12 +115,14 @@ def _padded(x: Tensor, rows: int, multiple: int) -> Tensor:
 
 def _multiply_elements(
     operation: Operation, a: Operand, b: Operand, bias: Tensor | None, gemm: Gemm, route: Route, dtype: torch.dtype,
-    generator: Generator,
+    generator: Generator, bare: bool,
 ) -> Tensor:  # fmt: skip
-    """Return the product of elements and their scales."""
-    first, second = (fmt or operand_format("operand", x.elements)
-                     for fmt, x in zip(route.formats, (a, b), strict=True))  # fmt: skip
+    """Return the product of elements and their scales; ``bare`` as in ``run_product``."""
+    first = route.formats[0] or operand_format("operand", a.elements)
+    second = route.formats[1] or operand_format("operand", b.elements)
     kind = route.kind if a.scale is not None or b.scale is not None else "none"
+    if route.multiplies and kind in UNIT_SCALES:
+        a, b = multiplier_apart(a), multiplier_apart(b)
     scaled, elements_dtype = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
     operation, y_dtype, adds = _library_call("scaled_mm" if scaled else operation, elements_dtype, bias, gemm, dtype)
     scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
@@ -139,7 +140,7 @@ def _multiply_elements(
         operation, lhs, rhs, (first, second), y_dtype, scales, bias=bias, adds_bias=adds,
         target=gemm.target, library=gemm.library is not None, plan=gemm.plan, accumulate=sums,
         fast_accum=gemm.fast_accum, native=gemm.native, generator=generator,
-        layouts=("row", "row") if scaled else None, quantized=True,
+        layouts=("row", "row") if scaled else None, quantized=True, bare=bare,
     )  # fmt: skip
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
@@ -156,8 +157,6 @@ def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
         return Scales(kind, row, column)
     rows = a.block[0], b.block[0]
     kind = "row_block_128" if kind == "block_128" and rows == (1, 1) else kind
-    if kind in UNIT_SCALES:
-        a, b = multiplier_apart(a), multiplier_apart(b)
     return Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows)
 
 

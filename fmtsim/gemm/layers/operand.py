@@ -39,16 +39,9 @@ Memory = DelayedScale | FrozenScale | StoredScale | None
 
 
 def quantize_operand(
-    t: Tensor,
-    quantizer: Quantizer,
-    keys: Keys = NO_KEYS,
-    state: Memory = None,
-    *,
-    dim: int = -1,
-    folded: bool = False,
-    factor: Tensor | None = None,
-    narrow: bool = False,
-) -> Operand:
+    t: Tensor, quantizer: Quantizer, keys: Keys = NO_KEYS, state: Memory = None, *, dim: int = -1, folded: bool = False,
+    factor: Tensor | None = None, narrow: bool = False,
+) -> Operand:  # fmt: skip
     """Quantise a matrix whose products sum over ``dim``, 0 or -1; the result has that axis last, and blocks along it.
 
     Args:
@@ -164,6 +157,7 @@ class _Cast(NamedTuple):
         dtype: Of the elements.
         element: Their format, where the scales of its blocks stay beside them.
         block: Rows and columns of those.
+        codes: The float8 dtype whose bits the codes of that format are, None where there is none.
     """
 
     quantizer: Quantizer
@@ -171,6 +165,7 @@ class _Cast(NamedTuple):
     dtype: torch.dtype
     element: OperandFormat | None = None
     block: Block = (1, 1)
+    codes: torch.dtype | None = None
 
 
 _casts: dict[tuple[Any, ...], tuple[Quantizer, _Cast | None]] = {}  # an entry keeps the quantiser of its id alive
@@ -197,20 +192,23 @@ def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, o
     cast = _Cast(quantizer, _cast_text(quantizer, -1 if dim == -1 else -2), cast_dtype)
     if keeps_scales(quantizer, folded, on_gpu):
         assert isinstance(fmt, BlockFormat)
-        cast = cast._replace(element=fmt.element, block=fmt.block)  # type: ignore[arg-type]
+        codes = own_dtype(fmt.element)  # type: ignore[arg-type]
+        codes = codes if codes in FP8_DTYPES else None
+        cast = cast._replace(element=fmt.element, block=fmt.block, codes=codes)  # type: ignore[arg-type]
     return cast
 
 
 def _cast(t: Tensor, cast: _Cast, keys: Keys, dim: int) -> Operand:
     """Cast a matrix without a scale rule; random words follow the positions in t."""
-    quantizer, text, dtype, element, block = cast
+    quantizer, text, dtype, element, block, codes = cast
     if not text:
         return Operand(t if dim == -1 else t.mT, quantizer)
     if element is not None:
         parts = encode(t, text, keys.elements)
-        x = _elements(parts, element, dtype)
+        x = _elements(parts, element, dtype) if codes is None else parts.codes.view(codes).to(dtype)
         x = x if dim == -1 else x.mT
-        return Operand(x, quantizer, parts.scales, parts.tensor_scale, block_sizes(block, x.shape))
+        sizes = block_sizes(block, x.shape) if None in block else block
+        return Operand(x, quantizer, parts.scales, parts.tensor_scale, sizes)  # type: ignore[arg-type]
     values = quantize(t, text, dtype if dtype.itemsize > 1 else torch.float32, keys.elements, None)
     return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
 
@@ -226,9 +224,6 @@ def _cast_text(quantizer: Quantizer, dim: int) -> str:
 
 def _elements(parts: EncodedParts, element: OperandFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of codes in a dtype that holds them."""
-    element_dtype = own_dtype(element)
-    if element_dtype is not None and element_dtype in FP8_DTYPES:
-        return parts.codes.view(element_dtype).to(dtype)
     spec = CastSpec(format=element, rounding=Rounding(), overflow=element.default_overflow)
     return decode(EncodedParts(parts.codes), spec, torch.float32).to(dtype)
 

@@ -70,15 +70,9 @@ def _folds_here(last: Quantizer, on_gpu: bool, folded: bool) -> bool:
 
 
 def traced_operand(
-    t: Tensor,
-    quantizer: Quantizer,
-    keys: tuple[Key, Key, Key],
-    source: tuple[str, str],
-    *,
-    dim: int,
-    folded: bool,
+    t: Tensor, quantizer: Quantizer, keys: tuple[Key, Key, Key], source: tuple[str, str], *, dim: int, folded: bool,
     factor: Tensor | None,
-) -> Operand:
+) -> Operand:  # fmt: skip
     """Do what ``quantize_operand`` does as one node of a graph.
 
     Args:

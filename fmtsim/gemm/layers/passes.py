@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.casts.arguments import check_together
 from fmtsim.casts.ops import Key, fused_engine
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
-from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, counts_passes, stream_of
+from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, counts_passes
 from fmtsim.gemm.layers.machine import multiply_on_machine
 from fmtsim.gemm.layers.operand import NO_KEYS, has_both, quantize_both, quantize_operand, values_of
 from fmtsim.gemm.layers.operator import OperandRequest, traced_both, traced_draws, traced_operand
@@ -166,16 +166,18 @@ class Pass:
             for watcher in self._watchers:
                 run = partial(watcher.product, name, a, b, bias, run)  # type: ignore[arg-type]
             return run()
-        gemm, wide = getattr(self._config, name), wide_dtype(dtype)
+        gemm, layer = getattr(self._config, name), self._layer
         rounds, index = gemm.out.format is not None, PRODUCTS.index(name)
         if gemm.target is None:
+            wide = wide_dtype(dtype)
             y = multiply(a, b, bias, wide if rounds else dtype, wide, traced=self._traced)
-            return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index)) if rounds else y
-        y = multiply_on_machine(
-            "mm" if index else "linear", a, b, bias, gemm, self._layer.routes[name], dtype, self._dtype,
-            stream_of(self._layer.generator, UNITS + index), traced=self._traced,
-        )  # fmt: skip
-        return round_output(y, gemm.out, dtype, stream_of(self._layer.generator, OUTPUTS + index))
+        else:
+            y = multiply_on_machine(
+                "mm" if index else "linear", a, b, bias, gemm, layer.routes[name], dtype, self._dtype,
+                layer.streams[UNITS + index], traced=self._traced,
+            )  # fmt: skip
+            rounds = rounds or y.dtype != dtype
+        return round_output(y, gemm.out, dtype, layer.streams[OUTPUTS + index]) if rounds else y
 
     def gradient(self, name: str, grad: Operand, original: Tensor | None, saved: tuple[Saved, Saved]) -> Tensor:
         """Return a backward product: the gradient of a tensor that was rotated and rounded in the forward pass.

@@ -26,11 +26,13 @@ class Route(NamedTuple):
             dtype. ``"numbers"``: values in float32, for a declared datapath.
         formats: Of the elements; None for tensors in high precision, whose dtype says it.
         kind: Of the scales that go with elements.
+        multiplies: The rule of an operand's scales has a multiplier, which units do not take with the scales.
     """
 
     how: Literal["elements", "integers", "values", "numbers"]
     formats: tuple[OperandFormat | None, OperandFormat | None] = (None, None)
     kind: ScaleKind = "none"
+    multiplies: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -70,7 +72,8 @@ def route_of(
     if any(isinstance(element, IntFormat) for element in elements):
         names = " by ".join(q.format.name for q in last)  # type: ignore[union-attr]
         raise FormatError(f"no unit multiplies {names}: integers and floating point; {_HINT}")
-    return Route("elements", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
+    multiplies = any(q.scaling is not None and q.scaling.multiplier != 1 for q in last)
+    return Route("elements", (elements[0], elements[1]), kind, multiplies)  # type: ignore[arg-type]
 
 
 def kind_of(quantizer: Quantizer, transposed: bool = False) -> ScaleKind:

@@ -262,7 +262,7 @@ def check_call(
     sizes, batch = (a.shape[-2], columns.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
     if not torch.compiler.is_compiling():
         if options["library"] or plan is not None:
-            facts |= {"a_layout": matrix_layout(a), "b_layout": matrix_layout(columns.mT, transposed=True)}
+            facts["layouts"] = matrix_layout(a), matrix_layout(columns.mT, transposed=True)
         call = gemm_call(
             verb, *formats, sizes, dtype or a.dtype, target=target, plan=plan, batch=batch, accumulate=accumulate,
             strict=options["strict"], bias=bias is not None, **facts,
@@ -296,7 +296,7 @@ def _multiply(
         request = check_call(verb, a, b.mT, bias, checked)
         if checked["library"]:
             sizes = a.shape[-2], b.shape[-1], inner_length(a)
-            check_library(verb, request.formats, request.dtype, sizes, NO_SCALES, False)
+            check_library(verb, request.formats, sizes, request.dtype, NO_SCALES.rows_per_scale, False)
         # A name is not cached: register_format may give it another format later.
         if key is not None and not any(isinstance(fmt, str) for fmt in pair_of("formats", options["formats"])):
             if len(_requests) >= _MOST:

@@ -179,8 +179,8 @@ def _warn_of_setting(reason: str) -> None:
 
 
 def check_library(
-    operation: Operation, formats: tuple[OperandFormat, OperandFormat], dtype: torch.dtype | None,
-    sizes: tuple[int, int, int], scales: Scales, fast: bool,
+    operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
+    dtype: torch.dtype | None, rows_per_scale: tuple[int, int], fast: bool,
 ) -> None:  # fmt: skip
     """Refuse what torch._int_mm and torch._scaled_mm, or cuBLAS below them, refuse on an NVIDIA GPU."""
     m, n, k = sizes
@@ -205,7 +205,7 @@ def check_library(
             f"torch._scaled_mm takes K and N that are multiples of {SCALED_MULTIPLE}, not K={k}, N={n}; "
             "pad, or name a unit as target="
         )
-    if scales.rows_per_scale == (_BLOCK, _BLOCK):
+    if rows_per_scale == (_BLOCK, _BLOCK):
         raise FormatError(
             "torch._scaled_mm has no 128x128 by 128x128 scales; give one operand 1x128, or name a unit as target="
         )
@@ -310,18 +310,8 @@ def _warn_of_dropped_k(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple
     """Warn once for each native call of which the library drops the end of K; a repeated call costs one lookup."""
     target = _last_targets.get(a.device.index)
     key = (
-        target,
-        call.function,
-        a.shape,
-        b.shape,
-        a.stride(),
-        b.stride(),
-        a.dtype,
-        b.dtype,
-        call.out_dtype,
-        bias,
-        facts,
-    )
+        target, call.function, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, call.out_dtype, bias, facts,
+    )  # fmt: skip
     if target is None or key in _inspected:
         return
     if len(_inspected) == _MOST_INSPECTED:

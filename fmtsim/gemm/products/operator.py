@@ -40,23 +40,11 @@ _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def run_gemm(
-    a: Tensor,
-    b: Tensor,
-    spec: GemmSpec,
-    *,
-    dtype: torch.dtype | None = None,
-    c: Tensor | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    row: Tensor | None = None,
-    column: Tensor | None = None,
-    bias: Tensor | None = None,
-    result_scale: Tensor | None = None,
-    random: RandomKey | Tensor | None = None,
-    validated: bool = False,
-    tf32: bool = False,
-    bare: bool = False,
-) -> Tensor:
+    a: Tensor, b: Tensor, spec: GemmSpec, *, dtype: torch.dtype | None = None, c: Tensor | None = None,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None, row: Tensor | None = None,
+    column: Tensor | None = None, bias: Tensor | None = None, result_scale: Tensor | None = None,
+    random: RandomKey | Tensor | None = None, validated: bool = False, tf32: bool = False, bare: bool = False,
+) -> Tensor:  # fmt: skip
     """Return ``a b^T`` as a GemmSpec defines it: the one way from verbs and layers to the operator.
 
     Args:
@@ -168,7 +156,7 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
     if spec.plan.k_end is not None:  # the library drops the end of K
         a, b, scale_a, scale_b = _cut_at_k_end(a, b, scale_a, scale_b, spec)
         spec = _without_end(spec)
-    if isinstance(path, Datapath) and path.scale is not None:  # a call without scales on a unit with scales: ones
+    if isinstance(path, Datapath) and path.scale is not None and (scale_a is None or scale_b is None):  # are ones
         blocks = -(-inner_length(a) // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
         scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b
@@ -277,17 +265,10 @@ def _require_each(name: str, x: Tensor, fmt: OperandFormat) -> None:
 
 
 def finish(
-    sums: Tensor,
-    dtype: torch.dtype,
-    *,
-    rule: Epilogue = "scale",
-    row: Tensor | None = None,
-    column: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_after_rounding: bool = False,
-    result_scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    sums: Tensor, dtype: torch.dtype, *, rule: Epilogue = "scale", row: Tensor | None = None,
+    column: Tensor | None = None, bias: Tensor | None = None, bias_after_rounding: bool = False,
+    result_scale: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Scale reduced sums, add a bias and round to an output dtype, one rounding a step.
 
     Args:

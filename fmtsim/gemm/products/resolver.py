@@ -103,9 +103,22 @@ def run_product(
         bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
     # 1. natively, where the GPU is the target
-    if call is None and library:
-        check_library(operation, formats, dtype, (a.shape[-2], b.shape[-2], inner_length(a)), scales, fast_accum)
-    if (library or native is not None) and runs_natively(
+    if call is None:
+        if layouts is None and (library or plan is not None):
+            layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
+        k = a.shape[-1] if quantized else inner_length(a)  # a layer packs nothing
+        sizes, out = (a.shape[-2], b.shape[-2], k), dtype or a.dtype
+        facts = {
+            "target": target, "plan": plan, "accumulate": accumulate, "strict": strict, "fast_accum": fast_accum,
+            "scaling": scales.kind, "bias": bias is not None and adds_bias, "batch": a.shape[0] if a.dim() == 3 else 1,
+            "layouts": layouts,
+        }  # fmt: skip
+        if bare:  # a layer's, in eager code
+            how = dtype, scales.rows_per_scale, library, units.registrations
+            call = _checked_call(operation, formats, sizes, out, how, **facts)
+        elif library:
+            check_library(operation, formats, sizes, dtype, scales.rows_per_scale, fast_accum)
+    if (native or (library and a.is_cuda)) and runs_natively(
         native, target if library else None, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
@@ -118,17 +131,7 @@ def run_product(
         )  # fmt: skip
         return y if bias is None or adds_bias else finish(y, y.dtype, bias=bias)
     # 2. the datapath, accumulation order and formats of the call
-    if call is not None:
-        spec = resolve(call)
-    else:
-        if layouts is None and (library or plan is not None):
-            layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
-        sizes = a.shape[-2], b.shape[-2], inner_length(a)
-        spec = resolve_call(
-            operation, *formats, sizes, dtype or a.dtype, target=target, plan=plan,
-            accumulate=accumulate, strict=strict, fast_accum=fast_accum, scaling=scales.kind, layouts=layouts,
-            bias=bias is not None and adds_bias, batch=a.shape[0] if a.dim() == 3 else 1,
-        )  # fmt: skip
+    spec = resolve(call) if call is not None else resolve_call(operation, *formats, sizes, out, **facts)
     dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
     if spec.accumulate == "int32" and dtype != torch.int32:
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
@@ -160,11 +163,24 @@ def run_product(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
+def _checked_call(
+    operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
+    out: torch.dtype, how: tuple[Any, ...], **facts: Any,
+) -> GemmCall:  # fmt: skip
+    """Return a GemmCall that the library takes; ``how`` ends with how often units were registered, by name."""
+    dtype, rows_per_scale, library, _ = how
+    if library:
+        check_library(operation, formats, sizes, dtype, rows_per_scale, facts["fast_accum"])
+    return gemm_call(operation, *formats, sizes, out, **facts)
+
+
 def _block_scales(
     scales: Scales, a: Tensor, b: Tensor, spec: GemmSpec, quantized: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return scales inside the unit, or those of the promotion, for every row."""
-    row_scales = scales.each_row(a.shape[-2], b.shape[-2])
+    alone = scales.rows_per_scale == (1, 1)
+    row_scales = (scales.a, scales.b) if alone else scales.each_row(a.shape[-2], b.shape[-2])
     if quantized:
         check_unit_scales(spec.datapath, scales.kind)
     if quantized or scales.kind in LARGE_BLOCKS:
@@ -184,14 +200,16 @@ def resolve(call: GemmCall) -> GemmSpec:
     record = targets.find_target(call.target)
     target = None if isinstance(record, units.Unit | Arithmetic) else record
     # A unit's name may be registered for another record later.
-    spec = _resolved(call, units.registrations if target is None else target)
+    spec, doubted = _resolved(call, units.registrations if target is None else target)
     calls = _recording.get()
     if calls is not None:
         calls[call] = spec
-    if target is not None and spec.basis == "guess":
-        target.doubt(call.facts(), spec.plan, call.strict)
-    if target is not None and spec.plan.k_end is not None and call.plan is None:
-        warn_of_bug(target, call.facts(), spec.plan, guess=spec.basis == "guess")
+    if doubted is not None and target is not None:
+        guess = spec.basis == "guess"
+        if guess:
+            target.doubt(doubted, spec.plan, call.strict)
+        if spec.plan.k_end is not None and call.plan is None:
+            warn_of_bug(target, doubted, spec.plan, guess=guess)
     return spec
 
 
@@ -218,50 +236,53 @@ def seen_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
 
 def resolve_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    target: Any, plan: GemmPlan | None = None, accumulate: str | None = None,
-    layouts: tuple[Layout, Layout] | None = None, batch: int = 1, **facts: Any,
+    target: Any, plan: GemmPlan | None = None, **facts: Any,
 ) -> GemmSpec:  # fmt: skip
-    """Return ``resolve`` of the GemmCall of these fields; torch.compile may trace the caller.
+    """Return ``resolve`` of a ``gemm_call``; torch.compile may trace the caller.
 
     Sizes are specialised (one compiled program for each) only where a plan can depend on them.
     """
-    m = n = k = count = 0
-    if plan is not None or not is_unit(target):
-        m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
-    a_layout, b_layout = layouts or ("row", "row")
-    return _resolve_fields(
-        a, b, target, plan, operation=operation, m=m, n=n, k=k, batch=count, out=out,
-        accumulate=accumulate or "", a_layout=a_layout, b_layout=b_layout, **facts,
-    )  # fmt: skip
+    return _resolve_fields(a, b, target, plan, **_facts(operation, sizes, out, target, plan, **facts))
 
 
 @constant_in_graphs
 def _resolve_fields(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmSpec:
     # Every record is an argument of its own: torch.compile guards on none inside a tuple or another record.
-    return resolve(_named_call(a, b, target=target, plan=plan, **facts))
+    return resolve(_named_call(a, b, target, plan, **facts))
 
 
 def gemm_call(
     operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    target: Any, plan: GemmPlan | None = None, batch: int = 1, accumulate: str | None = None, **facts: Any,
+    target: Any, plan: GemmPlan | None = None, **facts: Any,
 ) -> GemmCall:  # fmt: skip
     """Return the GemmCall of these fields; sizes are 0 where neither a library nor a plan depends on them."""
-    if plan is None and is_unit(target):
-        sizes, batch = (0, 0, 0), 0
-    m, n, k = map(index, sizes)
-    return _named_call(
-        a, b, operation=operation, m=m, n=n, k=k, batch=index(batch), out=out, target=target, plan=plan,
-        accumulate=accumulate or "", **facts,
-    )  # fmt: skip
+    return _named_call(a, b, target, plan, **_facts(operation, sizes, out, target, plan, **facts))
 
 
-def _named_call(a: OperandFormat, b: OperandFormat, **facts: Any) -> GemmCall:
-    return GemmCall(a=call_name(a), b=call_name(b), formats=(a, b), **facts)
+def _facts(
+    operation: Operation, sizes: tuple[int, int, int], out: torch.dtype, target: Any, plan: GemmPlan | None, *,
+    batch: int = 1, accumulate: str | None = None, layouts: tuple[Layout, Layout] | None = None, **facts: Any,
+) -> dict[str, Any]:  # fmt: skip
+    m = n = k = count = 0
+    if plan is not None or not is_unit(target):
+        m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
+    a_layout, b_layout = layouts or ("row", "row")
+    return {
+        "operation": operation, "m": m, "n": n, "k": k, "batch": count, "out": out, "accumulate": accumulate or "",
+        "a_layout": a_layout, "b_layout": b_layout, **facts,
+    }  # fmt: skip
+
+
+def _named_call(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmCall:
+    return GemmCall(a=call_name(a), b=call_name(b), formats=(a, b), target=target, plan=plan, **facts)
 
 
 @lru_cache(maxsize=4096)
-def _resolved(call: GemmCall, record: Any) -> GemmSpec:
-    """Resolve a call; ``record``, part of the cache's key, is the Target, or how often units were registered."""
+def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
+    """Resolve a call, and return its facts where the plan needs a warning, else None.
+
+    ``record``, part of the cache's key, is the Target, or how often units were registered.
+    """
     if not isinstance(record, int):
         spec = record.resolve(call.facts(), strict=call.strict)
         if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
@@ -270,7 +291,7 @@ def _resolved(call: GemmCall, record: Any) -> GemmSpec:
     else:
         spec = _of_unit(call)
     check_plan(spec.datapath, spec.plan, call)
-    return spec
+    return spec, call.facts() if spec.basis == "guess" or spec.plan.k_end is not None else None
 
 
 def _of_unit(call: GemmCall) -> GemmSpec:

@@ -15,7 +15,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors
 from fmtsim.ptq.export import gguf, torchao
-from fmtsim.ptq.export.layouts import CODES, LAYOUTS, Layout, Reordered, read_config
+from fmtsim.ptq.export.layouts import CODES, COMPRESSED_TENSORS, LAYOUTS, Layout, Reordered, read_config
 from fmtsim.ptq.export.stored import StoredWeight, read_tensor, spread_over
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import located, parse_json, read_json
@@ -24,11 +24,12 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Reader(NamedTuple):
-    """What reads a tensor, the layout that stores it ("" of one that is not quantised), and its tensors in files."""
+    """What reads a tensor, the name of the layout that stores it ("" of one that is not quantised), and in what."""
 
-    layout: str
+    name: str
     read: Callable[[], Any]
     weight: StoredWeight | None = None
+    layout: Layout | None = None
 
 
 class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
@@ -57,7 +58,7 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
 
     def layout(self, name: str) -> str:
         """Return which layout stores a weight, ``""`` for a tensor that is not quantised."""
-        return self._readers[name].layout
+        return self._readers[name].name
 
     def decode(self, name: str) -> Tensor:
         """Return the values as the checkpoint's own library computes them, in its dtype.
@@ -66,23 +67,22 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
         ModelOpt rounds the product of both scales first, compressed-tensors the quotient of them, and the value to
         bfloat16. The dtype is that of 16-bit scales, bfloat16 for gpt-oss and MX in compressed-tensors, else float32.
         """
-        value, weight = self[name], self._readers[name].weight
-        if isinstance(value, Tensor) or weight is None:
+        value, (_, _, weight, layout) = self[name], self._readers[name]
+        if isinstance(value, Tensor) or weight is None or layout is None:
             return value if isinstance(value, Tensor) else value.decode()
         if isinstance(value, Encoded) and value.tensor_scale is not None:
             codes, scale, *_ = value.parts()
             assert scale is not None
-            divides = ".weight_global_scale" in weight.places
-            scale = scale / weight.number(".weight_global_scale") if divides else scale * value.tensor_scale
+            divides = bool(layout.divisor) and layout.divisor in weight.places
+            scale = scale / weight.number(layout.divisor) if divides else scale * value.tensor_scale
             values = spread_over(decode(codes, value.format.element).flatten(0, -2), scale).reshape(value.shape)  # type: ignore[union-attr]
             return values.bfloat16() if divides else values
         dtype = DTYPES[weight.places[weight.scale].tag]
-        if dtype == torch.uint8 and self.layout(name) in ("gpt-oss", "compressed-tensors"):
-            dtype = torch.bfloat16
+        dtype = layout.mx_dtype if dtype == torch.uint8 else dtype
         return value.decode(dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32)
 
     def __repr__(self) -> str:
-        counts = Counter(reader.layout for reader in self._readers.values())
+        counts = Counter(reader.name for reader in self._readers.values())
         plain = counts.pop("", 0)
         coded = "".join(f"{count} weights of {layout}, " for layout, count in counts.items())
         return f"Checkpoint({str(self.path)!r}: {coded}{plain} other tensors)"
@@ -130,9 +130,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     for name, place in places.items():
         if name in weights:
             layout, weight = weights[name]
-            label = "compressed-tensors" if config.groups else layout.name
             read = partial(_read, str(place.path), layout.read, weight, config)
-            readers[f"{weight.prefix}{layout.weight}"] = Reader(label, read, weight)
+            full = f"{weight.prefix}{layout.weight}"
+            layout = COMPRESSED_TENSORS if config.groups else layout
+            readers[full] = Reader(layout.name, read, weight, layout)
         elif name not in taken:
             readers[name] = Reader("", partial(read_tensor, name, place))
     return Checkpoint(path, readers)

@@ -271,6 +271,8 @@ class Layout(NamedTuple):
     others: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()  # of codes, where other dtypes are ordinary weights
     weight: str = ".weight"  # how the name of the weight ends
+    mx_dtype: torch.dtype = torch.float32  # of weights under E8M0 scales, as the library decodes them
+    divisor: str = ""  # the tensor by which the library divides scales of blocks, and rounds values to bfloat16
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -280,12 +282,16 @@ class Layout(NamedTuple):
 
 CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "I32")
 """Tags of tensors that may be codes."""
+COMPRESSED_TENSORS = Layout(
+    "compressed-tensors", ".weight_packed", ".weight_scale", _compressed, mx_dtype=torch.bfloat16,
+    others=(".weight_shape", ".weight_zero_point", ".weight_global_scale"), divisor=".weight_global_scale",
+)  # fmt: skip
+"""Weights are decoded by it under other names of tensors, too, where config.json has groups of compressed-tensors."""
 LAYOUTS = (
-    Layout("gpt-oss", "_blocks", "_scales", _mxfp4, weight=""),
-    Layout("gpt-oss", ".blocks", ".scales", _mxfp4, weight=""),
+    Layout("gpt-oss", "_blocks", "_scales", _mxfp4, weight="", mx_dtype=torch.bfloat16),
+    Layout("gpt-oss", ".blocks", ".scales", _mxfp4, weight="", mx_dtype=torch.bfloat16),
     Layout("AWQ or GPTQ", ".qweight", ".scales", _grouped, (".qzeros",), (".g_idx",)),
-    Layout("compressed-tensors", ".weight_packed", ".weight_scale", _compressed,
-           others=(".weight_shape", ".weight_zero_point", ".weight_global_scale")),
+    COMPRESSED_TENSORS,
     Layout("DeepSeek V3", "", "_scale_inv", partial(_by_dtype, block=(128, 128)), tags=CODES, weight=""),
     Layout("DeepSeek V4", ".weight", ".scale", _by_dtype, tags=CODES),
     Layout("ModelOpt, Quark or compressed-tensors", ".weight", ".weight_scale", _by_dtype,

@@ -4,6 +4,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +113,7 @@ class StoredWeight(NamedTuple):
         )  # fmt: skip
 
 
+@cache
 def _format_of(element: str, block: Block, scale: str, zero_point: bool) -> BlockFormat:
     """Return the format of elements in blocks under scales of a format; real scales are the amax rule's."""
     if scale in ("e4m3", "e8m0"):

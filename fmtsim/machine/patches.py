@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``simulate`` changes in torch: functions for which a GPU has one kernel and a CPU several, and autocast."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fmtsim.machine.autocast import gpu_autocast, registered, to_lower
+from fmtsim.machine.unknown import UnknownOrder
+
+_OPTIMIZERS = sys.modules[torch.optim.Optimizer.__module__]
+_HOST_DROPOUT, _HOST_RMS_NORM = functional.dropout, torch.rms_norm
+_HOST_ATTENTION = functional.scaled_dot_product_attention
+_HOST_DEVICES = _OPTIMIZERS._get_foreach_kernels_supported_devices
+_SOFTMAX = ("softmax", "log_softmax")
+_thread = threading.local()  # its ``run`` is the simulation that a thread is in
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Return functional.dropout by one operator, as on a GPU; on a CPU torch takes three."""
+    if training and 0 < p < 1 and not inplace and x.numel():
+        return torch.native_dropout(x, p, True)[0]
+    with torch._C.DisableTorchFunction():
+        return _HOST_DROPOUT(x, p, training, inplace)
+
+
+def _rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """Return torch.rms_norm by one operator, as on a GPU; torch's operators remain for mixed dtypes and a nested x."""
+    if x.is_nested or (weight is not None and weight.dtype != x.dtype):
+        with torch._C.DisableTorchFunction():
+            return _HOST_RMS_NORM(x, shape, weight, eps)
+    return torch.ops.fmtsim.rms_norm(x, list(shape), weight, eps)[0]
+
+
+def _softmax(operator: Callable) -> Callable:
+    """Return softmax of float16 in float32 by one operator, as on a GPU; on a CPU torch converts first."""
+
+    def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if x.dtype == torch.float16 and dtype == torch.float32 and _running():
+            return operator(x, dim, True)  # type: ignore[no-any-return]
+        return operator(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _takes_efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, causal: bool,
+    grouped: bool,
+) -> bool:  # fmt: skip
+    """Return True if a GPU takes the memory-efficient kernel where the host has no operator like it.
+
+    PyTorch on an H200 asks cuDNN first, which takes no mask with a gradient, then FlashAttention-2, which takes no
+    mask, then this kernel; in float32 this kernel alone, for which the host's fused operator stands.
+    """
+    backends = torch.backends.cuda
+    flash, cudnn = backends.flash_sdp_enabled(), backends.cudnn_sdp_enabled()
+    others = flash if q.dtype == torch.float32 else cudnn or (flash and mask is None)
+    gradient = mask is not None and mask.requires_grad
+    if not backends.mem_efficient_sdp_enabled() or (others and not gradient):
+        return False
+    tensors = [q, k, v] if mask is None else [q, k, v, mask]
+    return (
+        q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(x.dtype == q.dtype or (x is mask and x.dtype == torch.bool) for x in tensors)
+        and all(x.stride(-1) == 1 for x in tensors)
+        and (q.ndim, q.shape[:2], q.shape[-1]) == (4, k.shape[:2], v.shape[-1])
+        and q.shape[-1] * q.element_size() % 16 == 0
+        and not (dropout or grouped or (causal and mask is not None))
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask whose rows begin at multiples of 8 elements, as PyTorch gives it to the kernel."""
+    if all(stride % 8 == 0 for stride in mask.stride()[:-1]):
+        return mask
+    keys = mask.shape[-1]
+    return functional.pad(mask, (0, 8 - keys % 8))[..., :keys]
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Return attention; unknown where the host takes the math path and a GPU one kernel that is not known.
+
+    PyTorch 2.11 gives cuDNN a boolean mask as a bias of -65504: a row that is masked whole attends to every key.
+    A mask that takes a gradient goes to the memory-efficient kernel.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value, attn_mask = to_lower(query, key, value, attn_mask)
+    backends = torch.backends.cuda
+    kernels = backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled
+    if _takes_efficient(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        bias = attn_mask
+        if bias is not None and bias.dtype == torch.bool:
+            bias = torch.where(bias, 0.0, -torch.inf).to(query.dtype)
+        bias = None if bias is None else _aligned(bias).expand(*query.shape[:3], key.shape[2])
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
+    learned = None if attn_mask is None or not attn_mask.requires_grad else attn_mask
+    reasons = {
+        "dropout": dropout_p > 0,
+        "values of another head size": query.shape[-1] != value.shape[-1],
+        "a mask that takes a gradient": learned is not None and learned.stride(-1) == 1,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None and query.ndim == 4 and any(enabled() for enabled in kernels):
+        _thread.run._note("scaled_dot_product_attention", UnknownOrder(f"attention with {reason}"))
+    if attn_mask is not None and attn_mask.dtype == torch.bool and query.element_size() == 2 and query.ndim == 4:
+        attn_mask = torch.where(attn_mask, 0.0, -65504.0).to(query.dtype)
+    # a nested tensor's attention is a torch function of its own
+    with nullcontext() if query.is_nested else torch._C.DisableTorchFunction():
+        return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _running() -> bool:
+    """Return True in a thread that is in a simulation."""
+    return getattr(_thread, "run", None) is not None
+
+
+def _fork(host: Callable, gpu: Callable) -> Callable:
+    """Return a function that calls ``gpu`` in a thread that simulates, and elsewhere the host's own."""
+    return lambda *args, **kwargs: (gpu if _running() else host)(*args, **kwargs)
+
+
+_FORKS = {
+    _HOST_DROPOUT: (functional, _fork(_HOST_DROPOUT, _dropout)),
+    _HOST_RMS_NORM: (torch, _fork(_HOST_RMS_NORM, _rms_norm)),
+    _HOST_ATTENTION: (functional, _fork(_HOST_ATTENTION, _attention)),
+    _HOST_DEVICES: (_OPTIMIZERS, _fork(_HOST_DEVICES, lambda: [*_HOST_DEVICES(), "cpu"])),
+}
+
+
+class _Forks(TorchFunctionMode):
+    """Take a fork's function, too, where a module imported torch's own by name before the simulation began."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, or what stands for it."""
+        function = _FORKS[func][1] if func in _FORKS else func
+        return function(*args, **(kwargs or {}))
+
+
+_lock, _simulations, _undo = threading.Lock(), list[Any](), ExitStack()
+
+
+@contextmanager
+def patched(run: Any) -> Iterator[None]:
+    """Give this thread torch as a simulation needs it.
+
+    ``torch.nn``'s own functions call each other without a function mode, and the dispatcher holds one kernel of
+    softmax and one of each operator under autocast: the patches are the process's, from the first simulation that is
+    entered in any thread to the last that is left, and a lock counts them. They act in threads that simulate; others
+    take the host's functions. An exception is ``torch.autocast("cpu")``: once a simulation has switched autocast on,
+    other threads cast by the GPU's lists, too, until the last simulation is left.
+    """
+    with _lock, ExitStack() as stack:
+        if not _simulations:
+            for host, (module, fork) in _FORKS.items():
+                stack.enter_context(mock.patch.object(module, host.__name__, fork))
+            stack.enter_context(gpu_autocast(_running))
+            softmax = {f"{name}.int": _softmax(getattr(torch.ops.aten, f"_{name}")) for name in _SOFTMAX}
+            stack.callback(registered(softmax, "CompositeImplicitAutograd")._destroy)
+            _undo.push(stack.pop_all())
+        _simulations.append(run)
+    outer, _thread.run = getattr(_thread, "run", None), run  # a kernel of the math path enters again
+    try:
+        with _Forks():
+            yield
+    finally:
+        _thread.run = outer
+        with _lock:
+            _simulations.remove(run)
+            if not _simulations:
+                _undo.close()
