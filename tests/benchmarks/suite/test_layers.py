@@ -177,11 +177,11 @@ def test_the_tables_to_the_letter():
         (("--only", "nothing"), "--only 'nothing' matches no case; the cases are 'layer eager te_current'"),
         (
             ("--threads", "1"),
-            "--threads belongs to python -m benchmarks.suite casts and gemm, not to layers; leave it out",
+            "--threads belongs to benchmarks.suite casts and gemm, not to layers; leave it out",
         ),
         (
             ("--kernels-only",),
-            "--kernels-only belongs to python -m benchmarks.suite casts and gemm, not to layers; leave it out",
+            "--kernels-only belongs to benchmarks.suite casts and gemm, not to layers; leave it out",
         ),
         (("--width", "200"), "--width 200 is not a multiple of 64, the features of an attention head; choose 192"),
         (("--width", "0"), "--width 0 is not possible; choose 1 or more"),
@@ -196,10 +196,7 @@ def test_errors_name_the_argument(words, message, capsys):
 def test_other_jobs_refuse_options_of_layers(what, capsys):
     for words in (("--width", "8"), ("--recipes", "te_current"), ("--emulate",), ("--device", "cpu")):
         assert main([what, *words]) == BAD_INPUT
-        assert (
-            f"{words[0]} belongs to python -m benchmarks.suite layers, not to {what}; leave it out"
-            in capsys.readouterr().err
-        )
+        assert f"{words[0]} belongs to benchmarks.suite layers, not to {what}; leave it out" in capsys.readouterr().err
 
 
 TABLES = """\

@@ -120,7 +120,7 @@ def test_bad_arguments(run, tmp_path, monkeypatch):
     assert "is a file; choose a folder" in err
     status, _, err = run("--only", "gaudy")
     assert status == 2
-    assert "--only 'gaudy' is unknown; did you mean 'gaudi'" in err
+    assert "unknown claim 'gaudy'; did you mean 'gaudi'" in err
     monkeypatch.setattr(run_module, "CLAIMS", (dataclasses.replace(CLAIMS[0], slow=True),))
     status, _, err = run("--quick")
     assert status == 2

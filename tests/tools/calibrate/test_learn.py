@@ -118,7 +118,7 @@ def test_calls_that_the_library_refuses_have_no_tree(card, tmp_path):
 
 def test_too_few_questions(card, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*WORDS[:3], "--questions", "30", "--workers", "1"]) == BAD_INPUT
+    assert main([*WORDS[:2], "--questions", "30", "--workers", "1"]) == BAD_INPUT
     assert "30 questions are too few to learn from; ask a million or more" in capsys.readouterr().err
     assert not os.path.exists("a.trees")
 

@@ -207,7 +207,7 @@ def test_very_short_sums_are_compared_alone():
 
 def test_tiles_that_show_nothing_are_not_tried():
     def tiles(k, arithmetic):
-        return [plan.k_tile for plan in order._unsplit(k, arithmetic) if plan.instruction_k is None]
+        return [plan.k_tile for plan in order.unsplit(k, arithmetic) if plan.instruction_k is None]
 
     assert tiles(192, BF16) == [None, *(tile for tile in sorted(order.TILES) if 192 % tile)]
     assert tiles(192, replace(BF16, block=1)) == [None]
