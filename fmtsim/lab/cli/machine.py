@@ -95,7 +95,7 @@ def _service(device: torch.device, about: str) -> dict[str, str]:
     if load_engine("torch_engine").compiles_casts(device.type):
         cost = f"casts to floating-point and integer formats compiled by torch.compile, all else {cost}"
     if not has_float64(device):
-        cost += ", float64 in integers"
+        cost += ", no float64: most block formats, codebooks and products need the CPU"
     return {"engine": "torch_engine", "cost": f"torch operations: {cost}; not measured here"}
 
 
