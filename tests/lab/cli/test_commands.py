@@ -62,8 +62,7 @@ def test_info(run, records):
         ("NVIDIA H200", None, None, "cuda", "on an H200, casts at 0.59 to 0.99 of a copy"),
         ("NVIDIA L4", None, None, "cuda", "encoding at 0.39 to 1.02; not measured on this GPU"),
         ("AMD Instinct MI300X", "6.4", "a reason", "torch_engine",
-         "torch operations: casts to floating-point and integer formats compiled by torch.compile, all else one "
-         "operation after another; not measured here"),
+         "torch operations: one operation after another; not measured here"),
     ],
 )  # fmt: skip
 def test_info_says_what_serves_a_gpu(monkeypatch, records, kind, hip, available, engine, cost):
@@ -74,7 +73,6 @@ def test_info_says_what_serves_a_gpu(monkeypatch, records, kind, hip, available,
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     engines = {name: load_engine(name) for name in ("cpu", "cuda", "torch_engine")}
     engines["cuda"] = SimpleNamespace(why_unavailable=lambda device=None: available)
-    engines["torch_engine"] = SimpleNamespace(compiles_casts=lambda kind: True)
     monkeypatch.setattr("fmtsim.lab.cli.machine.load_engine", engines.get)
     device = records("info")["devices"][1]
     about = "ROCm 6.4" if hip else "compute capability 9.4"
