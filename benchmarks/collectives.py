@@ -4,7 +4,7 @@ it by itself, and a backward pass of DistributedDataParallel with its hook. Wher
 share them, as if they were on several hosts, and only a rank's own work is timed.
 
 python benchmarks/collectives.py [--device cuda] [--ranks 8] [--megabytes 1 10 100 1000] [--width 2048] [--layers 24]
-    [--record FILE]
+    [--record FILE] [--operators]
 """
 
 import argparse
@@ -29,9 +29,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import fmtsim
-from fmtsim.distributed import AutoFactor, Reduction, ReductionState, all_reduce, fp8_hook, get_reduction, simulate
+from fmtsim.distributed import (
+    AutoFactor,
+    Reduction,
+    ReductionState,
+    all_reduce,
+    collective,
+    fp8_hook,
+    get_reduction,
+    simulate,
+)
 from fmtsim.distributed.arithmetic import Batch
-from fmtsim.distributed.collective import reduce_batch
+from fmtsim.distributed.collective import Stages, reduce_batch
 from fmtsim.lab.cli.output import versions_of, write_json
 from fmtsim.rounding.modes import Rounding
 
@@ -225,6 +234,8 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
     device = gpu_of(rank, options.ranks) if cuda else torch.device("cpu")
     if not cuda:
         torch.set_num_threads(1)
+    if options.operators:
+        collective.stages_of = Stages
     about = machine(device, options.ranks)
     record: dict[str, Any] = {"machine": about}
 
@@ -260,6 +271,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--record", type=Path, help="write what was measured as JSON")
+    parser.add_argument("--operators", action="store_true", help="do in torch operators what kernels of a GPU do")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a GPU, and torch finds none; leave it out for the CPU")

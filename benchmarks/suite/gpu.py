@@ -18,7 +18,6 @@ from torch import Tensor
 from benchmarks.suite import gemm
 from benchmarks.suite.gpu_cases import CASES, FP8_FAST, FP8_SLOW, NEAREST, Case, Row
 from benchmarks.suite.timing import in_turns_on_device
-from fmtsim.casts.ops import load_engine
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
@@ -26,8 +25,6 @@ from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.lab.verify.workers import default_workers
-from fmtsim.rounding.modes import get_rounding
-from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DeviceError
 from fmtsim.support.executors import open_tasks
@@ -74,7 +71,6 @@ def worst(results: Sequence[Result]) -> dict[Row, Result]:
 
 def compile_ahead(cases: Sequence[Case]) -> None:
     """Let processes run every case once on few elements, so that its kernels lie on disk when it is measured."""
-    cases = [case for case in cases if not case.compiled]  # torch.compile has processes of its own
     workers = min(default_workers(torch.device(DEVICE, torch.cuda.current_device())), len(cases))
     if workers < 2:
         return
@@ -129,16 +125,6 @@ def _cast_of(case: Case, x: Tensor) -> Callable[[], Any]:
     if case.row.kind == "encode":
         return lambda: encode(x, case.format, **options)
     out = torch.empty_like(x, dtype=result_dtype(get_format(case.format), x.dtype))
-    if case.compiled:
-        engine, key = load_engine("torch_engine"), RandomKey(0, 0) if case.rounding == "stochastic" else None
-        fmt, mode = get_format(case.format), get_rounding(case.rounding)
-        spec = CastSpec(format=fmt, rounding=mode, overflow=fmt.default_overflow)
-
-        def run() -> Tensor:
-            engine.quantize(x, spec, key, out)
-            return out
-
-        return run
     return lambda: quantize(x, case.format, out=out, **options)
 
 

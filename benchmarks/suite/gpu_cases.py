@@ -55,7 +55,6 @@ STOCHASTIC = _row("quantize, stochastic", "quantize", (0.90, 0.95))
 SCALED = _row("mxfp8, mxfp6, mxfp4", "quantize", (0.90, 0.97), "torchao compiled 0.99, -, 0.28; microxcaling 0.21")
 TWO_LEVEL = _row("nvfp4 (reads its input twice: limit 0.67)", "quantize", (0.58, 0.64), "torchao compiled 0.34")
 SCALED_STOCHASTIC = _row("block formats, stochastic", "quantize")
-COMPILED = _row("quantize without kernels: torch.compile", "quantize", (0.25, 0.5))
 CODES = _row("encode to packed codes", "encode", (0.85, 0.95))
 CODES_STOCHASTIC = _row("encode to packed codes, stochastic", "encode", (0.85, 0.95))
 CODES_TABLES = _row("encode by table", "encode", (0.85, 0.95))
@@ -84,7 +83,6 @@ class Case:
     product: gemm.Case | None = None  # the product, where the row is about products
     dtype: torch.dtype = torch.float32  # of a cast's input
     rounding: str = "nearest_even"  # of a cast
-    compiled: bool = False  # the cast is one of the torch engine, by torch.compile, as on GPUs without kernels
     # how the verb is called where its host time is measured: ``"plain"``, ``"out"`` or ``"grad"``
     call: Literal["plain", "out", "grad"] = "plain"
 
@@ -113,9 +111,6 @@ def _casts() -> Iterator[Case]:
                 verb = "encode " if row.kind == "encode" else ""
                 how = " stochastic" if rounding == "stochastic" else ""
                 yield Case(name=f"{verb}{name}{how} {label}", row=row, format=name, dtype=dtype, rounding=rounding)
-    for name in ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "e8m0", "fp16", "bf16", "tf32", "int8"):
-        for rounding in ("nearest_even", "stochastic"):
-            yield Case(name=f"compiled {name} {rounding}", row=COMPILED, format=name, rounding=rounding, compiled=True)
 
 
 def _user(name: str, operands: str, seed: int | None = None, **fields: object) -> gemm.Case:

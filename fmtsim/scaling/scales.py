@@ -17,7 +17,7 @@ from torch import Tensor
 from fmtsim.formats.scaling import ExponentRule, Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.support.dispatch import is_recorded
-from fmtsim.support.float64 import float64, floor_log2, has_float64
+from fmtsim.support.float64 import float64, floor_log2
 
 FLT_MAX: Final = torch.finfo(torch.float32).max
 FLT_MIN: Final = torch.finfo(torch.float32).tiny
@@ -131,7 +131,7 @@ def range_scales(low: Tensor, high: Tensor, max_code: int) -> Scales:
 
 def quotient(a: Tensor, b: Tensor) -> Tensor:
     """Return ``RN32(a / b)`` of float32 numbers, also in compiled code."""
-    return quotient64(a, b) if is_recorded() and has_float64(a.device) else torch.div(a, b)
+    return quotient64(a, b) if is_recorded() else torch.div(a, b)
 
 
 def quotient64(a: Tensor, b: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def quotient64(a: Tensor, b: Tensor) -> Tensor:
     Rounding it once more changes nothing: no quotient of numbers of 24 bits lies nearer to the middle of two float32
     numbers, without being it, than float64 tells.
     """
-    return (a.double() / b.double()).float()
+    return (float64(a) / float64(b)).float()
 
 
 def reciprocal(s: Tensor) -> Tensor:

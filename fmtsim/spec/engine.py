@@ -59,9 +59,6 @@ class Functions(Protocol):
 class TorchEngine(Engine, Functions, Protocol):
     """``fmtsim.torch_engine``: all casts and products on every device."""
 
-    def compiles_casts(self, kind: str) -> bool:
-        """Return True if torch.compile compiles casts for a type of device."""
-
 
 class KernelEngine(Engine, Protocol):
     """An engine whose kernels cover some calls: ``fmtsim.cpu`` and ``fmtsim.cuda``."""

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 MODULES = {
-    "compiled": ("compiles_casts",),
     "gemm": ("gemm",),
     "reals": ("exp", "ln"),
     "verbs": ("decode", "encode", "quantize"),

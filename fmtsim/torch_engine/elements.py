@@ -12,7 +12,6 @@ from fmtsim.formats.representable import is_representable
 from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.support.float64 import constants, float64
-from fmtsim.support.float64 import from_bits as float64_of
 from fmtsim.torch_engine import floats
 from fmtsim.torch_engine.floats import (
     BIT_DTYPES,
@@ -98,8 +97,7 @@ def encode_codebook(
     y: torch.Tensor, fmt: CodebookFormat, rounding: Rounding, overflow: Overflow, words: torch.Tensor | None
 ) -> torch.Tensor:
     """Round float64 elements to the codes of a codebook, int64; what has no code is the outermost or largest value."""
-    *patterns, codes = _codebook(fmt, y.device)
-    values, turns = map(float64_of, patterns)
+    values, turns, codes = _codebook(fmt, y.device)
     nan = torch.isnan(y)
     infinite = torch.isinf(y)
     y = torch.where(nan, values[-1], y)
@@ -123,8 +121,7 @@ def encode_codebook(
 
 def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
     """Round float64 elements to the codes of a logarithmic system, int64; Inf saturates, NaN is the largest value."""
-    *patterns, first = _log_table(fmt, y.device)
-    values, thresholds = map(float64_of, patterns)
+    values, thresholds, first = _log_table(fmt, y.device)
     nan = torch.isnan(y)
     negative = (bits_of(y) < 0) & ~nan
     magnitude = torch.where(nan, values[-1], y.abs()).clamp(fmt.magnitudes[0], fmt.magnitudes[-1])
@@ -230,21 +227,21 @@ def _patterns(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _codebook(fmt: CodebookFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the bits of the sorted distinct values and of the turning points (the last repeated), and first codes."""
+    """Return the sorted distinct values and the turning points (the last repeated), float64, and first codes."""
     firsts: dict[float, int] = {}
     for code, value in enumerate(fmt.values):
         firsts.setdefault(value, code)  # -0 and +0 are one value
     values, turns = constants(fmt.ordered, device), constants([*fmt.turns, fmt.turns[-1]], device)
     codes = torch.tensor([firsts[value] for value in fmt.ordered], dtype=torch.int64, device=device)
-    return bits_of(values), bits_of(turns), codes
+    return values, turns, codes
 
 
 @lru_cache(maxsize=64)
 def _log_table(fmt: LogFormat, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the bits of magnitudes and turning points (the last repeated), and the first code of each magnitude."""
+    """Return magnitudes and turning points (the last repeated), float64, and the first code of each magnitude."""
     values = constants(fmt.magnitudes, device)
     thresholds = constants([*fmt.thresholds, fmt.magnitudes[-1]], device)
-    return bits_of(values), bits_of(thresholds), torch.searchsorted(values, values)
+    return values, thresholds, torch.searchsorted(values, values)
 
 
 _TABLE_BITS = 16  # formats up to here decode by a table of all their codes

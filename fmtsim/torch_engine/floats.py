@@ -21,8 +21,8 @@ import torch
 from fmtsim.formats.block import FP32
 from fmtsim.formats.spec import FloatFormat, Overflow
 from fmtsim.rounding.modes import RULES, Mode, Rounding
-from fmtsim.support import float64
 from fmtsim.support.float64 import floor_log2
+from fmtsim.support.float64 import from_bits as float64_of
 
 NEAREST = Rounding()
 
@@ -161,7 +161,7 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 def from_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Turn codes of a dtype's layout, in any integer dtype, into a float tensor."""
     codes = codes.to(BIT_DTYPES[dtype])
-    return float64.from_bits(codes) if dtype == torch.float64 else codes.view(dtype)
+    return float64_of(codes) if dtype == torch.float64 else codes.view(dtype)
 
 
 def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise: bool) -> Parts:

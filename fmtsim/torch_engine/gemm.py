@@ -15,7 +15,7 @@ from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import Part, combination, schedule
-from fmtsim.support.float64 import from_bits, has_float64
+from fmtsim.support.float64 import check_float64, from_bits
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
 from fmtsim.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
 from fmtsim.torch_engine.gemm_units import integer_sums, logarithmic_sums, wrapped
@@ -59,6 +59,7 @@ def gemm(
 
     Raises:
         ArgumentError: A two-stage unit with operands or widths that float64 does not hold.
+        DtypeError: The device computes no float64.
     """
     if isinstance(spec.datapath, IntegerDatapath):
         _integers(a, b, c, spec, out)
@@ -67,7 +68,8 @@ def gemm(
         logarithmic_sums(a, b, spec, out)
         return
     rows, columns, k = a.shape[0], b.shape[0], a.shape[1]
-    unit = unit_of(spec, k, has_float64(out.device))
+    check_float64(out.device, "the sum inside the unit", "move the operands to the CPU")
+    unit = unit_of(spec, k)
     summation = Summation(spec, unit, k)
     finite = all_finite(a, b, scale_a, scale_b)
     rounding = spec.datapath.rounding if isinstance(spec.datapath, Datapath) else Rounding()

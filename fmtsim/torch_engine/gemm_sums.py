@@ -26,8 +26,8 @@ Draw = Callable[[int], torch.Tensor | None]
 """Returns the random integers of block number t for the outputs at hand, None without stochastic rounding."""
 
 
-def unit_of(spec: GemmSpec, k: int, float64: bool = True) -> Unit:
-    """Return what computes the blocks of a product of K terms; without ``float64`` in wide integers where it can."""
+def unit_of(spec: GemmSpec, k: int) -> Unit:
+    """Return what computes the blocks of a product of K terms: in float64 if it holds them, else in wide integers."""
     path, a, b = spec.datapath, spec.a, spec.b
     assert isinstance(a, FloatFormat) and isinstance(b, FloatFormat)
     if isinstance(path, TwoStageDatapath):
@@ -39,9 +39,9 @@ def unit_of(spec: GemmSpec, k: int, float64: bool = True) -> Unit:
     assert isinstance(path, Datapath)
     parts = schedule(k, path, spec.plan)
     longest = max((len(block) for part in parts for chain in part for block in chain.blocks), default=1)
-    if float64 and AlignedUnit.fits(path, a, b, longest):
+    if AlignedUnit.fits(path, a, b, longest):
         return AlignedUnit(path, a, b)
-    if float64 and FusedAddUnit.fits(path, a, b, longest):
+    if FusedAddUnit.fits(path, a, b, longest):
         return FusedAddUnit(path)
     return WideUnit(path, a, b, longest)
 

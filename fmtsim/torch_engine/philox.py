@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random words: Philox4x32-10 with 64-bit integer tensor operations (docs/semantics.md, section 9)."""
 
-from collections.abc import Sequence
-
 import torch
 
 from fmtsim.rounding.modes import Rounding
@@ -15,60 +13,37 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
-Pieces = tuple[int | torch.Tensor, ...]
-"""A key as numbers below 2**32: the seed's low and high half, then the offset's; in compiled casts 0-d tensors."""
-
-
-def pieces_of(key: RandomKey) -> tuple[int, int, int, int]:
-    """Return the halves of a key's numbers."""
-    return key.seed & _MASK, (key.seed >> 32) & _MASK, key.offset & _MASK, (key.offset >> 32) & _MASK
-
 
 def random_integers(
-    key: RandomKey | Pieces, rounding: Rounding, start: int, count: int, device: torch.device | str
+    key: RandomKey, rounding: Rounding, start: int, count: int, device: torch.device | str
 ) -> torch.Tensor:
     """Return w in ``[0, 2**r)`` of ``count`` elements from ``start``, a multiple of GROUP, as int64."""
-    share = sharing(rounding)
-    return cut(words(key, start // share, -(-count // share), device), rounding, count)
-
-
-def sharing(rounding: Rounding) -> int:
-    """Return how many elements share a word."""
-    return 1 if rounding.layout == "word" else 4 if rounding.bits == 8 else 2
-
-
-def cut(word: torch.Tensor, rounding: Rounding, count: int) -> torch.Tensor:
-    """Return the random integers of ``count`` elements from their words."""
-    if rounding.layout == "word":
+    share = 1 if rounding.layout == "word" else 4 if rounding.bits == 8 else 2  # elements of a word
+    word = _words(key, start // share, -(-count // share), device)
+    if share == 1:
         return word >> (32 - rounding.bits)
     index = torch.arange(count, dtype=torch.int64, device=word.device)
-    if rounding.bits == 8:
+    if share == 4:
         return _shared_by_four(word[index >> 2], index & 3)
     return (word[index >> 1] >> (16 * (index & 1))) & ((1 << rounding.bits) - 1)
 
 
-def words(key: RandomKey | Pieces, start: int, count: int, device: torch.device | str) -> torch.Tensor:
-    """Return the 32-bit words of ``count`` elements from ``start``, a multiple of 64, as non-negative int64."""
+def _words(key: RandomKey, start: int, count: int, device: torch.device | str) -> torch.Tensor:
+    """Return the 32-bit words of ``count`` elements from ``start``, a multiple of 64, as non-negative int64.
+
+    Word k of 16 counters serves elements 16k to 16k + 15 of 64.
+    """
     first, groups = start // 64, -(-count // 64)
     counter = torch.arange(16 * first, 16 * (first + groups), dtype=torch.int64, device=device)
-    return in_order(lanes(counter, pieces_of(key) if isinstance(key, RandomKey) else key), count)
+    lanes = torch.stack([lane.to(torch.int32) for lane in _philox(counter, key)])
+    return lanes.view(4, -1, 16).transpose(0, 1).reshape(-1)[:count].to(torch.int64) & _MASK
 
 
-def lanes(counter: torch.Tensor, key: Pieces) -> list[torch.Tensor]:
-    """Return the four words of each counter, int64 [counters], as int32."""
-    return [lane.to(torch.int32) for lane in _philox((counter & _MASK, counter >> 32), key)]
-
-
-def in_order(lanes: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """Return the words of ``count`` elements, int64: lane k of 16 counters serves elements 16k to 16k + 15 of 64."""
-    return torch.stack(list(lanes)).view(4, -1, 16).transpose(0, 1).reshape(-1)[:count].to(torch.int64) & _MASK
-
-
-def _philox(counter: tuple[torch.Tensor, torch.Tensor], key: Pieces) -> tuple[torch.Tensor, ...]:
-    """Run ten rounds over counters ``(low, high, offset low, offset high)``."""
-    c0, c1 = counter
-    k0, k1, *offset = key
-    c2, c3 = (torch.zeros_like(c0) + piece for piece in offset)
+def _philox(counter: torch.Tensor, key: RandomKey) -> tuple[torch.Tensor, ...]:
+    """Run ten rounds over counters ``(low, high, offset low, offset high)``; return the four words of each."""
+    c0, c1 = counter & _MASK, counter >> 32
+    c2, c3 = (torch.full_like(c0, piece & _MASK) for piece in (key.offset, key.offset >> 32))
+    k0, k1 = key.seed & _MASK, (key.seed >> 32) & _MASK
     for _ in range(10):
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])

@@ -20,7 +20,7 @@ from fmtsim.rounding.elementary import (
     ROUND_TO_INTEGER,
     SQRT_HALF,
 )
-from fmtsim.support.float64 import float64, has_float64
+from fmtsim.support.float64 import float64
 from fmtsim.support.float64 import from_bits as float64_of
 from fmtsim.torch_engine import floats
 from fmtsim.torch_engine.floats import FP64, LAYOUTS, NEAREST, bits_of, from_bits
@@ -35,13 +35,11 @@ _NAN64 = 0x7FF8000000000000
 
 def widen(x: torch.Tensor) -> torch.Tensor:
     """Return float16, bfloat16, float32 or float64 elements as float64, exactly; NaN stays some NaN."""
-    if not has_float64(x.device):
-        return float64(x)
     if x.dtype in (torch.float64, torch.float16):
-        return x.to(torch.float64)
+        return float64(x)
     x = x.to(torch.float32)
     magnitude = bits_of(x) & 0x7FFFFFFF
-    wide = x.to(torch.float64)
+    wide = float64(x)
     tiny = torch.copysign(magnitude.to(torch.float64) * (1 / _STEPS), wide)
     return torch.where(magnitude < 1 << 23, tiny, wide)
 
@@ -50,7 +48,7 @@ def narrow(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float64 elements once, to nearest even; beyond the range is Inf, every NaN the canonical one."""
     if dtype == torch.float64:
         return float64_of(torch.where(torch.isnan(y), _NAN64, bits_of(y)))
-    if dtype == torch.float32 and has_float64(y.device):
+    if dtype == torch.float32:
         bits = bits_of(y.to(torch.float32))
         sign = (bits_of(y) >> 63).to(torch.int32) << 31
         magnitude = y.abs()

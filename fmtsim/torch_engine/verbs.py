@@ -8,7 +8,7 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.scaling.blocks import chunk_size
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts
 from fmtsim.support.errors import ArgumentError
-from fmtsim.torch_engine import compiled, elements, packed, scaled
+from fmtsim.torch_engine import elements, packed, scaled
 from fmtsim.torch_engine.philox import random_integers
 
 
@@ -29,8 +29,6 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
         return
     if isinstance(spec.format, ScaledFormat):
         decode(encode(x, spec, random), spec, out)
-        return
-    if not x.is_cpu and compiled.cast(x.detach(), spec, random, out.detach()):
         return
     source, fmt = x.detach().reshape(-1), spec.format
     direct = out.is_contiguous()
@@ -58,8 +56,6 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
         return EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # type: ignore[arg-type]
     source = x.reshape(-1)
     codes = torch.empty(source.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    if not x.is_cpu and compiled.cast(source, spec, random, codes):
-        return EncodedParts(codes.view(x.shape))
     for piece in _pieces(source):
         words_piece = _words(random, spec, piece, x.device)
         codes[piece] = elements.encode(source[piece], fmt, spec.rounding, spec.overflow, words_piece).to(codes.dtype)

@@ -22,7 +22,6 @@ from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
-from tests.support.without_float64 import WithoutFloat64, without_kernels
 
 LNS8 = fmtsim.get_format("lns8_g8")
 FORMATS = {"formats": LNS8}
@@ -99,9 +98,6 @@ def test_tiles_do_not_matter(monkeypatch):
     y = fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS)
     monkeypatch.setattr("fmtsim.torch_engine.gemm_units._AT_ONCE", 1)
     assert torch.equal(fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS), y)
-    without_kernels(monkeypatch)
-    with WithoutFloat64():
-        assert torch.equal(fmtsim.mm(a, b.T, target=LogDatapath(), **FORMATS), y)
 
 
 def test_codes_double_precision_batches_and_empty_sums_give_the_same():

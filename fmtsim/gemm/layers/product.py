@@ -24,7 +24,6 @@ from fmtsim.scaling.cast import rotated
 from fmtsim.scaling.inlined import inlined_product
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.support.float64 import has_float64
 
 HALVES = (torch.bfloat16, torch.float16)
 _WITHIN_INT32 = 1 << 16  # products of two 8-bit integers
@@ -71,7 +70,7 @@ def multiply(
         if halves and scaled and is_on_gpu(lhs):  # torch on a CPU has no such product
             y = torch.mm(lhs, rhs, out_dtype=torch.float32)
             return finish(y, columns, rows, rest, bias, dtype, traced)
-        if integers and ((wide == torch.float32 and is_on_gpu(lhs)) or not has_float64(lhs.device)):
+        if integers and wide == torch.float32 and is_on_gpu(lhs):
             return finish(_integer_sums(a, b), columns, rows, rest, bias, dtype, traced)
         if scaled or not halves:
             exact = torch.float64 if integers else wide
@@ -93,7 +92,7 @@ def is_integer(x: Operand) -> bool:
 
 
 def _integer_sums(a: Operand, b: Operand) -> Tensor:
-    """Return the product of integer elements, float32, rounded once, without float64: in digits of 8 bits."""
+    """Return the product of integer elements, float32, rounded once, by a GPU's int8 units: in digits of 8 bits."""
     sides, unit = [], 1.0
     for x in (a, b):
         fmt = x.quantizer.format
@@ -121,14 +120,11 @@ def _digit(numbers: Tensor) -> Tensor:
 
 
 def _digit_sums(a: Tensor, b: Tensor, shift: int) -> Tensor:
-    """Return ``a b^T << shift`` of int8 [M, K] and [N, K], exact: by a GPU's int8 units, elsewhere in float32.
+    """Return ``a b^T << shift`` of int8 [M, K] and [N, K], exact, by a GPU's int8 units.
 
-    K is cut into pieces whose sums an int32, or float32, holds; the result is int64 unless one int32 is all.
+    K is cut into pieces whose sums an int32 holds; the result is int64 unless one int32 is all.
     """
     (m, k), n = a.shape, b.shape[0]
-    if not is_on_gpu(a):
-        pieces = zip(a.split(1024, 1), b.split(1024, 1), strict=True)
-        return torch.stack([torch.mm(x.float(), y.float().mT).to(torch.int64) for x, y in pieces]).sum(0) << shift
     # what cuBLASLt takes: rows of 8 numbers, and more than 16 of them
     a, b = (x if not k % 8 | len(x) % 32 else F.pad(x, (0, -k % 8, 0, -len(x) % 32)) for x in (a, b))
     pieces = zip(a.split(_WITHIN_INT32, 1), b.split(_WITHIN_INT32, 1), strict=True)

@@ -92,10 +92,8 @@ def _service(device: torch.device, about: str) -> dict[str, str]:
         cost = "kernels: on an H200, casts at 0.59 to 0.99 of a copy's speed, encoding at 0.39 to 1.02"
         return {"engine": "cuda", "cost": cost if "H200" in about else f"{cost}; not measured on this GPU"}
     cost = "one operation after another"
-    if load_engine("torch_engine").compiles_casts(device.type):
-        cost = f"casts to floating-point and integer formats compiled by torch.compile, all else {cost}"
     if not has_float64(device):
-        cost += ", float64 in integers"
+        cost += ", no float64: most block formats, codebooks and products need the CPU"
     return {"engine": "torch_engine", "cost": f"torch operations: {cost}; not measured here"}
 
 
