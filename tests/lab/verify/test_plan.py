@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks run, that each sees a planted error, and that the engines of this machine pass."""
 
-import collections
-import itertools
 import math
 
 import pytest
 import torch
 
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat
-from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.verify import checks, default_tasks, exhaustive_tasks, outcome, units
-from fmtsim.lab.verify.checks import boundaries, finite_values, rough_matrix, words_for
+from fmtsim.lab.verify import default_tasks, exhaustive_tasks, outcome
 from fmtsim.lab.verify.gemm import Replay, merged
 from fmtsim.lab.verify.outcome import Outcome, PlantedError, Tally, engines, task_of
 from fmtsim.lab.verify.plan import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
-from fmtsim.rounding.modes import MODES, Rounding
+from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts
-from fmtsim.spec.datapath import IntegerDatapath
-from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import FormatError
 
 SOME = ["nearest_even", "up", "to_odd", "stochastic"]
@@ -39,70 +32,6 @@ def test_checks_of_each_kind_of_format():
     assert [task.name for task in exhaustive_tasks(two, ["fp16"])] == ["exhaustive fp16"]
 
 
-def test_casts_of_a_check():
-    def of(name, dtype):
-        found = list(checks.casts(get_format(name), dtype))
-        assert all(cast.format == get_format(name) and cast.dim == -1 for cast in found)
-        assert {cast.rounding.random_bits for cast in found if cast.rounding.mode == "stochastic"} == {8}
-        return [(cast.rounding.mode, cast.overflow) for cast in found]
-
-    assert (
-        of("e4m3", torch.float32) == list(itertools.product(MODES, ("saturate", "ieee"))) == of("mxfp4", torch.float32)
-    )
-    assert of("int4", torch.float32) == [(mode, "saturate") for mode in MODES] == of("logfmt8", torch.float32)
-    assert of("e4m3", torch.float64) == [(mode, "saturate") for mode in SOME]
-    assert of("bf16", torch.bfloat16) == [(mode, "ieee") for mode in SOME]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["e2m1", "int4_full", "uint4", "nf4", "lns8_g8", "uint1"])
-def test_numbers_that_tell_roundings_apart(name, dtype):
-    fmt = get_format(name)
-    values = finite_values(fmt)
-    count = len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits
-    assert list(values) == sorted({fmt.value(code) for code in range(count)})
-    step = values[-1] - values[-2]
-    points = [*values, *((low + high) / 2 for low, high in zip(values, values[1:], strict=False))]
-    points += [values[-1] + steps * step for steps in (0.5, 1, 1.5, 2, 3)]
-    points += [values[0] - step / 2, values[0] - step] if "int" in name else []
-    points += fmt.thresholds if name.startswith("lns") else ()
-    info = torch.finfo(dtype)
-    least = 2.0**-149 if dtype == torch.float32 else 5e-324
-    exact = torch.tensor([sign * point for point in points for sign in (1, -1)], dtype=torch.float64).to(dtype)
-    near = [torch.nextafter(exact, torch.full_like(exact, end)) for end in (math.inf, -math.inf)]
-    ends = [sign * end for end in (info.max, info.tiny, least, math.inf, 0.0) for sign in (1, -1)]
-    every = torch.cat([exact, *near, torch.tensor([*ends, math.nan], dtype=dtype)])
-    bits = torch.int32 if dtype == torch.float32 else torch.int64
-    found = boundaries(fmt, dtype)
-    assert found.dtype == dtype and found.view(bits).tolist() == sorted(set(every.view(bits).tolist()))
-
-
-def test_rough_numbers_of_every_kind():
-    for dtype, columns in ((torch.float32, 150), (torch.float64, 36), (torch.bfloat16, 150)):
-        x = rough_matrix(dtype) if columns == 150 else rough_matrix(dtype, columns)
-        assert x.shape == (9, columns) and x.dtype == dtype
-        assert 1 < x[0].abs().max() < 6 and x[0].unique().numel() > columns / 2
-        assert x[1].abs().max() / x[1].abs().min() > 2.0**40
-        assert 0 < x[2].double().abs().max() < 2.0**-137 or dtype == torch.bfloat16  # which has none so small
-        assert x[3].abs().double().max() > 1e38
-        assert x[4].eq(0).all() and not x[4].signbit().any()
-        assert x[5].isnan().nonzero().tolist() == [[3]] and x[5].isinf().sum() == 0
-        assert (x[6] == math.inf).nonzero().tolist() == [[5]] and (x[6] == -math.inf).nonzero().tolist() == [
-            [columns - 3]
-        ]
-        assert (x[7] * 2 == (x[7] * 2).round()).all() and x[7].unique().numel() > 5
-        assert x[8, ::2].eq(0).all() and x[8, ::2].signbit().all() and x[8, 1::2].ne(0).all()
-    x, base = rough_matrix(torch.float64), torch.Generator().manual_seed(21)
-    ratio = x / torch.randn(9, 150, generator=base, dtype=torch.float64)
-    exponents = ratio[1].log2()
-    assert exponents.equal(exponents.round()) and (exponents.min(), exponents.max()) == (-30, 29)
-    assert ratio[2].eq(2.0**-140).all() and ratio[3].log10().allclose(torch.tensor(38.0).double(), rtol=0, atol=1e-9)
-    words = words_for(5000, 3)
-    assert (
-        words.dtype == torch.int64 and set(words.tolist()) == set(range(8)) and torch.equal(words, words_for(5000, 3))
-    )
-
-
 def test_sets_in_parts_are_one_again():
     def replay(**fields):
         return Replay(**{"set": "x", "machine": "", "cases": 1, "outputs": 2, "mismatches": 0} | fields)
@@ -117,58 +46,6 @@ def test_sets_in_parts_are_one_again():
         "plans": 0, "seconds": 0.0, "first": "",
     }  # fmt: skip
     assert replay(plans=(("rule", 2),)).to_dict()["plans"] == {"rule": 2}
-
-
-def test_products_of_a_unit():
-    plain, second = units.PLANS
-    assert (second.k_tile, second.split, second.reduce, second.partial) == (64, 2, "pairwise", get_format("bf16"))
-    assert (units.PROMOTION.promote_every, units.PROMOTION.scaled_promotion) == (64, True)
-    assert (units.SHAPE, units.DEPTH, units.KINDS) == ((130, 200), 5, ("normal", "wide", "special"))
-    assert (units.THREADS.lanes, units.THREADS.reduce) == (4, "folded")
-    for name in ("turing.mma", "int8", "fp32_fma", "fp64_fma", "blackwell.tcgen05.nvf4"):
-        found = collections.defaultdict(list)
-        for mode, a, b, plan, kind, seed in units._arguments(name):
-            found[id(mode)].append((a, b, plan, kind, seed))
-        for mode in get_unit(name).modes:
-            formats = mode.inputs or ("fp32", "bf16", "fp16", "e4m3")
-            pairs = [(a, formats[(i + 1) % len(formats)] if i % 2 else a) for i, a in enumerate(formats)]
-            expected = [(a, b, plain, kind, i) for i, (a, b) in enumerate(pairs) for kind in units.KINDS]
-            more = found[id(mode)][len(expected) :]
-            assert found[id(mode)][: len(expected)] == expected
-            assert [(a, b, kind, seed) for a, b, _, kind, seed in more] == [
-                (formats[0], formats[-1], "normal", 7)
-            ] * len(more)
-            plans = [plan for _, _, plan, _, _ in more]
-            if isinstance(mode.datapath, IntegerDatapath):
-                assert plans == [GemmPlan(k_tile=64, split=2)]
-            else:
-                scaled = getattr(mode.datapath, "scale", None) is not None or mode.accumulate == "fp64"
-                threads = [units.THREADS] if name in ("fp32_fma", "fp64_fma") else []
-                assert plans == [second, *threads, *([] if scaled else [units.PROMOTION])]
-
-
-def test_numbers_of_a_product():
-    mode = next(mode for mode in get_unit("hopper.wgmma").modes if "bf16" in mode.inputs)
-    plain = units._case(mode, "bf16", "bf16", units.PLANS[0], "normal", 0)
-    assert plain.a.shape == (130, 83) and plain.b.shape == (200, 83) and plain.rest == {}
-    assert plain.label == "bf16 x bf16 -> fp32, normal numbers, split 1" and plain.a.dtype == torch.bfloat16
-    assert not torch.equal(plain.a, units._case(mode, "bf16", "bf16", units.PLANS[0], "normal", 1).a)
-    wide = units._case(mode, "bf16", "bf16", units.PLANS[0], "wide", 0)
-    steps = wide.rest["c"] * 16
-    assert steps.shape == (130, 200) and steps.dtype == torch.float32 and (steps.min(), steps.max()) == (-64, 63)
-    assert 2.0**55 < wide.a.abs().max() < 2.0**63 and 2.0**-90 < wide.a.abs().min() < 2.0**-55
-    special = units._case(mode, "bf16", "bf16", units.PLANS[0], "special", 0)
-    assert special.a.isnan().any() and special.a.isinf().any() and special.a.isfinite().double().mean() > 0.99
-    promoted = units._case(mode, "bf16", "bf16", units.PROMOTION, "wide", 0)
-    assert set(promoted.rest) == {"scale_a", "scale_b"} and promoted.rest["scale_a"].shape == (130, 2)
-    assert set(promoted.rest["scale_b"].log2().flatten().tolist()) == set(range(-3, 4))
-    four = get_unit("blackwell.tcgen05.nvf4").modes[0]
-    scaled = units._case(four, "e2m1", "e2m1", units.PLANS[0], "normal", 0)
-    assert scaled.rest["scale_a"].shape[1] == -(-scaled.a.shape[1] // four.datapath.scale_block)
-    assert scaled.a.dtype == torch.float32  # codes of fewer than 8 bits have no dtype of their own
-    integers = units._case(get_unit("int8").modes[0], "int8", "int8", units.PLANS[0], "wide", 0)
-    assert integers.a.dtype == torch.int8 and (integers.a.min(), integers.a.max()) == (-127, 127)
-    assert integers.rest["c"].dtype == torch.int32 and (integers.rest["c"].min(), integers.rest["c"].max()) == (-64, 63)
 
 
 def test_a_task_takes_its_own_time_and_survives_errors(monkeypatch):
