@@ -2,12 +2,14 @@
 """Every way of a cast gives the same bits: values, out=, in place, codes; of views, any dim, dtypes, empty tensors."""
 
 import itertools
+import operator
 
 import pytest
 import torch
 
 import fmtsim
 from fmtsim import decode, encode, quantize, quantize_
+from fmtsim.casts import ops
 from tests.support.bits import assert_same_bits
 from tests.support.operands import DTYPES, normal, wide
 
@@ -116,6 +118,22 @@ def test_overlapping_input_and_output(name):
         expected = quantize(x.clone(), name, pad=True, out_dtype=out.dtype)
         quantize(x, name, pad=True, out=out)
         assert_same_bits(out.contiguous(), expected, what=what)
+
+
+def test_the_bytes_that_a_tensor_lies_in():
+    memory = torch.zeros(8, 9, 10, dtype=torch.bfloat16)
+    views = [memory, memory.mT, memory[1:, ::2, 3:7], memory[:, :, 5], memory[2, 3, 4], memory[:1].expand(4, 9, 10),
+             memory[3:3], memory[:, 4:4, ::3], memory.view(torch.uint8)[1::3, 2, 5::2]]  # fmt: skip
+    for view in views:
+        places = [sum(map(operator.mul, place, view.stride())) for place in itertools.product(*map(range, view.shape))]
+        first, size = view.data_ptr(), view.element_size()
+        behind = first + (max(places) + 1) * size if places else first
+        assert ops._span(view) == (first, behind)
+    whole = torch.zeros(4, 8)
+    assert not ops._overlap(whole[:2], whole[2:]) and not ops._overlap(whole[2:], whole[:2])
+    assert ops._overlap(whole[:3], whole[2:]) and ops._overlap(whole[2:], whole[:3])
+    assert not ops._overlap(whole, whole) and not ops._overlap(whole[:2], whole.view(4, 8)[:2])
+    assert ops._overlap(whole, whole.view(torch.int32)) and ops._overlap(whole[:2, :4], whole[:2, 4:])
 
 
 def test_out_that_overlaps_itself():
