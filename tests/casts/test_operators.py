@@ -62,25 +62,6 @@ def test_no_cuda_graph_holds_a_key():
 
 
 @pytest.mark.parametrize("generator", [3, None])
-def test_compiled_casts_call_the_operator_with_keys(generator):
-    called = []
-
-    def backend(graph, _):
-        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return graph.forward
-
-    torch._dynamo.reset()
-    x = normal(4, 32)
-    run = torch.compile(lambda x: quantize(x, "e4m3", rounding="stochastic", generator=generator), backend=backend)
-    run(x)
-    torch.compile(lambda x: quantize(x, "e4m3"), backend=backend)(x)
-    assert [name for name in called if "fmtsim" in name] == [
-        "fmtsim.quantize.keyed",
-        "fmtsim.quantize.default",
-    ]
-
-
-@pytest.mark.parametrize("generator", [3, None])
 def test_replayed_casts_draw_anew_gpu(generator):
     if not fmtsim.cuda.available():
         pytest.skip("needs a GPU")
@@ -157,17 +138,6 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.seen.append(str(function))
         return function(*args, **(kwargs or {}))
-
-
-def test_plain_tensors_are_plain():
-    x = torch.ones(4)
-    assert is_plain(x) and is_plain(x.view(2, 2).T) and is_plain(x.double())
-    with torch.no_grad():
-        assert is_plain(x) and is_plain(torch.nn.Parameter(x)) and is_plain(x.requires_grad_())
-    with torch.inference_mode():
-        assert is_plain(torch.ones(4)) and is_plain(x)
-    with torch.autocast("cpu"):
-        assert is_plain(torch.ones(4))
 
 
 def test_gradients_subclasses_and_lazy_bits_are_not():

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import decode, encode, get_format, quantize, quantize_
+from fmtsim import decode, encode, quantize, quantize_
 from fmtsim.casts import ops
-from fmtsim.formats.spec import IntFormat
 from tests.support.bits import assert_same_bits
 from tests.support.operands import DTYPES, normal, wide
 
@@ -222,9 +221,3 @@ def test_default_dtype_is_not_looked_at():
             assert_same_bits(ours, theirs, what="float64 by default")
     finally:
         torch.set_default_dtype(before)
-
-
-def test_encoded_integers_keep_their_sign():
-    fmt = get_format("int8")
-    assert isinstance(fmt, IntFormat)
-    assert encode(torch.tensor([-127.0, -1.0, 0.0, 127.0]), fmt).decode().tolist() == [-127.0, -1.0, 0.0, 127.0]

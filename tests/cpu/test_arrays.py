@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim import cpu
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.pool import array_of
 from tests.support.bits import assert_same_bits
@@ -64,20 +63,3 @@ def test_a_thread_keeps_memory_by_name():
         elsewhere = thread.submit(pool.memory, "one name", (2, 7), torch.float8_e4m3fn).result()
     assert elsewhere.shape == (2, 7) and elsewhere.dtype == torch.float8_e4m3fn
     assert len({tensor.data_ptr() for tensor in (x, other, elsewhere)}) == 3
-
-
-def test_converted_operands_lie_in_memory_that_is_kept(monkeypatch):
-    asked = []
-
-    def memory(name, shape, dtype):
-        asked.append((name, *shape, dtype))
-        return torch.full(shape, torch.nan, dtype=torch.float32).to(dtype)
-
-    monkeypatch.setattr(cpu, "memory", memory)
-    a, w = normal(33, 64, seed=0), normal(20, 64, seed=1)
-    y = fmtsim.mm(a, w.t(), target="hopper.wgmma", allow="tf32")
-    assert asked == [("a slice", 33, 64, torch.float32), ("b slice", 20, 64, torch.float32)]
-    monkeypatch.undo()
-    assert_same_bits(fmtsim.mm(a, w.t(), target="hopper.wgmma", allow="tf32"), y)
-    rounded = fmtsim.quantize(a, "tf32"), fmtsim.quantize(w, "tf32")
-    assert_same_bits(fmtsim.mm(rounded[0], rounded[1].t(), target="hopper.wgmma", allow="tf32"), y)

@@ -57,13 +57,8 @@ for edit in json.loads(sys.argv[1]):
     assert os.wait()[1] == 0
 """
 BLOCKS = {
-    "quantize_binary",
-    "quantize_real",
-    "quantize_stochastic",
-    "encode_nearest",
-    "encode_tabled",
-    "encode_stochastic",
-}
+    "quantize_binary", "quantize_real", "quantize_stochastic", "encode_nearest", "encode_tabled", "encode_stochastic",
+}  # fmt: skip
 STOCHASTIC = {"stochastic_saturating", "stochastic_special", "stochastic_linear"}
 SCALARS = {"nearest_saturating", "nearest_special", "nearest_linear", "nearest_flushed", *STOCHASTIC}
 LOOKUPS = {"code_by_table", "round_by_table"}

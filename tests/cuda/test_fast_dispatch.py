@@ -73,19 +73,6 @@ def test_it_steps_aside(device):
     assert not quantize_contiguous(x, cast_spec(strict), x)  # NaN has to be looked for
 
 
-def test_the_engine_takes_it_but_for_given_random_words(device, monkeypatch):
-    taken = []
-    monkeypatch.setattr(casts, "quantize_contiguous", lambda *arguments: taken.append(arguments) or False)
-    x = torch.randn(64, device=device)
-    for mode, random in (
-        ("nearest_even", None),
-        ("stochastic", RandomKey(1, 2)),
-        ("stochastic", x.to(torch.int64) * 0),
-    ):
-        casts.quantize(x, cast_spec("e4m3", mode), random, torch.empty_like(x))
-    assert len(taken) == 2
-
-
 @pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 def test_the_verb_takes_it(monkeypatch):
     x = wide_with_specials(192, seed=1).cuda()

@@ -6,14 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fmtsim import GemmPlan, get_unit
+from fmtsim import GemmPlan, cpu, get_unit
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from tests.support import cuda_gemm
+from tests.support.bits import assert_same_bits
 from tests.support.cuda_gemm import GENERAL, HALF, job_of
-from tests.support.gemm_engine import KINDS, addend, check, check_ends_of_int32, check_kinds, gemm_spec, operand
+from tests.support.gemm_engine import (
+    KINDS,
+    addend,
+    check,
+    check_ends_of_int32,
+    check_kinds,
+    gemm_spec,
+    operand,
+    product,
+)
+from tests.support.gemm_oracle import sums
 
 EXACT = Datapath(block=None, fraction_bits=None, rounding="nearest_even")
 MX = get_unit("blackwell.tcgen05.mxf8f6f4").mode("e4m3", "e4m3")
@@ -202,7 +213,12 @@ def test_marks_far_from_each_other(device):
 def test_tiles_with_infinities_are_done_again():
     a, b = operand("bf16", 70, 40, "normal", 1), operand("bf16", 66, 40, "normal", 2)
     a[65, 3], b[1, 20] = torch.inf, torch.nan
-    check(a, b, gemm_spec(replace(HALF, term_rounding="nearest_away"), "bf16"))
+    spec = gemm_spec(replace(HALF, term_rounding="nearest_away"), "bf16")
+    found, expected = product(a, b, spec), torch.empty(70, 66)
+    cpu.gemm(a, b, None, None, None, spec, None, expected)
+    assert_same_bits(found, expected)
+    rows, columns = [0, 1, 63, 64, 65, 69], [0, 1, 2, 63, 64, 65]
+    assert_same_bits(found[rows][:, columns], sums(a[rows], b[columns], spec))
 
 
 def test_addends_of_every_kind():

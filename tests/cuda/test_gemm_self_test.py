@@ -103,30 +103,6 @@ def launched(path, job, plan) -> set:
     return asked
 
 
-def test_classes(path):
-    spec = gemm_spec(HALF, "bf16")
-
-    def name(job):
-        return self_test._class_of(path, job, path.plan(job))
-
-    one = name(made_job(spec))
-    assert (
-        one == name(made_job(spec, (80, 9, 400))) == name(made_job(gemm_spec(HALF, "bf16", plan=GemmPlan(k_tile=32))))
-    )
-    job = made_job(spec)
-    others = [
-        gemm_spec(replace(HALF, fraction_bits=24), "bf16"), gemm_spec(HALF, "fp16"),
-        gemm_spec(HALF, "bf16", plan=GemmPlan(k_tile=16, split=2)),
-        gemm_spec(HALF, "bf16", plan=GemmPlan(promote_every=32)),
-    ]  # fmt: skip
-    different = [
-        replace(job, a=job.a.float()), replace(job, b=job.b.t().contiguous().t()), made_job(spec, c=True),
-        replace(job, a=torch.zeros(5, 41, dtype=torch.bfloat16)[:, 1:]), made_job(spec, (5, 6, 8)),
-        *map(made_job, others),
-    ]  # fmt: skip
-    assert len({one, *map(name, different)}) == 1 + len(different)
-
-
 # Self-tests.
 
 
@@ -223,13 +199,6 @@ def test_kernels_that_only_short_or_long_products_reach_are_tested(path, monkeyp
     )
     job = made_job(gemm_spec(HALF, "bf16"), (3, 4, 1 << 19))
     assert self_test._like(path, job, path.plan(job), 0)[0].shape == (2, 2, 1 << 19)
-
-
-def test_choices_are_forgotten_in_time(path, monkeypatch):
-    monkeypatch.setattr(self_test, "_MOST", 3)
-    for m in range(1, 9):
-        dispatched(gemm_spec(HALF, "bf16"), (m, 2, 16))
-    assert len(self_test._chosen) <= 3 and path.ran == len(SMALL) + 8
 
 
 def test_a_graph_cannot_wait_for_a_self_test(path, monkeypatch):

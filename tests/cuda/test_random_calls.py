@@ -16,13 +16,9 @@ def recording(path, seed, count, change=lambda i, x: x):
     calls, target = random_calls.random_calls(seed, count), get_target("h200")
     found = [change(i, emulated(call, target)[0]) for i, call in enumerate(calls)]
     about = {
-        "seed": seed,
-        "calls": count,
-        "gpu": "a card",
-        "torch": "2",
-        "sizes": [*map(len, found)],
+        "seed": seed, "calls": count, "gpu": "a card", "torch": "2", "sizes": [*map(len, found)],
         "digest": digest(calls),
-    }
+    }  # fmt: skip
     np.savez_compressed(path, about=json.dumps(about), bits=np.frombuffer(b"".join(found), np.uint8))
     return calls
 

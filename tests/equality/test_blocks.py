@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fmtsim import cpu, torch_engine
-from fmtsim.cpu.cast import scaled as cpu_scaled
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat, LogTileFormat, ScaledFormat, scaled, with_block
 from fmtsim.formats.registry import get_format
@@ -34,6 +33,10 @@ from tests.support.operands import DTYPES, normal
 
 OVERFLOWS = ("saturate", "ieee")
 NEAREST, STOCHASTIC = Rounding(), Rounding(mode="stochastic")
+# One of each kind, for kernels on the host, which are slow: elements, scales, shapes of blocks, offsets.
+SAMPLE = ["mxfp4", "mxfp8_e4m3_rceil", "mxfp6_e2m3", "mxint8", "nvfp4", "nvfp4_16x16", "e4m3_1x128", "e4m3_128x128",
+          "e5m2_tensor", "int4_g128", "int8_channel", "uint4_g32_zp", "uint8_tensor_zp", "nf4_g64", "lns8_channel",
+          "if4_mse", "nvfp4_four_six_mae", "nvfp4_double_scale", "msfp12", "logfmt8"]  # fmt: skip
 
 
 @pytest.fixture
@@ -83,23 +86,28 @@ def check_scaled(
     assert_same_bits(out, values, parts.codes, what=f"decode {what}")
 
 
-def scaled_cases(number: int) -> list[tuple[str, Rounding, str, str, str]]:
-    """Return matrix, rounding, overflow, dtype and output dtype, each taking its turn along the formats."""
+def scaled_cases(number: int, others: int) -> list[tuple[str, Rounding, str, str, str]]:
+    """Return matrix, rounding, overflow, dtype and output dtype, each taking its turn along the formats.
+
+    Every matrix is rounded to nearest even and, ``others`` times, in another way.
+    """
     names, count = list(DTYPES), len(ROUNDINGS) - 1
     cases = []
     for i, matrix in enumerate(matrices()):
         turn = i + number
         dtype = names[turn // 2 % 4] if matrix != "deep" else "float64"
         cases.append((matrix, NEAREST, OVERFLOWS[turn % 2], dtype, names[turn // 3 % 4]))
-        cases.append((matrix, ROUNDINGS[1 + turn % count], OVERFLOWS[turn % 2], "float32", "float32"))
+        more = [(matrix, ROUNDINGS[1 + turn % count], OVERFLOWS[turn % 2], "float32", "float32")]
         other = ROUNDINGS[1 + (turn + 5) % count]
-        cases.append((matrix, other, OVERFLOWS[1 - turn % 2], names[1 + turn % 3], "float64"))
+        more.append((matrix, other, OVERFLOWS[1 - turn % 2], names[1 + turn % 3], "float64"))
+        cases += more if others == 2 else [more[(i + number // 2) % 2]]
     return cases
 
 
+@pytest.mark.parametrize("others", [1, pytest.param(2, marks=pytest.mark.slow)])
 @with_engines(scaled_formats())
-def test_scaled_formats_equal_the_oracle(engine, fmt):
-    for case in scaled_cases(scaled_formats().index(fmt)):
+def test_scaled_formats_equal_the_oracle(engine, fmt, others):
+    for case in scaled_cases(scaled_formats().index(fmt), others):
         check_scaled(engine, case[0], small_blocks(fmt), *case[1:])
 
 
@@ -148,7 +156,7 @@ def test_scale_rules_equal_the_oracle(engine, fmt):
         check_scaled(engine, matrix, fmt, NEAREST, OVERFLOWS[(i + number) % 2], dtype, "float32")
 
 
-@with_engines(scaled_formats())
+@with_engines(scaled_formats(), on_cuda=SAMPLE)
 def test_catalogued_blocks_equal_the_oracle(engine, fmt):
     """Blocks of the size in the catalogue, with short last ones along both axes."""
     fmt = get_format(fmt)
@@ -206,7 +214,7 @@ BLOCK_FORMATS = [name for name in scaled_formats() if isinstance(get_format(name
 
 
 @pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
-@with_engines([*BLOCK_FORMATS, *MORE], on_cuda=BLOCK_FORMATS, engines=("cpu", *CUDA_ENGINES))
+@with_engines([*BLOCK_FORMATS, *MORE], on_cuda=SAMPLE, engines=("cpu", *CUDA_ENGINES))
 def test_large_matrices_have_the_bits_of_torch_operations(engine, fmt, half, own_threads):
     """Every format along both dims, with dtypes in turn; matrices of few rows on the host, where kernels are slow.
 
@@ -264,12 +272,6 @@ def test_products_that_float32_would_round_to_the_middle():
     cpu.decode(parts, spec, wide)
     assert_same_bits(once, expected)
     assert not torch.equal(once, wide.bfloat16())
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "mxfp8_e4m3", "nvfp4", "int8_channel", "int4_g128"])
-def test_common_formats_have_a_fast_kernel(name):
-    for rounding in LARGE_ROUNDINGS[:2]:
-        assert cpu_scaled.encoder(cast_spec(name, rounding, overflow="saturate")) is not None
 
 
 # LogFMT tiles.

@@ -41,13 +41,10 @@ def test_rows_of_a_float():
 @pytest.mark.parametrize(
     ("name", "code", "bits"),
     [
-        ("e8m0", 127, "01111111"),
-        ("ue5m3", 0b10101110, "10101 110"),
-        ("int4", 9, "1001"),
-        ("nf4", 3, "0011"),
+        ("e8m0", 127, "01111111"), ("ue5m3", 0b10101110, "10101 110"), ("int4", 9, "1001"), ("nf4", 3, "0011"),
         ("lns8_g8", 0x81, "1 0000001"),
     ],
-)
+)  # fmt: skip
 def test_fields(name, code, bits):
     fmt = get_format(name)
     assert code_table(fmt)[code] == (code, bits, fmt.value(code))

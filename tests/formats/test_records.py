@@ -219,12 +219,8 @@ def test_what_follows_from_a_record():
     assert [tiny.value(code) for code in range(7)] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
     unsigned = floating(signed=False, nan="none", infinities=False)
     assert (unsigned.min, unsigned.max, unsigned.sign_mask, unsigned.inf_code, unsigned.nan_code) == (
-        0,
-        480,
-        0,
-        None,
-        None,
-    )
+        0, 480, 0, None, None,
+    )  # fmt: skip
     flushed = floating(has_subnormals=False)
     assert (flushed.min_subnormal, flushed.min_normal, flushed.value(7), flushed.value(8)) == (2**-6, 2**-6, 0.0, 2**-6)
     assert (floating().eps, floating().max_exponent, floating().has_negative_zero) == (0.125, 7, True)
@@ -234,13 +230,8 @@ def test_what_follows_from_a_record():
     assert (integer().mantissa_bits, integer(bits=1, signed=False, symmetric=False).mantissa_bits) == (6, 0)
     half = integer(bits=4, half_offset=True, symmetric=False, fraction_bits=1)
     assert (half.min, half.max, half.value(8), half.value(7), half.min_code, half.max_code) == (
-        -3.75,
-        3.75,
-        -3.75,
-        3.75,
-        -8,
-        7,
-    )
+        -3.75, 3.75, -3.75, 3.75, -8, 7,
+    )  # fmt: skip
     assert [book(*map(float, range(n))).bits for n in (2, 3, 4, 5, 256, 257)] == [1, 2, 2, 3, 8, 9]
     lopsided = book(-3.0, 1.0)
     assert (lopsided.min, lopsided.max, lopsided.max_exponent, lopsided.has_nan) == (-3.0, 3.0, 1, False)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator fmtsim::gemm: torch's rules, the choice of engine, batches, operands as verbs read them, refusals."""
 
-import importlib
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from fmtsim.gemm.products import operands as operands_module
 from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.gemm.products.operands import read_operand, stays_packed
-from fmtsim.gemm.products.operator import gemm_engine, run_gemm
+from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.spec.datapath import IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import assert_same_bits
@@ -103,24 +101,6 @@ def test_groups_of_rows_change_nothing(monkeypatch, dtype):
     assert_same_bits(whole, finished(run_gemm(a, b, spec(), c=c), dtype, "scale", rows, columns, arguments[-1]))
     monkeypatch.setattr(operator, "_SUMS", 1)
     assert_same_bits(torch.ops.fmtsim.gemm(*arguments), whole)
-
-
-def test_engine_is_numba_where_it_says_so(monkeypatch):
-    a, b = operands()
-    cpu, slow = importlib.import_module("fmtsim.cpu"), importlib.import_module("fmtsim.torch_engine")
-    asked = []
-
-    def supports(*arguments):
-        asked.append(arguments)
-        return answer
-
-    monkeypatch.setattr(cpu, "supports_gemm", supports)
-    answer = True
-    assert gemm_engine(spec(), a, b) is cpu
-    answer = False
-    assert gemm_engine(spec(), a, b) is slow
-    assert asked == [(spec(), a, b)] * 2
-    assert gemm_engine(spec(), a.to("meta"), b.to("meta")) is slow
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,10 @@ def mismatches(name: str, rows: slice, **wrong) -> list[int]:
 
 
 @needs_vectors
+@pytest.mark.parametrize("count", [25, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DOTS)
-def test_first_dot_products(name):
-    assert mismatches(name, slice(40)) == []
-
-
-@needs_vectors
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DOTS)
-def test_all_dot_products(name):
-    assert mismatches(name, slice(None)) == []
+def test_dot_products(name, count):
+    assert mismatches(name, slice(count)) == []
 
 
 @needs_golden
@@ -99,13 +93,7 @@ CALLS = [(name, index) for name, count in COUNTS.items() for index in range(coun
 
 
 @needs_golden
+@pytest.mark.parametrize("outputs", [1, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "index"), CALLS)
-def test_a_few_outputs_of_recorded_calls(name, index, monkeypatch):
-    check_call(name, index, 3, monkeypatch)
-
-
-@needs_golden
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "index"), CALLS)
-def test_more_outputs_of_recorded_calls(name, index, monkeypatch):
-    check_call(name, index, 24, monkeypatch)
+def test_outputs_of_recorded_calls(name, index, outputs, monkeypatch):
+    check_call(name, index, outputs, monkeypatch)

@@ -104,12 +104,13 @@ def test_other_orders_of_a_product_are_seen(monkeypatch):
 
 
 def test_tiles_are_added_as_the_kernel_adds_them():
-    head, queries, keys = 36, 5, 70
+    head, queries, keys = 36, 2, 70
+    some = range(0, head, 7)  # columns of the output
     q, k, v = (torch.from_numpy(data(seed, 1, 1, n, head)) for seed, n in ((1, queries), (2, keys), (3, keys)))
     y, logsumexp = attention_efficient.forward(q, k, v, None, 0.0, False, 0.3)
     log2e = float32(math.log2(math.e))
     for row in range(queries):
-        largest, total, acc = float32(-np.inf), float32(0), np.zeros(head, np.float32)
+        largest, total, acc = float32(-np.inf), float32(0), np.zeros(len(some), np.float32)
         for start in (0, 64):
             stop = min(start + 64, keys)
             x = np.array(
@@ -124,8 +125,8 @@ def test_tiles_are_added_as_the_kernel_adds_them():
                 for j in range(32 * warp, min(32 * warp + 32, len(p))):
                     quad[j % 8 // 2] += p[j]
                 total += (quad[0] + quad[1]) + (quad[2] + quad[3])
-            acc = np.array([dot(p, v[0, 0, start:stop, d].numpy(), acc[d] * factor) for d in range(head)])
-        assert (acc * (float32(1) / total) == y[0, 0, row].numpy()).all()
+            acc = np.array([dot(p, v[0, 0, start:stop, d].numpy(), acc[i] * factor) for i, d in enumerate(some)])
+        assert (acc * (float32(1) / total) == y[0, 0, row, some].numpy()).all()
         assert largest / log2e + apply(library.log, np.array([total]))[0] == logsumexp[0, 0, row].item()
 
 

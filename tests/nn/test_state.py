@@ -4,7 +4,6 @@
 import copy
 import gc
 import io
-import pickle
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from fmtsim.nn import SmoothSwiGLU, convert, flash_attention_3, revert, set_step
 from fmtsim.recipes import Recipe, get_recipe
 from fmtsim.scaling import repeats
 from fmtsim.scaling.history import DelayedScale, FrozenScale
-from fmtsim.scaling.repeats import Calls
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import all_same_bits
 from tests.support.models import Net, net, step, without_scales
@@ -291,13 +289,6 @@ def test_a_graph_that_is_run_back_twice():
         and all_same_bits(results[1], results[3])
         and not all_same_bits(results[0], results[1][:12])
     )
-
-
-def test_copies_remember_nothing():
-    calls = Calls()
-    calls.run(lambda: 1, compiled=True)
-    assert calls._last == 1
-    assert copy.deepcopy(calls)._last is None and pickle.loads(pickle.dumps(calls))._last is None
 
 
 def test_compiled_stretches_are_recorded_once():

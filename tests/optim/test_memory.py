@@ -13,23 +13,11 @@ from fmtsim.optim.catalogue import bytes_per_parameter, scaled_state, scheme_tab
 
 # bytes a parameter of both moments and of kept weights: codes, and scales of large tensors
 PUBLISHED = {
-    "fp32": 8.0,
-    "bnb8": 2 + 8 / 256,
-    "bnb8_2048": 2 + 8 / 2048,
-    "fp8lm": 1 + 2 + 2,
-    "fp8lm_o1": 4 + 4 + 2,
-    "fp8lm_v8": 1 + 1 + 2,
-    "fp8lm_w8": 1 + 2 + 1,
-    "intel_2t": 1 + 1 + 2,
-    "coat": 2 + 24 / 128,
-    "coat_plain": 2 + 8 / 128,
-    "ao_8bit": 2 + 8 / 256,
-    "ao_4bit": 1 + 8 / 128,
-    "ao_fp8": 2 + 8 / 256,
-    "deepseek_v3": 4.0,
-    "bf16_sr": 8.0,
-    "int8_weights": 8 + 1 + 4 / 512,
-}
+    "fp32": 8.0, "bnb8": 2 + 8 / 256, "bnb8_2048": 2 + 8 / 2048, "fp8lm": 1 + 2 + 2, "fp8lm_o1": 4 + 4 + 2,
+    "fp8lm_v8": 1 + 1 + 2, "fp8lm_w8": 1 + 2 + 1, "intel_2t": 1 + 1 + 2, "coat": 2 + 24 / 128,
+    "coat_plain": 2 + 8 / 128, "ao_8bit": 2 + 8 / 256, "ao_4bit": 1 + 8 / 128, "ao_fp8": 2 + 8 / 256,
+    "deepseek_v3": 4.0, "bf16_sr": 8.0, "int8_weights": 8 + 1 + 4 / 512,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))

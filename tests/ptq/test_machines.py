@@ -122,15 +122,8 @@ def test_an_h200_itself_gives_the_bits_of_its_emulation(recipe, dtype):
 
 
 STORED = [
-    "e4m3_static",
-    "nemotron",
-    "int8_mse",
-    "int4_learned",
-    "mxfp4_gptq",
-    "nvfp4_gptq",
-    "gaudi3_hw",
-    "mxfp6_dynamic",
-]
+    "e4m3_static", "nemotron", "int8_mse", "int4_learned", "mxfp4_gptq", "nvfp4_gptq", "gaudi3_hw", "mxfp6_dynamic",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -18,15 +18,10 @@ HELP = Path(__file__).resolve().parents[2] / "notebooks" / "sentence_encoder.py"
 # Least cosine of a sentence with itself and share of the five nearest neighbours: what was measured, less some room
 # for other documentation of other Pythons.
 FLOORS = {
-    "e4m3_static": (0.985, 0.90),
-    "e3m4_static": (0.995, 0.95),
-    "int8_static": (0.90, 0.75),
-    "int8_token": (0.985, 0.90),
-    "int4_g32": (0.85, 0.75),
-    "int4_gptq": (0.92, 0.80),
-    "mxfp4_dynamic": (0.75, 0.65),
+    "e4m3_static": (0.985, 0.90), "e3m4_static": (0.995, 0.95), "int8_static": (0.90, 0.75),
+    "int8_token": (0.985, 0.90), "int4_g32": (0.85, 0.75), "int4_gptq": (0.92, 0.80), "mxfp4_dynamic": (0.75, 0.65),
     "nvfp4_dynamic": (0.88, 0.75),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -56,14 +56,8 @@ def test_tables_give_the_code_of_every_threshold_and_its_neighbours(fmt, ties):
     edges = (np.arange(BUCKETS, dtype=np.uint32) + np.uint32(LOWEST_KEY)) << np.uint32(KEY_SHIFT)
     edges = np.concatenate([edges.view(F32), (edges - np.uint32(1)).view(F32)])
     points = [
-        turning,
-        np.nextafter(turning, UP),
-        np.nextafter(turning, DOWN),
-        drawn,
-        drawn * F32(2.0**-12),
-        edges,
-        -edges,
-    ]
+        turning, np.nextafter(turning, UP), np.nextafter(turning, DOWN), drawn, drawn * F32(2.0**-12), edges, -edges,
+    ]  # fmt: skip
     points += [np.array([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30], F32), np.array(fmt.values, F32)]
     y = np.concatenate(points)
     y = y[(np.abs(y) <= 1)]

@@ -113,17 +113,11 @@ def test_no_base_ever_changes():
 @pytest.mark.parametrize(
     ("size", "choice"),
     [
-        (3, "2 or 4,"),
-        (30, "28 or 32,"),
-        (188, "184 or 192,"),
-        (10, "8 or 12,"),
-        (29567, "29184 or 29568,"),
-        (0, "an int of 1 or more"),
-        (-4, "an int of 1 or more"),
-        (True, "an int of 1 or more"),
+        (3, "2 or 4,"), (30, "28 or 32,"), (188, "184 or 192,"), (10, "8 or 12,"), (29567, "29184 or 29568,"),
+        (0, "an int of 1 or more"), (-4, "an int of 1 or more"), (True, "an int of 1 or more"),
         (12.0, "an int of 1 or more"),
     ],
-)
+)  # fmt: skip
 def test_sizes_without_a_matrix(size, choice):
     with pytest.raises(ArgumentError, match=f"size={size!r} has no Hadamard matrix here; choose {choice}"):
         hadamard_matrix(size)

@@ -16,15 +16,9 @@ from fmtsim.nn.coverage import Coverage, RawWeight
 
 UNKIND = "</script><img src=x onerror=\"document.title='taken'\"><!--{{data}}"
 OPERANDS = {
-    "x_f": "e4m3",
-    "w_f": "e4m3",
-    "g_d": "e5m2",
-    "w_d": "e4m3",
-    "g_w": "e5m2",
-    "x_w": "e4m3",
-    "q": "e2m1",
+    "x_f": "e4m3", "w_f": "e4m3", "g_d": "e5m2", "w_d": "e4m3", "g_w": "e5m2", "x_w": "e4m3", "q": "e2m1",
     "k": "int8",
-}
+}  # fmt: skip
 
 
 def made_observation(layers=6, steps=12, every=10, elements=500):

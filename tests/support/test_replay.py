@@ -4,7 +4,6 @@
 import gc
 import struct
 import weakref
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmtsim.spec.cast import RandomKey
-from fmtsim.support.replay import programs, recorder
 from fmtsim.support.replay.hooks import Launch, Structure, drawn, launched, packed, refuse, word_of
 from fmtsim.support.replay.programs import Programs
 from tests.support.refusals import refused
@@ -109,30 +107,6 @@ class Kernel(Launch):
         self.called.append((blocks, words))
 
 
-def test_launches_are_done_in_place_and_the_memory_of_their_words_is_used_again(monkeypatch):
-    kernel = Kernel()
-    monkeypatch.setattr(recorder, "current_stream", lambda index: 9)
-
-    def function(device, x):
-        both = torch.empty(6, dtype=torch.int64)
-        for part in (both[4:], both.view(2, 3)):  # addresses alone: no view is made
-            launched(kernel, ((3, 4),), (x, part), words=True)
-            kernel((3, 4), *map(word_of, (x, part)))
-        return both
-
-    device, results = calls(function, 2)
-    assert len(kernel.called) == 4 and not kernel.done and not kernel.made
-    x = torch.ones(4, 6)
-    for i in range(3):
-        kernel.errors = [1] * (i == 2)  # is refused, and asked for again
-        with Operations() as seen:
-            both = device.call(lambda x: function(device, x), x)
-        words = [(x.data_ptr(), both.data_ptr() + offset) for offset in (32, 0)]
-        assert kernel.done[2 * i :] == [(3, 4, 9, 0, pair) for pair in words]
-        assert seen.names == ["aten::empty_strided"]
-    assert device.decided == 2 and len(kernel.made) == 2 and kernel.called[4:] == [((3, 4), words[0])]
-
-
 def test_other_shapes_strides_and_keys_are_calls_of_their_own():
     device = Device()
     for key, x in (
@@ -166,25 +140,6 @@ def test_keys_are_drawn_anew_in_their_order():
     for i, (_, (_, one, two)) in enumerate(device.launches):
         data = pack(RandomKey(2 * i))
         assert one == b"head" + data + b"tail" + data and two == pack(RandomKey(2 * i + 1))
-
-
-def test_bytes_of_a_key_are_made_once_for_all_launches_of_a_call():
-    made = []
-
-    def pack(times, key):
-        made.append(times)
-        return struct.pack("<Q", key.seed) * times
-
-    def function(device, x):
-        key = drawn(lambda count: [RandomKey((1 << 60) + len(made))])
-        for times in (2, 2, 3):
-            device.add(0, packed(key, pack(times, key), partial(pack, times)))
-
-    device, _ = calls(function, 4)
-    assert made == [2, 2, 3] * 2 + [2, 3] * 2
-    for i in (2, 3):
-        two, again, three = (words[0] for _, words in device.launches[3 * i : 3 * i + 3])
-        assert two == again == struct.pack("<Q", (1 << 60) + 6 + 2 * (i - 2)) * 2 and three == two + two[:8]
 
 
 def test_what_lies_inside_longer_bytes_of_a_key_is_part_of_them():
@@ -233,19 +188,11 @@ def large_constant(device, x, held=torch.ones(100, 100)):  # noqa: B008 - one fo
 @pytest.mark.parametrize(
     "function",
     [
-        lambda device, x: x * float(x[0, 0]),
-        lambda device, x: x + torch.tensor(3.0),
-        lambda device, x: x.to("meta"),
-        lambda device, x: refuse() or x + 1,
-        lambda device, x: torch.equal(x, x) or x,
-        key_unused,
-        key_moved,
-        address_as_number,
-        address_in_bytes,
-        large_constant,
-        lambda device, x: [x.mT],
+        lambda device, x: x * float(x[0, 0]), lambda device, x: x + torch.tensor(3.0), lambda device, x: x.to("meta"),
+        lambda device, x: refuse() or x + 1, lambda device, x: torch.equal(x, x) or x, key_unused, key_moved,
+        address_as_number, address_in_bytes, large_constant, lambda device, x: [x.mT],
     ],
-)
+)  # fmt: skip
 def test_what_may_differ_is_never_repeated(function):
     device, _ = calls(function)
     assert device.decided == 4
@@ -318,10 +265,3 @@ def test_calls_inside_calls_are_part_of_them():
     device, results = calls(function, 6)
     assert device.decided == inner.decided == 2
     assert [y[0, 0].item() for y in results] == [2 * i + 1 for i in range(6)]
-
-
-def test_as_many_kinds_of_calls_as_are_remembered():
-    device = Device()
-    for key in range(programs._MOST + 1):
-        device.call(lambda x: x + 1, torch.ones(1), key=key)
-    assert len(device.programs._found) == 1

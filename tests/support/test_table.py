@@ -122,13 +122,10 @@ WIDE = [
 def test_a_narrow_page_wraps_texts_and_keeps_numbers_whole():
     with page(44):
         assert ruled(WIDE, left=(0, 2, 3), columns=True) == [
-            "layer    dB  bits        why it is not",
-            "                         converted",
-            "-----  ----  ----------  -------------------",
-            "up     31.5  0 1111 110  its bias is shared",
-            "                         with down",
-            "down      8  0 0000 000",
-        ]
+            "layer    dB  bits        why it is not", "                         converted",
+            "-----  ----  ----------  -------------------", "up     31.5  0 1111 110  its bias is shared",
+            "                         with down", "down      8  0 0000 000",
+        ]  # fmt: skip
         assert page_width() == 44
     assert page_width() is None and ruled(WIDE)[0] == "layer  dB    bits        why it is not converted"
 
@@ -136,14 +133,9 @@ def test_a_narrow_page_wraps_texts_and_keeps_numbers_whole():
 def test_columns_without_room_move_below_their_rows():
     with page(24):
         assert ruled(WIDE, left=(0, 2, 3)) == [
-            "layer    dB  bits",
-            "-----------------------",
-            "up     31.5  0 1111 110",
-            "    why it is not",
-            "    converted: its bias",
-            "    is shared with down",
-            "down      8  0 0000 000",
-        ]
+            "layer    dB  bits", "-----------------------", "up     31.5  0 1111 110", "    why it is not",
+            "    converted: its bias", "    is shared with down", "down      8  0 0000 000",
+        ]  # fmt: skip
         assert aligned([("", "", "x"), ("1" * 9, "2" * 9, "3" * 9)], left=())[1:] == [
             "111111111  222222222",
             "    x: 333333333",

@@ -3,7 +3,6 @@
 
 import json
 import math
-import sys
 from collections import Counter
 
 import pytest
@@ -17,7 +16,7 @@ from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.lab.analysis.losses import losses_of
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.observation import Observation
-from fmtsim.lab.analysis.observe import ModelObservation, observe
+from fmtsim.lab.analysis.observe import observe
 from fmtsim.lab.analysis.page.page import observation_data
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.nn import convert, revert
@@ -96,21 +95,6 @@ def test_a_backward_pass_belongs_to_the_step_of_its_forward(model):
         (losses[0] + 4.0 * losses[1]).backward()
     assert [step["2"]["g_w"].amax for step in stats.history.values()] == [1.0, 4.0]
     assert [step["2"]["x_f"].elements for step in stats.history.values()] == [40 + 24, 40]
-
-
-def test_no_step_takes_counts_from_their_device_until_many_wait(model, monkeypatch):
-    x, found, taken = torch.randn(5, 6), [], []
-    read = ModelObservation._read
-    monkeypatch.setattr(ModelObservation, "_read", lambda self: taken.append(len(self._unread)) or read(self))
-    for most, reads in ((1024, [30]), (15, [20, 10])):  # of ten operands a step
-        taken.clear()
-        monkeypatch.setattr(sys.modules[ModelObservation.__module__], "_UNREAD", most)
-        with observe(model) as stats:
-            for factor in (1.0, 7.0, 3.0):
-                model(factor * x).sum().backward()
-        found.append(stats.to_dict())
-        assert [number for number in taken if number] == reads
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "all"])

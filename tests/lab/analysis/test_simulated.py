@@ -237,8 +237,10 @@ def gpu_call(operation: str, args: list, kwargs: dict, outputs: list) -> tuple[s
     return "_scaled_dot_product_cudnn_attention_backward", rest, kwargs, outputs
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize(
+    ("cudnn", "masked"),
+    [(False, False), (True, True), *(pytest.param(c, not c, marks=pytest.mark.slow) for c in (0, 1))],
+)
 def test_heads_of_attention(cudnn, masked):
     q, k, v = (torch.randn(2, heads, 64, 32).bfloat16().requires_grad_() for heads in (4, 2, 2))
     mask = torch.randn(2, 1, 64, 64).bfloat16() if masked else None

@@ -19,9 +19,8 @@ from tests.support import faults
 
 MODULE = [sys.executable, "-m", "fmtsim", "info"]
 HANDLERS = (signal.SIGINT, signal.SIGTERM)
-SIGNALS = pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
+INTERRUPT, TERMINATE = (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")
+SIGNALS = pytest.mark.parametrize(("number", "status", "word"), [INTERRUPT, TERMINATE])
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ sys.exit(main(["info"]))
 """
 
 
-@SIGNALS
+@pytest.mark.parametrize(("number", "status", "word"), [INTERRUPT, pytest.param(*TERMINATE, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_a_command_that_cleans_up(number, status, word):
     ended = faults.run(AGAIN.format(last=f"os.kill(os.getpid(), {int(number)}); print('cleaned up')"))
     assert (ended.status, ended.stdout, ended.stderr) == (status, "", f"\nfmtsim: {word}\n")
@@ -110,7 +109,9 @@ KILL = "os.kill(os.getpid(), signal.SIGINT)"
     "callback",
     [
         f'exec(compile("{KILL}", "/llvmlite/binding.py", "exec"), globals())',
-        f'exec(compile("(lambda: {KILL})()", "/llvmlite/binding.py", "exec"), globals())',
+        pytest.param(
+            f'exec(compile("(lambda: {KILL})()", "/llvmlite/binding.py", "exec"), globals())', marks=pytest.mark.slow
+        ),
         f'exec("class Owner:\\n def __del__(self): (lambda: {KILL})()\\nOwner()", globals())',
     ],
 )

@@ -18,6 +18,7 @@ from fmtsim.lab.cli import names
 from fmtsim.lab.cli.main import BAD_INPUT, COMMANDS, build_parser, main
 from fmtsim.lab.cli.options import MOST_THREADS, check_threads
 from fmtsim.lab.cli.output import print_text
+from fmtsim.recipes import registry
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.names import NAMES_FILE, recorded_names
 from tests.support.refusals import refused
@@ -38,70 +39,77 @@ def test_no_words_list_the_commands(capsys):
     assert all(f"\n  {command}" in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["formats"], ["nonsense"],
-                                   ["formats", "e4m3", "--codes"],
-                                   ["mm", "--nonsense"], *([command, "--help"] for command in COMMANDS)])  # fmt: skip
-def test_words_that_need_no_torch_do_not_wait_for_it(words):
-    code = (
-        "import contextlib, sys; from fmtsim.lab.cli.main import main\n"
-        "with contextlib.suppress(SystemExit): main(sys.argv[1:])\n"
-        "print(sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+ANSWERS = """
+import contextlib, io, json, sys
+from fmtsim.lab.cli.main import main
+for words in json.load(sys.stdin):
+    status, said = None, io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        status = main(words)
+    print(json.dumps([status, said.getvalue(), sorted({"torch", "numpy", "numba"} & set(sys.modules))]))
+"""
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("train --recipe te_curent", "--recipe 'te_curent' is unknown; did you mean 'te_current'?; fmtsim train --rec"),
-        ("train --target h20", "--target 'h20' is unknown; did you mean 'h200' or 'h100' or 'b200'?; choose a GPU"),
-        ("train --format e4m3x", "unknown format 'e4m3x'; did you mean 'e4m3' or 'ue4m3' or 'e4m3fn'? (fmtsim formats"),
-        ("ptq --scheme nvfp4_statc --model gpt2", "--scheme 'nvfp4_statc' is unknown; did you mean 'nvfp4_static'"),
-        ("ptq --scheme int8_static", "--model is missing; fmtsim ptq --help shows what is allowed"),
-        ("mm 8 8 8 --target hopper.wgma", "--target 'hopper.wgma' is unknown; did you mean 'hopper.wgmma'"),
-        ("sweep --schemes bf16,te_curent", "--schemes 'te_curent' is unknown; did you mean 'te_current'?; fmtsim for"),
-        ("observe --model plain.py:build --recipe coatt", "--recipe 'coatt' is unknown; did you mean 'coat'"),
-        ("trace --model gpt2 --simulate h20", "--simulate 'h20' is unknown; did you mean 'h200' or 'h100'?; choose"),
-        ("compare missing.pt other.pt", "missing.pt: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE"),
-        ("compare plain.py plain.py", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
-        ("bisect a.st b.st", "a.st is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
-        ("bisect a.txt b.txt", "a.txt is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
-        ("bisect plain.py plain.py", "plain.py is not a trace; pass a file that fmtsim trace --out wrote, or a model"),
-        ("bisect plan.py:build plain.py:build", "plan.py:build: there is no file plan.py; did you mean 'plain.py'?; "),
-        ("audit trace.safetensors", "trace.safetensors: there is no file trace.safetensors; pass a file that fmtsim t"),
-        ("audit plain.py", "plain.py is not a trace; pass a file that fmtsim trace --level aten --tensors all wrote"),
-        ("identify a.npy b.npy y.npy", "a.npy: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE:NAME"),
-        ("identify plain.py b y", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
-        ("report runs/a runs/b", "runs/a: there is no file or folder runs/a; pass two or more folders that fmtsim tr"),
-        ("observe --model plan.py:build", "--model plan.py:build: there is no file plan.py; did you mean 'plain.py'?;"),
-        ("train --recipe my.json", "--recipe my.json: there is no file my.json; pass a file that is there"),
-        ("observe --model plain.py:build --rules r.json", "--rules r.json: there is no file r.json; pass JSON that at"),
-        ("ptq --scheme int8_static --model gpt2 --data words.txt", "--data words.txt: there is no file or folder word"),
-        ("trace --model gpt2 --checkpoint w.pt", "--checkpoint w.pt: there is no file w.pt; pass weights in .safetens"),
-        ("train --rounding stocastic", "--rounding 'stocastic' is unknown; did you mean 'stochastic'?; choose one of"),
-        ("cast 1 --to e4m3 --overflow satrate", "--overflow 'satrate' is unknown; did you mean 'saturate'?; choose on"),
-        ("explain 1 --format mxfp8 --scale-rule flor", "--scale-rule 'flor' is unknown; did you mean 'floor'?; choose"),
-        ("invariance --target h200 --model gpt3", "--model 'gpt3' is unknown; did you mean 'gpt2' or 'gpt3-175b'"),
-        ("doctor --gemm --target h200 --shapes s.txt", "--shapes s.txt: there is no file s.txt; pass a text file with"),
-        ("memory --params 7Z", "argument --params: '7Z' is no number of parameters; write 7e9, 7B, 350M"),
-        ("cast 1 --to e4m3 --random-bits 40", "--random-bits 40 belongs to --rounding stochastic, not to nearest_even"),
-        ("cast 1 --to e4m3 --rounding sr --random-bits 40", "--random-bits 40 is not allowed; choose 1 to 32, or leav"),
-        ("explain 1 --format e4m3 --random-bits 8", "--random-bits 8 belongs to --rounding stochastic, not to nearest"),
-        ("mm 8 8 8", "fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone"),
-        ("mm 8 8 8 --target h200 --out y.txt", "--out y.txt does not end in .npy or .safetensors; choose another name"),
-        ("memory", "fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B"),
-    ],
-)  # fmt: skip
-def test_typos_are_answered_before_torch_is_imported(words, said, tmp_path):
+def answers(commands, folder):
+    """Return status, standard error and loaded libraries of commands, one after the other in a new process."""
+    done = subprocess.run([sys.executable, "-c", ANSWERS], input=json.dumps(commands), cwd=folder, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    return list(zip(commands, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def test_words_that_need_no_torch_do_not_wait_for_it(tmp_path):
+    commands = [[], ["--help"], ["--version"], ["formats"], ["nonsense"], ["formats", "e4m3", "--codes"],
+                ["mm", "--nonsense"], *([command, "--help"] for command in COMMANDS)]  # fmt: skip
+    for words, (_, _, loaded) in answers(commands, tmp_path):
+        assert loaded == [], words
+
+
+TYPOS = [
+    ("train --recipe te_curent", "--recipe 'te_curent' is unknown; did you mean 'te_current'?; fmtsim train --rec"),
+    ("train --target h20", "--target 'h20' is unknown; did you mean 'h200' or 'h100' or 'b200'?; choose a GPU"),
+    ("train --format e4m3x", "unknown format 'e4m3x'; did you mean 'e4m3' or 'ue4m3' or 'e4m3fn'? (fmtsim formats"),
+    ("ptq --scheme nvfp4_statc --model gpt2", "--scheme 'nvfp4_statc' is unknown; did you mean 'nvfp4_static'"),
+    ("ptq --scheme int8_static", "--model is missing; fmtsim ptq --help shows what is allowed"),
+    ("mm 8 8 8 --target hopper.wgma", "--target 'hopper.wgma' is unknown; did you mean 'hopper.wgmma'"),
+    ("sweep --schemes bf16,te_curent", "--schemes 'te_curent' is unknown; did you mean 'te_current'?; fmtsim for"),
+    ("observe --model plain.py:build --recipe coatt", "--recipe 'coatt' is unknown; did you mean 'coat'"),
+    ("trace --model gpt2 --simulate h20", "--simulate 'h20' is unknown; did you mean 'h200' or 'h100'?; choose"),
+    ("compare missing.pt other.pt", "missing.pt: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE"),
+    ("compare plain.py plain.py", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
+    ("bisect a.st b.st", "a.st is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
+    ("bisect a.txt b.txt", "a.txt is not there; pass a file that fmtsim trace --out wrote, or a model as FILE.py"),
+    ("bisect plain.py plain.py", "plain.py is not a trace; pass a file that fmtsim trace --out wrote, or a model"),
+    ("bisect plan.py:build plain.py:build", "plan.py:build: there is no file plan.py; did you mean 'plain.py'?; "),
+    ("audit trace.safetensors", "trace.safetensors: there is no file trace.safetensors; pass a file that fmtsim t"),
+    ("audit plain.py", "plain.py is not a trace; pass a file that fmtsim trace --level aten --tensors all wrote"),
+    ("identify a.npy b.npy y.npy", "a.npy: no such file; pass a .npy, .npz, .pt, .safetensors file, or FILE:NAME"),
+    ("identify plain.py b y", "plain.py is of no known kind; pass a .npy, .npz, .pt, .safetensors file"),
+    ("report runs/a runs/b", "runs/a: there is no file or folder runs/a; pass two or more folders that fmtsim tr"),
+    ("observe --model plan.py:build", "--model plan.py:build: there is no file plan.py; did you mean 'plain.py'?;"),
+    ("train --recipe my.json", "--recipe my.json: there is no file my.json; pass a file that is there"),
+    ("observe --model plain.py:build --rules r.json", "--rules r.json: there is no file r.json; pass JSON that at"),
+    ("ptq --scheme int8_static --model gpt2 --data words.txt", "--data words.txt: there is no file or folder word"),
+    ("trace --model gpt2 --checkpoint w.pt", "--checkpoint w.pt: there is no file w.pt; pass weights in .safetens"),
+    ("train --rounding stocastic", "--rounding 'stocastic' is unknown; did you mean 'stochastic'?; choose one of"),
+    ("cast 1 --to e4m3 --overflow satrate", "--overflow 'satrate' is unknown; did you mean 'saturate'?; choose on"),
+    ("explain 1 --format mxfp8 --scale-rule flor", "--scale-rule 'flor' is unknown; did you mean 'floor'?; choose"),
+    ("invariance --target h200 --model gpt3", "--model 'gpt3' is unknown; did you mean 'gpt2' or 'gpt3-175b'"),
+    ("doctor --gemm --target h200 --shapes s.txt", "--shapes s.txt: there is no file s.txt; pass a text file with"),
+    ("memory --params 7Z", "argument --params: '7Z' is no number of parameters; write 7e9, 7B, 350M"),
+    ("cast 1 --to e4m3 --random-bits 40", "--random-bits 40 belongs to --rounding stochastic, not to nearest_even"),
+    ("cast 1 --to e4m3 --rounding sr --random-bits 40", "--random-bits 40 is not allowed; choose 1 to 32, or leav"),
+    ("explain 1 --format e4m3 --random-bits 8", "--random-bits 8 belongs to --rounding stochastic, not to nearest"),
+    ("mm 8 8 8", "fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone"),
+    ("mm 8 8 8 --target h200 --out y.txt", "--out y.txt does not end in .npy or .safetensors; choose another name"),
+    ("memory", "fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B"),
+]  # fmt: skip
+
+
+def test_typos_are_answered_before_torch_is_imported(tmp_path):
     (tmp_path / "plain.py").write_text("import torch\n\ndef build():\n    raise SystemExit('called')\n")
-    code = (
-        "import sys; from fmtsim.lab.cli.main import main\n"
-        "print(main(sys.argv[1:]), sorted({'torch', 'numpy', 'numba'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words.split()], cwd=tmp_path, capture_output=True, text=True,
-                          check=True)  # fmt: skip
-    assert done.stdout == "2 []\n" and done.stderr.startswith(f"fmtsim: error: {said}")
+    found = answers([words.split() for words, _ in TYPOS], tmp_path)
+    for (words, (status, error, loaded)), (_, said) in zip(found, TYPOS, strict=True):
+        assert (status, loaded) == (BAD_INPUT, []) and error.startswith(f"fmtsim: error: {said}"), (words, error)
 
 
 def test_errors_name_options_instead_of_keywords(capsys):
@@ -226,9 +234,11 @@ def test_names_that_a_file_may_register_are_no_typos(header, tmp_path, monkeypat
     (tmp_path / "mine.py").write_text(register if header else "")
     (tmp_path / "model.py").write_text((header or register) + build)
     monkeypatch.chdir(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "fmtsim", "observe", "--model", "model.py:build", "--recipe", "my_own",
-                           "--steps", "1", "--quiet"], capture_output=True, text=True, check=False)  # fmt: skip
-    assert "unknown" not in done.stderr and done.returncode == 0
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert main(["observe", "--model", "model.py:build", "--recipe", "my_own", "--steps", "1", "--quiet"]) == 0
+    assert "unknown" not in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_fp8_lm_saves_two_fifths_of_gpt_175b():
         wide, narrow = (fmtsim.lab.training_memory(size, recipe, **run, batch=batch).total for recipe in recipes)
         return 1 - narrow / wide
 
-    found = {batch: [saved("O3", devices, batch) for devices in (64, 128, 256)] for batch in (1, 4)}
+    found = {batch: [saved("O3", devices, batch) for devices in (64, 256)] for batch in (1, 4)}
     assert 0.39 < found[4][-1] < 0.42 < found[4][0] < found[1][-1] < 0.48 and found[1][0] < 0.5
     assert saved("O1", 256, 1) < saved("O2", 256, 1) < 0.15  # copies in E4M3 beside float16 weights
 

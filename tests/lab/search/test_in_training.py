@@ -172,7 +172,7 @@ def test_a_model_that_is_a_layer():
     assert set(found.formats) == {""} and found.widths == {} and "channels" not in str(found)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_policy_keeps_the_layer_wide_that_needs_it(seed):
     """The loss is what the first layer's cast of x loses, once its weight has learned to be 1; the other's are exact.
 

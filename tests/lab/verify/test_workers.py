@@ -21,9 +21,8 @@ from fmtsim.lab.verify import units, workers
 from fmtsim.lab.verify.gemm import Replay, merged
 from fmtsim.lab.verify.outcome import OnDevice, PlantedError, device_of
 from fmtsim.lab.verify.plan import default_tasks
-from fmtsim.lab.verify.workers import Job, default_workers
+from fmtsim.lab.verify.workers import Job
 from fmtsim.support.errors import DeviceError
-from fmtsim.support.executors import open_tasks
 from tests.support import faults
 from tests.support.operands import normal
 
@@ -107,31 +106,6 @@ def test_processes_end_with_the_one_that_was_killed(tmp_path):
 def test_a_process_that_dies_is_an_error():
     with pytest.raises(DeviceError, match="a process of the checks died.*--workers 1 shows at which check"):
         workers.run(Dies(), Dies().tasks(), 2, lambda name, done: None)
-
-
-def test_as_many_processes_as_cores_and_memory_allow(monkeypatch):
-    assert default_workers(None) == 1
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda process: range(64), raising=False)
-    assert default_workers(torch.device("cpu")) == workers.MOST
-    memory = type("Properties", (), {"total_memory": 5 << 30})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    assert default_workers(torch.device("cuda", 0)) == 2
-
-
-@pytest.mark.parametrize(("cores", "count", "threads"), [(64, 4, 16), (6, 4, 1), (2, 5, 1), (None, 3, 1)])
-def test_processes_share_the_cores(monkeypatch, cores, count, threads):
-    told, job = [], Job(("casts",), formats=NAMES)
-
-    def here(state, **how):
-        told.append((state, how["threads"], how["workers"]))
-        return open_tasks(state)
-
-    monkeypatch.setattr(workers.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(workers, "open_tasks", here)
-    monkeypatch.setattr(workers, "_run", lambda job, index: index)
-    tasks = job.tasks()
-    assert workers.run(job, tasks, count, lambda name, done: None) == {"casts": [*range(len(tasks["casts"]))]}
-    assert told == [(job, threads, min(count, len(tasks["casts"])))]
 
 
 def test_a_record_says_how_to_make_it_again(tmp_path, capsys):
