@@ -188,7 +188,7 @@ def safetensors_file(rng: random.Random, content: bytes, inner: str) -> bytes:
 
 LONG = (  # what takes minutes, or starts processes: reached, it is a result
     "fmtsim.lab.cli.training.compare_schemes", "fmtsim.lab.cli.training.check_native", "fmtsim.lab.verify.workers.run",
-    "fmtsim.lab.cli.studies._run_all", "fmtsim.lab.training.sweep_folder.run_sweep",
+    "fmtsim.lab.cli.training._run_all", "fmtsim.lab.training.sweep.run_sweep",
     "benchmarks.suite.__main__._results", "benchmarks.suite.__main__._overheads",
     "benchmarks.suite.layers.Bench", "fmtsim.lab.cli.products.exact_sums", "fmtsim.lab.cli.machine._on_cpu",
 )  # fmt: skip
