@@ -22,8 +22,7 @@ from distributed import Client, LocalCluster
 
 from fmtsim.lab.cli.output import versions_of, write_json
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.sweep import SweepConfig, points_of
-from fmtsim.lab.training.sweep_folder import run_sweep
+from fmtsim.lab.training.sweep import SweepConfig, points_of, run_sweep
 from fmtsim.support.executors import open_tasks
 from fmtsim.support.progress import Progress
 

@@ -11,12 +11,11 @@ from benchmarks.suite import cpu, gemm, overheads
 from benchmarks.suite.against import Comparison, compared
 from benchmarks.suite.device import BENCH_SIZES
 from benchmarks.suite.overheads import Overhead
-from benchmarks.suite.timing import Timed
-from fmtsim.lab.cli.machine import processor
+from benchmarks.suite.timing import Timed, at_work, chosen_cases, each_shown, processor
 from fmtsim.lab.cli.main import run_program
 from fmtsim.lab.cli.names import Files, targets
-from fmtsim.lab.cli.options import add_json, check_positive, check_threads, chosen_cases, count, flag, option
-from fmtsim.lab.cli.output import answer, at_work, each_shown, format_table, origin, versions_of, write_json
+from fmtsim.lab.cli.options import add_json, check_positive, check_threads, count, flag, option
+from fmtsim.lab.cli.output import answer, format_table, origin, versions_of, write_json
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder
 from fmtsim.support.records import read_json, shown_path

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.suite.timing import Timed, in_turns
 from fmtsim.casts.quantize import encode, quantize
-from fmtsim.lab.training.loop import bounded_threads
+from fmtsim.lab.training.run import bounded_threads
 from fmtsim.rounding.modes import RoundingName
 
 SIDE = 4096  # 4096 x 4096 = 16M float32 elements, 64 MB: far beyond any cache

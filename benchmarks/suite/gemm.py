@@ -15,7 +15,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.matmul import bmm, int_mm, mm
 from fmtsim.gemm.products.scaled import scaled_mm
-from fmtsim.lab.training.loop import bounded_threads
+from fmtsim.lab.training.run import bounded_threads
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
 

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medians of actions that take turns, with a bound on torch's threads."""
+"""Medians of actions that take turns, with a bound on torch's threads; which cases run, and on what processor."""
 
+import fnmatch
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from fmtsim.lab.cli.machine import processor_facts, processor_name
+from fmtsim.support.errors import ArgumentError
 
 Action = Callable[[], Any]
 
@@ -94,3 +100,42 @@ def in_turns_on_device(actions: Sequence[Action], repeats: int, ahead: int = 1_0
 def _medians(actions: Sequence[Action], repeats: int, seconds: Callable[[Action], float]) -> tuple[float, ...]:
     rounds = [[seconds(action) for action in actions] for _ in range(repeats + 1)]
     return tuple(statistics.median(taken) for taken in zip(*rounds[1:], strict=True))
+
+
+def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:
+    """Return the cases whose names match a pattern.
+
+    Raises:
+        ArgumentError: None does; the message lists them.
+    """
+    chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
+    if not chosen:
+        names = ", ".join(repr(case.name) for case in cases)
+        raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
+    return chosen
+
+
+def each_shown(cases: Sequence[Any]) -> Iterator[Any]:
+    """Yield cases, and show which one is at work."""
+    for index, case in enumerate(cases):
+        at_work(f"{case.name} ({index + 1} of {len(cases)})")
+        yield case
+
+
+def at_work(text: str) -> None:
+    """Show what is being measured on one line of a terminal, once: a bar that is drawn anew would be measured, too."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+_VECTORS = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16", "i8mm")
+
+
+def processor() -> dict[str, Any]:
+    """Return the processor's name and, on Linux, its vector instructions and the caches of its first core."""
+    flags, caches = (processor_facts().get("flags") or processor_facts().get("Features") or "").split(), {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+        caches[f"L{level} {kind.lower()}"] = size
+    vectors = [flag for flag in flags if flag.startswith(_VECTORS)]
+    return {"processor": processor_name(), "instructions": vectors, "caches": caches}

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """FmtsimRun for loops written with Accelerate: schedules, delayed scales, observation, logs and the report."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.integrations.run_record import RunRecord, checked_state
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.integrations.run_record import RunOptions, RunRecord, checked_state
 from fmtsim.support.errors import ArgumentError
-from fmtsim.support.files import StrPath
 
 
 class FmtsimRun:
@@ -44,15 +39,15 @@ class FmtsimRun:
     Args:
         accelerator: The Accelerator.
         model: The model, as ``accelerator.prepare`` returned it.
-        every: The first of so many optimizer steps is observed.
+        every: The first of so many optimizer steps is observed; 10 unless given.
         report: Where the report goes; None writes none.
-        title: Its heading.
+        title: Its heading; "Where bits are lost" unless given.
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
         rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
-            ``"layer"`` one of each operand of each layer, None none.
+            (unless given), ``"layer"`` one of each operand of each layer, None none.
 
     Attributes:
         record: ``record.losses``, of each step, and ``record.seen``, the Observation; its history has optimizer steps,
@@ -67,11 +62,7 @@ class FmtsimRun:
         DataError: In ``accelerator.load_state``: the checkpoint is of another object.
     """
 
-    def __init__(
-        self, accelerator: Any, model: nn.Module, *, every: int = 10, report: StrPath | None = None,
-        title: str = "Where bits are lost", recipe: str | Path | Recipe | LinearConfig | None = None,
-        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
-    ) -> None:  # fmt: skip
+    def __init__(self, accelerator: Any, model: nn.Module, **options: Unpack[RunOptions]) -> None:
         if not hasattr(accelerator, "register_for_checkpointing"):
             raise ArgumentError(
                 f"FmtsimRun got {type(accelerator).__name__} as accelerator; pass the accelerate.Accelerator, "
@@ -81,8 +72,7 @@ class FmtsimRun:
             raise ArgumentError(
                 f"FmtsimRun got {type(model).__name__} as model; pass the model that accelerator.prepare returned"
             )
-        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, rules=rules,
-                                histograms=histograms)  # fmt: skip
+        self.record = RunRecord(**options)
         self._accelerator, self._model = accelerator, model
         self._saved: dict[str, Any] | None = None
         self._inside = False  # a batch

@@ -2,11 +2,12 @@
 """RunRecord: what a callback does with a run: steps, observation, losses, checkpoints, the report."""
 
 import contextlib
+import importlib
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.integrations.trackers import check_histograms, exponents, figures, send, worst_places
+from fmtsim.lab.analysis.losses import MEASURES, badness, losses_of, worst
+from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
 from fmtsim.nn.convert import set_step
@@ -25,6 +27,93 @@ from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, first_line, shown
 from fmtsim.support.files import StrPath, check_file, write_file
+
+KINDS: Final = ("operand", "layer", None)
+
+
+def figures(part: Observation) -> dict[str, float]:
+    """Return a few numbers of a step, each of the operand that loses most by it, for a trainer's log.
+
+    What is infinite or undefined (nothing lost, all zeros) is left out: not all loggers take it.
+    """
+    losses = losses_of(part.layers)
+    if not losses:
+        return {}
+    numbers = {
+        "fmtsim_worst_underflow_percent": worst(losses, 1, "underflow")[0].stats.underflow_percent,
+        "fmtsim_worst_saturation_percent": worst(losses, 1, "saturation")[0].stats.saturation_percent,
+        "fmtsim_worst_sqnr_db": worst(losses, 1, "sqnr")[0].stats.sqnr_db,
+        "fmtsim_nonfinite": float(sum(loss.stats.nonfinite for loss in losses)),
+    }
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def worst_places(part: Observation) -> dict[str, str]:
+    """Return the layer and operand of each of ``figures``, for logs that take text; those that lose nothing are out."""
+    losses = losses_of(part.layers)
+    firsts = {by: worst(losses, 1, by)[0] for by in MEASURES} if losses else {}
+    places = {f"fmtsim_worst_{by}": f"{one.layer or '(model)'} {one.operand}" for by, one in firsts.items()}
+    nothing = {
+        f"fmtsim_worst_{by}" for by in ("underflow", "saturation") if losses and not badness(firsts[by].stats, by)
+    }
+    return {name: place for name, place in places.items() if name not in nothing}
+
+
+def exponents(part: Observation, by: str | None) -> dict[str, Tensor]:
+    """Return histograms of ``floor(log2|x / scale|)`` over the finite elements that are not zero, by their names.
+
+    Args:
+        part: Statistics of a step.
+        by: ``"operand"``, ``"layer"`` or None, as callbacks take it.
+    """
+    totals: dict[str, Tensor] = {}
+    for layer, operand, stats in losses_of(part.layers) if by is not None else ():
+        parts = ("fmtsim_exponents", *([layer or "(model)"] if by == "layer" else []), operand)
+        name = "/".join(parts)
+        totals[name] = totals.get(name, 0) + stats.scaled_exponents
+    return {name: counts for name, counts in totals.items() if counts.any()}
+
+
+def send(histograms: dict[str, Tensor], trackers: Iterable[Any], step: int, axis: str | None = None) -> None:
+    """Send histograms to those trackers that take some.
+
+    Args:
+        histograms: What ``exponents`` returned.
+        trackers: Writers of TensorBoard, runs of W&B or its module; all else is passed over.
+        step: The number under which the trainer logs the step.
+        axis: The key by which a trainer tells W&B its step; None tells it as W&B's own.
+    """
+    for tracker in trackers if histograms else ():
+        if hasattr(tracker, "add_histogram_raw"):
+            for name, counts in histograms.items():
+                tracker.add_histogram_raw(name, **_of_tensorboard(counts), global_step=step)
+        elif _is_wandb(tracker):
+            histogram = importlib.import_module("wandb").Histogram
+            values = {name: histogram(np_histogram=_used(counts)) for name, counts in histograms.items()}
+            tracker.log(values | {axis: step}) if axis else tracker.log(values, step=step)
+
+
+def _is_wandb(tracker: Any) -> bool:
+    name = getattr(tracker, "__name__", "") or type(tracker).__module__
+    return name.partition(".")[0] == "wandb" and callable(getattr(tracker, "log", None))
+
+
+def _used(counts: Tensor) -> tuple[list[int], list[int]]:
+    """Return the bins from the first to the last that has elements, and their edges, one more."""
+    used = counts.nonzero().flatten()
+    first, last = int(used[0]), int(used[-1])
+    return counts[first : last + 1].tolist(), list(range(first + LOWEST_EXPONENT, last + LOWEST_EXPONENT + 2))
+
+
+def _of_tensorboard(counts: Tensor) -> dict[str, Any]:
+    """Return what ``SummaryWriter.add_histogram_raw`` takes; sums count elements at the middles of their bins."""
+    numbers, edges = _used(counts)
+    many, middles = torch.tensor(numbers).double(), torch.tensor(edges[:-1]) + 0.5
+    return {
+        "min": edges[0], "max": edges[-1], "num": sum(numbers), "sum": float((many * middles).sum()),
+        "sum_squares": float((many * middles * middles).sum()), "bucket_limits": edges[1:], "bucket_counts": numbers,
+    }  # fmt: skip
+
 
 FILE: Final = "fmtsim_state.pt"
 """The file beside those of a checkpoint, where a trainer keeps no states of others itself."""
@@ -86,6 +175,18 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+class RunOptions(TypedDict, total=False):
+    """The options of RunRecord, which every callback takes."""
+
+    every: int
+    report: StrPath | None
+    title: str
+    recipe: str | Path | Recipe | LinearConfig | None
+    format: str | Format | None
+    rules: Sequence[Rule] | str | Path
+    histograms: str | None
+
+
 class RunRecord:
     """Follow the optimizer steps of a run; steps are counted from 1, as losses in reports are.
 
@@ -114,18 +215,35 @@ class RunRecord:
     """
 
     def __init__(
-        self, every: int, report: StrPath | None, *, title: str = "Where bits are lost",
+        self, *, every: int = 10, report: StrPath | None = None, title: str = "Where bits are lost",
         recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
         rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
     ) -> None:  # fmt: skip
         check_asked("the callback", every, recipe, format, rules)
         if report is not None and not isinstance(report, str | Path):
             raise ArgumentError(f"report={shown(report)} is not a path; pass a str or a pathlib.Path")
-        check_histograms(histograms)
+        if histograms not in KINDS:
+            raise ArgumentError(
+                f"histograms={shown(histograms)} is not a choice; pass 'operand' for one of each operand over all "
+                "layers, 'layer' for one of each operand of each layer, or None"
+            )
         self.every, self.path, self.title = every, None if report is None else Path(report), title
         if self.path is not None:
             check_file("report", self.path)
-        self._asked = {"format": format, **_without_schedule(recipe, rules)}
+        # What to observe for, unless it has a schedule: what observes knows calls of the model, not steps.
+        named = recipe if recipe is None or isinstance(recipe, LinearConfig) else get_recipe(recipe, kind="training")
+        given_rules = rules_of(rules)
+        recipe_rules = named.rules if isinstance(named, Recipe) else ()
+        for who, rules_found in (
+            ("one of rules=", given_rules),
+            (f"recipe {getattr(named, 'name', None)!r}", recipe_rules),
+        ):
+            if any(rule.steps is not None for rule in rules_found):
+                raise ArgumentError(
+                    f"{who} has a schedule, which a model that is not converted is not observed for; "
+                    "hand the trainer fmtsim.convert(model, recipe=..., total_steps=...), and leave recipe= out here"
+                )
+        self._asked: dict[str, Any] = {"format": format, "recipe": named, "rules": given_rules}
         self._histograms = histograms
         self.running, self._inside = False, False
         self._part: ModelObservation | None = None  # of the step that is open
@@ -178,25 +296,23 @@ class RunRecord:
         self._model = model
         self.first, self.step = step + 1, step
         if state is not None:
-            self._go_on(checked_state(state, "the checkpoint"))
+            state = checked_state(state, "the checkpoint")
+            if state["observed"] != self._observed:
+                was, now = (
+                    "a converted model" if of is None else f"one observed for {shown(of)}"
+                    for of in (state["observed"], self._observed)
+                )
+                raise ArgumentError(f"the checkpoint is of {was}, this run is of {now}; go on as it began")
+            if self._observed is None:
+                local_state, note = of_this_process(state["recipe_states"])
+                load_converted_state(self._model, local_state)
+                self.notes += [note] if note else []
+            if self._first:
+                self.first, self.losses = state["first"], list(state["losses"])
+                self.seen, self._scales = Observation.of_state(state["observation"]), dict(state["loss_scales"])
         if self.first > 1:
             self.notes.append(f"Steps 1 to {self.first - 1} ran without the callback: their losses are not drawn")
         self.running = True
-
-    def _go_on(self, state: dict[str, Any]) -> None:
-        if state["observed"] != self._observed:
-            was, now = (
-                "a converted model" if of is None else f"one observed for {shown(of)}"
-                for of in (state["observed"], self._observed)
-            )
-            raise ArgumentError(f"the checkpoint is of {was}, this run is of {now}; go on as it began")
-        if self._observed is None:
-            local_state, note = of_this_process(state["recipe_states"])
-            load_converted_state(self._model, local_state)
-            self.notes += [note] if note else []
-        if self._first:
-            self.first, self.losses = state["first"], list(state["losses"])
-            self.seen, self._scales = Observation.of_state(state["observation"]), dict(state["loss_scales"])
 
     def enter(self, scaler: Any = None) -> None:
         """Go into a batch; before the first of a step tell a recipe's schedule, and observe if its turn has come.
@@ -325,20 +441,3 @@ class RunRecord:
             f"Gradients are those of the loss times {low if low == high else f'{low} to {high}'}, as the GradScaler "
             "had it when they were observed: amax and exponents have that factor"
         ]
-
-
-def _without_schedule(recipe: Any, rules: Sequence[Rule] | str | Path) -> dict[str, Any]:
-    """Return what to observe for, unless it has a schedule: what observes knows calls of the model, not steps."""
-    named = recipe if recipe is None or isinstance(recipe, LinearConfig) else get_recipe(recipe, kind="training")
-    given_rules = rules_of(rules)
-    recipe_rules = named.rules if isinstance(named, Recipe) else ()
-    for who, rules_found in (
-        ("one of rules=", given_rules),
-        (f"recipe {getattr(named, 'name', None)!r}", recipe_rules),
-    ):
-        if any(rule.steps is not None for rule in rules_found):
-            raise ArgumentError(
-                f"{who} has a schedule, which a model that is not converted is not observed for; "
-                "hand the trainer fmtsim.convert(model, recipe=..., total_steps=...), and leave recipe= out here"
-            )
-    return {"recipe": named, "rules": given_rules}

@@ -5,17 +5,14 @@ import functools
 import inspect
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.integrations.run_record import FILE, RunRecord, read_state
+from fmtsim.integrations.run_record import FILE, RunOptions, RunRecord, read_state
 from fmtsim.ptq import QuantisedCache
-from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, FmtsimError
-from fmtsim.support.files import StrPath
 
 try:
     from transformers import DynamicCache, TrainerCallback
@@ -111,15 +108,15 @@ class FmtsimCallback(TrainerCallback):
     Args:
         trainer: The Trainer; its ``train`` and ``training_step`` are wrapped. None for a callback that is handed to
             the Trainer as ``callbacks=``; one that is added later needs it: ``add_callback(FmtsimCallback(trainer))``.
-        every: The first of so many optimizer steps is observed.
+        every: The first of so many optimizer steps is observed; 10 unless given.
         report: Where the report goes; None writes none.
-        title: Its heading.
+        title: Its heading; "Where bits are lost" unless given.
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
         rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
-            ``"layer"`` one of each operand of each layer, None none.
+            (unless given), ``"layer"`` one of each operand of each layer, None none.
 
     Attributes:
         record: ``record.losses``, of each step, and ``record.seen``, the Observation; its history has the Trainer's
@@ -136,11 +133,7 @@ class FmtsimCallback(TrainerCallback):
         DataError: In ``train``: a checkpoint's ``fmtsim_state.pt`` is damaged.
     """
 
-    def __init__(
-        self, trainer: Any = None, *, every: int = 10, report: StrPath | None = None,
-        title: str = "Where bits are lost", recipe: str | Path | Recipe | LinearConfig | None = None,
-        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
-    ) -> None:  # fmt: skip
+    def __init__(self, trainer: Any = None, **options: Unpack[RunOptions]) -> None:
         if TrainerCallback is object:
             raise FmtsimError('FmtsimCallback needs transformers and accelerate; pip install "fmtsim[transformers]"')
         if trainer is not None and not _is_trainer(trainer):
@@ -148,8 +141,7 @@ class FmtsimCallback(TrainerCallback):
                 f"FmtsimCallback got {type(trainer).__name__} as trainer; pass callbacks=[FmtsimCallback()] to the "
                 "transformers.Trainer, or make that first, then trainer.add_callback(FmtsimCallback(trainer))"
             )
-        self.record = RunRecord(every, report, title=title, recipe=recipe, format=format, rules=rules,
-                                histograms=histograms)  # fmt: skip
+        self.record = RunRecord(**options)
         self._trainer: Any = None
         self._saved: Path | None = None
         if trainer is not None:
@@ -158,7 +150,15 @@ class FmtsimCallback(TrainerCallback):
     def _follow(self, trainer: Any) -> None:
         self._trainer = trainer
         trainer.train = self._train(trainer.train)
-        trainer.training_step = self._training_step(trainer.training_step)
+        training_step = trainer.training_step  # returns what a batch adds to the loss of its optimizer step
+
+        @functools.wraps(training_step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            loss = training_step(*args, **kwargs)
+            self.record.add(loss)
+            return loss
+
+        trainer.training_step = run
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Follow the Trainer that this was handed to, which no argument of an event names: its constructor calls."""
@@ -189,17 +189,6 @@ class FmtsimCallback(TrainerCallback):
             except BaseException as error:
                 self.record.interrupted(error)
                 raise
-
-        return run
-
-    def _training_step(self, training_step: Any) -> Any:
-        """Wrap ``Trainer.training_step``, which returns what a batch adds to the loss of its optimizer step."""
-
-        @functools.wraps(training_step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            loss = training_step(*args, **kwargs)
-            self.record.add(loss)
-            return loss
 
         return run
 

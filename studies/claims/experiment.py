@@ -2,7 +2,7 @@
 """What experiments share: seeded data, quantised matrices, trainings, progress, and measures of error."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.lab.training.run import descend
 from fmtsim.scaling.cast import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
@@ -24,6 +23,34 @@ SHARING: ContextVar[Callable[[Tell, Callable[..., Any], Sequence[Mapping[str, An
 )
 """What runs the trainings of the experiments of this thread; None: the experiment itself."""
 DISTRIBUTIONS = ("uniform", "gauss", "laplace", "t5", "t3", "rare")
+
+
+def descend(
+    steps: Iterable[int], loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer | Callable[[int], None],
+    prepare: Callable[[int], None] = lambda step: None,
+) -> Iterator[tuple[int, float]]:  # fmt: skip
+    """Take a training step for each number, and yield it with its loss; a loss that is not finite ends the training.
+
+    Args:
+        steps: Numbers of the steps.
+        loss_of: The loss of a step.
+        optimizer: Steps after the backward pass; or a function of the step that does, and clears the gradients.
+        prepare: Runs before the optimizer, to set its rate or to clip gradients.
+    """
+    for step in steps:
+        loss = loss_of(step)
+        number = loss.item()
+        if not math.isfinite(number):
+            yield step, number
+            return
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        prepare(step)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer(step)
+        yield step, number
 
 
 def generator(seed: int) -> torch.Generator:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.training.corpus import load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig, LanguageModel, Llama
-from fmtsim.lab.training.run import descend
 from fmtsim.nn.convert import convert
 from fmtsim.nn.smooth import PROJECTIONS
 from fmtsim.recipes.registry import get_recipe
@@ -22,7 +21,7 @@ from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer, StraightThrough
 from studies.claims.claim import Claim, Expected, Measured, Tell, above, near, settings
-from studies.claims.experiment import generator, last_of, told, trainings
+from studies.claims.experiment import descend, generator, last_of, told, trainings
 from studies.claims.outliers import INTEL, delayed
 from studies.claims.widths import text
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.lab.training.run import descend
 from fmtsim.nn.convert import convert
 from fmtsim.nn.smooth import scaled_down, smooth_scale, smooth_swiglu
 from fmtsim.recipes.registry import get_recipe
@@ -22,7 +21,7 @@ from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer
 from studies.claims.claim import Claim, Expected, Measured, Tell, settings
 from studies.claims.estimators import operand
-from studies.claims.experiment import decibels, draw, generator, normal, relative_error, through, told
+from studies.claims.experiment import decibels, descend, draw, generator, normal, relative_error, through, told
 
 _HALO = "Ashkboos et al., HALO, arXiv:2501.02625; IST-DASLab/HALO d8c1dc9"
 _FP4 = "Wang et al., arXiv:2501.17116, table 1"

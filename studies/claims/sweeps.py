@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fmtsim.lab.training.corpus import Corpus, load_corpus, task_corpus
-from fmtsim.lab.training.scaling_law import Choice, Trained, fit_law
 from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, points_of, train_point
-from fmtsim.lab.training.sweep_result import SweepResult, byte_entropy
+from fmtsim.lab.training.sweep_result import Choice, SweepResult, Trained, byte_entropy, fit_law
 from studies.claims.claim import Claim, Expected, Measured, Tell, native, near, settings
 from studies.claims.experiment import trainings
 

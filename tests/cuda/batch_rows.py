@@ -21,7 +21,7 @@ import torch
 import fmtsim
 from fmtsim.gemm.models import DTYPES, models
 from fmtsim.lab.analysis import batch_invariance
-from fmtsim.lab.explain.order_data import STORED, Extras
+from fmtsim.lab.explain.samples import STORED, Extras
 from fmtsim.spec.call import GemmCall
 from tools.calibrate.gpu import GPU, open_gpu
 

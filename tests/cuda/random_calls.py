@@ -28,7 +28,7 @@ from fmtsim.gemm.models import models
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.cli.output import format_table
-from fmtsim.lab.explain.order_data import Data, Extras, make_data, question
+from fmtsim.lab.explain.samples import Data, Extras, make_data, question
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.support.errors import DeviceError
 from tools.calibrate.campaign import multiply

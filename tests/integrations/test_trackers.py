@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fmtsim.integrations import run_record
-from fmtsim.integrations.trackers import exponents, figures, send
+from fmtsim.integrations.run_record import exponents, figures, send
 from fmtsim.lab.analysis.observe import observe
 from fmtsim.nn import convert
 

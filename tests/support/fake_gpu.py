@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from fmtsim.lab.explain.order_data import Data
+from fmtsim.lab.explain.samples import Data
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.plan import GemmPlan

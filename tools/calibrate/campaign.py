@@ -15,7 +15,7 @@ from fmtsim.gemm.products.scaled import scaled_mm
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.explain.candidates import is_scalar, variants
-from fmtsim.lab.explain.order_data import Data, Extras, make_data, question
+from fmtsim.lab.explain.samples import Data, Extras, make_data, question
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.spec.plan import GemmPlan

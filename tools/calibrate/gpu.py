@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.ops import load_engine
-from fmtsim.lab.explain.order_data import Extras
+from fmtsim.lab.explain.samples import Extras
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import DeviceError, first_line
 

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fmtsim.lab.explain.order_data import STORED, Extras
-from fmtsim.lab.explain.orders import (
+from fmtsim.lab.explain.candidates import (
     PARTS,
     SLICE,
     STRIDES,
@@ -31,6 +30,7 @@ from fmtsim.lab.explain.orders import (
     unsplit,
     widths,
 )
+from fmtsim.lab.explain.samples import STORED, Extras
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan

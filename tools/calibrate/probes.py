@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fmtsim.lab.explain.order_data import STORED
+from fmtsim.lab.explain.samples import STORED
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan

@@ -24,8 +24,8 @@ from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of
 from fmtsim.gemm.targets.target import Target
 from fmtsim.lab.analysis.compare import Comparison
 from fmtsim.lab.analysis.native import compare_native
-from fmtsim.lab.explain.order_data import STORED
-from fmtsim.lab.verify.operands import cancel_halves, spread
+from fmtsim.lab.explain.samples import STORED
+from fmtsim.lab.verify.operands import spread
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.support.errors import FmtsimError, first_line
@@ -261,7 +261,8 @@ def make_operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, ge
     if fmt == "int8":
         return torch.randint(-128, 128, shape, generator=generator, device=device, dtype=torch.int8)
     x = spread(shape, (-3, 4), generator, torch.float32)
-    cancel_halves(x)
+    half = x.shape[-1] // 2  # the second half of every other row is its first half, negated and a little larger
+    x[..., 1::2, half : 2 * half] = -x[..., 1::2, :half] * (1 + 2.0**-6)
     if kind == "special":
         x[..., ::3, :] *= 2.0**-14
         positions = torch.arange(len(SPECIALS), device=device) * 7

@@ -18,8 +18,8 @@ from fmtsim.gemm.products.operands import matrix_layout
 from fmtsim.gemm.products.scaled import mma, scaled_mm
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.verify.gemm import Replay, replay_task
 from fmtsim.lab.verify.outcome import Advance, Task, moved
+from fmtsim.lab.verify.units import Replay, replay_task
 from fmtsim.spec.call import GemmCall, ScaleKind
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 from tools.calibrate.recordings import Call, Dots, Recording, find_recordings, read_calls, read_dots

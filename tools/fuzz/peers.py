@@ -25,9 +25,8 @@ from fmtsim.formats.packed import GGML_FORMATS
 from fmtsim.formats.scaling import Scaling
 from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.lab.cli.output import format_table
-from fmtsim.lab.verify.checks import boundaries
 from fmtsim.lab.verify.operands import spread, sprinkled
-from fmtsim.lab.verify.outcome import bits_of
+from fmtsim.lab.verify.outcome import bits_of, boundaries
 from fmtsim.rounding.modes import RULES, Mode, Rounding
 from tools.fuzz import tensors
 

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 import fmtsim
-from fmtsim.lab.training.checkpoint import Checkpoint
 from fmtsim.lab.training.decoders import GPTConfig
-from fmtsim.lab.training.run import Parts, begin
+from fmtsim.lab.training.run import Checkpoint, Parts, begin
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from tools.calibrate.replay import gemm_tasks
 from tools.fuzz.corrupt import corrupted, junk, mutated, safetensors_file

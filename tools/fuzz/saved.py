@@ -27,10 +27,9 @@ from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.training.overlay import overlay
-from fmtsim.lab.training.pretrained import load_weights
-from fmtsim.lab.training.sweep import Point, SweepRun
-from fmtsim.lab.training.sweep_folder import read_runs
+from fmtsim.lab.training.artifacts import overlay
+from fmtsim.lab.training.loading import load_weights
+from fmtsim.lab.training.sweep import Point, SweepRun, read_runs
 from fmtsim.support import folder as caches
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tools.calibrate.learned_writer import learned_bytes

@@ -8,19 +8,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fmtsim.casts.arguments import takes
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.lab.analysis.attribution import Attribution, AttributionRow
-from fmtsim.lab.analysis.operand_probe import Key, Probe, Runs
-from fmtsim.lab.analysis.operand_sites import ALL, AttentionSite, Site, sites_of
+from fmtsim.lab.analysis.operand_probe import ALL, AttentionSite, Backward, Key, Probe, Site, sites_of
 from fmtsim.nn.convert import convert
 from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.saved_activations import SAVING
 from fmtsim.nn.scaled_model import SCALED
 from fmtsim.nn.state import is_converted
-from fmtsim.ptq.calibrate import check_model
+from fmtsim.ptq.calibrate import call, check_model
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.progress import Progress, make_progress
 
@@ -28,6 +29,111 @@ _STEP = {torch.float32: 1e-3, torch.float64: 1e-5}  # how far parameters are mov
 _HALF_STEP = 3e-2
 _SCORES = 2  # backward passes for the KL
 Cost = tuple[float, float | None]  # loss and KL
+
+
+class Runs:
+    """Run a model on one batch, from the same random state each time; arguments are those of ``attribute``.
+
+    Attributes:
+        parameters: Those whose gradients count.
+        forwards, backwards: Passes so far.
+        why_no_kl: Why there are no logits, empty where there are some.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Any, logits: Any) -> None:
+        self.model, self._batch, self._loss, self._logits = model, batch, loss, logits
+        parameters = [p for p in model.parameters() if p.is_floating_point()]
+        if not any(p.requires_grad for p in parameters):  # a model that is used, not trained
+            model.requires_grad_()
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.forwards = self.backwards = 0
+        self.why_no_kl = ""
+        self._devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Return loss and logits of a forward pass."""
+        self.forwards += 1
+        with torch.random.fork_rng(self._devices):
+            output = call(self.model, self._batch, kind="batch")
+            return self._loss_of(output), self._logits_of(output)
+
+    def measure(self, reference: Tensor | None) -> tuple[float, float | None]:
+        """Return the loss, and the KL from a reference, of a pass without gradients."""
+        with torch.no_grad():
+            loss, logits = self.forward()
+            return loss.item(), None if reference is None or logits is None else kl_of(logits, reference).item()
+
+    def backward(self, probe: Probe, loss: Tensor, kind: Backward, *, again: bool = False) -> list[Tensor | None]:
+        """Return the gradients of the parameters, float32 or wider."""
+        self.backwards += 1
+        for p in self.model.parameters():
+            p.grad = None
+        probe.backward(loss, kind, again=again)
+        return [None if p.grad is None else _dense(p.grad) for p in self.parameters]
+
+    @property
+    def samples(self) -> int:
+        """Rows of the batch: the first size of its first tensor."""
+        batch = self._batch
+        if not isinstance(batch, Tensor | Mapping | tuple | list):
+            raise ArgumentError(
+                f"batch={shown(batch)} is not a batch; pass a tensor, a tuple of arguments or a dict of keywords"
+            )
+        values = batch.values() if isinstance(batch, Mapping) else batch
+        tensors = [values] if isinstance(values, Tensor) else [t for t in values if isinstance(t, Tensor)]
+        return next((t.shape[0] for t in tensors if t.dim() and t.shape[0]), 1)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        if self._loss is None:
+            loss = output if isinstance(output, Tensor) else _field(output, "loss")
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ArgumentError(
+                    f"the model returned {_described(output)}, in which there is no loss; "
+                    "pass loss=lambda output: ..., a number that gradients go through"
+                )
+        elif takes(self._loss, output):
+            loss = self._loss(output)
+        else:
+            loss = self._loss(output, self._batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
+            raise ArgumentError(
+                f"loss= returned {_described(loss)}; return a tensor with one number that gradients go through"
+            )
+        return loss.reshape(())
+
+    def _logits_of(self, output: Any) -> Tensor | None:
+        logits = _field(output, "logits") if self._logits is None else self._logits(output)
+        usable = isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() > 1 and logits.shape[-1] > 1
+        if usable and (logits.requires_grad or not torch.is_grad_enabled()):
+            return logits  # type: ignore[no-any-return]
+        if self._logits is not None:
+            raise ArgumentError(
+                f"logits= returned {_described(logits)}; return [..., classes], two or more, that gradients go through"
+            )
+        self.why_no_kl = (
+            f"no KL: the model returns {_described(output)}, and whether that holds logits cannot be told; "
+            "pass logits=lambda output: ..."
+        )
+        return None
+
+
+def kl_of(logits: Tensor, reference: Tensor) -> Tensor:
+    """Return the mean over positions of ``KL(softmax(reference) || softmax(logits))`` in nats."""
+    p, q = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (reference, logits))
+    return F.kl_div(q, p, reduction="batchmean", log_target=True)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    dense = grad.to_dense() if grad.layout != torch.strided else grad
+    return dense.clone() if dense.dtype == torch.float64 else dense.float()
+
+
+def _field(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _described(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def attribute(
@@ -81,7 +187,16 @@ def attribute(
     (True, 30)
     """
     check_model("attribute", model)
-    _check_options(model, loss, logits, generator, recipe, options)
+    for name, function in (("loss", loss), ("logits", logits)):
+        if function is not None and not callable(function):
+            raise ArgumentError(f"{name}={shown(function)} is not a function; write {name}=lambda output: ...")
+    if type(generator) is not int or generator < 0:
+        raise ArgumentError(f"attribute generator={shown(generator)} is not a seed; pass a whole number from 0")
+    has_recipe, there = recipe is not None or bool(options), is_converted(model) or _attends(model)
+    if has_recipe and there:
+        raise ArgumentError(f"{type(model).__name__} is converted already; leave recipe= and other formats out")
+    if not has_recipe and not there:
+        raise ArgumentError(f"{type(model).__name__} is not converted; pass recipe= or format=, or call fmtsim.convert")
     fresh = not is_converted(model) and not _attends(model)
     with torch.inference_mode(False), torch.enable_grad():
         copied = copy.deepcopy(model)
@@ -110,12 +225,43 @@ def _attribute(
         plain = runs.backward(probe, loss, "first", again=exact or logits is not None)
         show.step(1)
         if exact:
-            noise = _exact_noise(runs, probe, sites, loss, plain, show)
+            # The squared errors of all gradients, of a backward pass for each operand.
+            keys, noise = _keys(sites, "backward"), dict[Key, float]()
+            show.stage("operands of the backward pass", len(keys))
+            for i, key in enumerate(keys):
+                probe.injected = key
+                moved = runs.backward(probe, loss, "inject", again=i + 1 < len(keys))
+                pairs = zip(moved, plain, strict=True)
+                noise[key] = sum(_square(x - y) for x, y in pairs if x is not None and y is not None)
+                show.step(i + 1)
         else:
-            costs, noise = _estimates(runs, probe, sites, logits, seed, show)
+            # Estimates of loss and KL, and of the squared errors of all gradients.
+            if logits is not None:
+                _scores(runs, probe, logits, seed)
+            show.step(2)
+            noise = _noise(runs, probe, [key for key in _keys(sites, "backward") if key[1] not in key[0].local], seed)
+            show.step(3)
+            probe.begin("shifted")
+            runs.backward(probe, runs.forward()[0], "loss")
+            show.step(4)
+            costs: dict[Key, Cost] = {}
+            for key in _keys(sites, "forward"):
+                second = 0.0 if key[0].name in probe.rerouted else probe.second[key]
+                kl = None if logits is None else probe.score[key] / (2 * _SCORES * logits[..., 0].numel())
+                broken = key in probe.broken
+                costs[key] = (math.inf, kl and math.inf) if broken else (probe.first[key] + second / 2, kl)
     reference = None if logits is None else logits.detach()
     if exact:
-        costs = _exact_costs(runs, sites, start, reference, show)
+        # The changes of loss and KL, of a forward pass for each operand.
+        keys, costs = _keys(sites, "forward"), dict[Key, Cost]()
+        show.stage("operands of the forward pass", len(keys))
+        for i, (site, operand) in enumerate(keys):
+            site.install(operand)
+            changed, kl = runs.measure(reference)
+            site.install(None)
+            sound = math.isfinite(changed)
+            costs[site, operand] = (changed - start, kl) if sound else (math.inf, kl and math.inf)
+            show.step(i + 1)
     for site in sites:
         site.install(ALL)
     rounded, kl = runs.measure(reference)
@@ -126,27 +272,6 @@ def _attribute(
         rows=rows, exact=exact, plain_loss=start, rounded_loss=rounded, rounded_kl=kl,
         passes=(runs.forwards, runs.backwards), notes=(*notes, *_notes(runs, probe, rows, loss.dtype, idle)),
     )  # fmt: skip
-
-
-def _estimates(
-    runs: Runs, probe: Probe, sites: list[Site], logits: Tensor | None, seed: int, show: Progress
-) -> tuple[dict[Key, Cost], dict[Key, float]]:
-    """Return estimates of loss and KL, and of the squared errors of all gradients."""
-    if logits is not None:
-        _scores(runs, probe, logits, seed)
-    show.step(2)
-    noise = _noise(runs, probe, [key for key in _keys(sites, "backward") if key[1] not in key[0].local], seed)
-    show.step(3)
-    probe.begin("shifted")
-    runs.backward(probe, runs.forward()[0], "loss")
-    show.step(4)
-    costs: dict[Key, Cost] = {}
-    for key in _keys(sites, "forward"):
-        second = 0.0 if key[0].name in probe.rerouted else probe.second[key]
-        kl = None if logits is None else probe.score[key] / (2 * _SCORES * logits[..., 0].numel())
-        broken = key in probe.broken
-        costs[key] = (math.inf, kl and math.inf) if broken else (probe.first[key] + second / 2, kl)
-    return costs, noise
 
 
 def _scores(runs: Runs, probe: Probe, logits: Tensor, seed: int) -> None:
@@ -178,36 +303,6 @@ def _noise(runs: Runs, probe: Probe, flows: list[Key], seed: int) -> dict[Key, f
             probe.begin("tangent", step)
             runs.forward()
     return {**probe.local, **{key: probe.flowing[key] for key in flows}}
-
-
-def _exact_noise(
-    runs: Runs, probe: Probe, sites: list[Site], loss: Tensor, plain: list[Tensor | None], show: Progress
-) -> dict[Key, float]:
-    """Return the squared errors of all gradients, of a backward pass for each operand."""
-    keys, noise = _keys(sites, "backward"), dict[Key, float]()
-    show.stage("operands of the backward pass", len(keys))
-    for i, key in enumerate(keys):
-        probe.injected = key
-        moved = runs.backward(probe, loss, "inject", again=i + 1 < len(keys))
-        noise[key] = sum(_square(d) for d in _difference(moved, plain))
-        show.step(i + 1)
-    return noise
-
-
-def _exact_costs(
-    runs: Runs, sites: list[Site], plain: float, reference: Tensor | None, show: Progress
-) -> dict[Key, Cost]:
-    """Return the changes of loss and KL, of a forward pass for each operand."""
-    keys, costs = _keys(sites, "forward"), dict[Key, Cost]()
-    show.stage("operands of the forward pass", len(keys))
-    for i, (site, operand) in enumerate(keys):
-        site.install(operand)
-        loss, kl = runs.measure(reference)
-        site.install(None)
-        sound = math.isfinite(loss)
-        costs[site, operand] = (loss - plain, kl) if sound else (math.inf, kl and math.inf)
-        show.step(i + 1)
-    return costs
 
 
 def _keys(sites: list[Site], which: str) -> list[Key]:
@@ -259,19 +354,6 @@ def _machine_note(model: nn.Module) -> list[str]:
     return notes
 
 
-def _check_options(model: nn.Module, loss: Any, logits: Any, generator: Any, recipe: Any, options: Any) -> None:
-    for name, function in (("loss", loss), ("logits", logits)):
-        if function is not None and not callable(function):
-            raise ArgumentError(f"{name}={shown(function)} is not a function; write {name}=lambda output: ...")
-    if type(generator) is not int or generator < 0:
-        raise ArgumentError(f"attribute generator={shown(generator)} is not a seed; pass a whole number from 0")
-    has_recipe, there = recipe is not None or bool(options), is_converted(model) or _attends(model)
-    if has_recipe and there:
-        raise ArgumentError(f"{type(model).__name__} is converted already; leave recipe= and other formats out")
-    if not has_recipe and not there:
-        raise ArgumentError(f"{type(model).__name__} is not converted; pass recipe= or format=, or call fmtsim.convert")
-
-
 def _attends(model: nn.Module) -> bool:
     return any(ATTENTION in module.__dict__ for module in model.modules())
 
@@ -287,10 +369,6 @@ def _moved(parameters: list[nn.Parameter], along: list[Tensor], step: float) -> 
     finally:
         for p, data in zip(parameters, before, strict=True):
             p.data = data
-
-
-def _difference(a: list[Tensor | None], b: list[Tensor | None]) -> list[Tensor | None]:
-    return [None if x is None or y is None else x - y for x, y in zip(a, b, strict=True)]
 
 
 def _square(t: Tensor | None) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor
 from fmtsim.gemm.products.matmul import linear, mm
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.lab.analysis.fingerprint import Fingerprints
-from fmtsim.lab.analysis.stored_call import read_call
-from fmtsim.lab.analysis.trace import CALL, Operation, Trace
+from fmtsim.lab.analysis.trace import CALL, Operation, Trace, read_call
 from fmtsim.machine.simulate import RECORDED, TARGETS, simulate
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, first_line
@@ -145,8 +144,14 @@ def _audited(
     (target, rows, seed, batch), (one, call, stored) = how, recorded
     generator = torch.Generator().manual_seed(seed + _APART * one.index)  # whatever runs in this process before
     try:
-        compared, different = _damaged(one, stored, batch)
-        result = None if different else _recomputed(one, call, stored, target, rows, generator)
+        damaged = 0  # elements of stored outputs whose bits are not those of their hashes
+        for bits in one.outputs:
+            prints = Fingerprints()
+            prints.batch = batch
+            place = prints.add(stored[bits.name]) if bits.name in stored else None
+            if place is not None and prints.finish()[place[0]].hash != bits.hash:
+                damaged += stored[bits.name].numel()
+        result = None if damaged else _recomputed(one, call, stored, target, rows, generator)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, FmtsimError):
             raise
@@ -154,19 +159,7 @@ def _audited(
             f"operation {one.index} of the trace, {one.operation}, cannot be made again from what is stored "
             f"({type(error).__name__}: {first_line(error)}); trace again"
         ) from error
-    return (compared, different, False) if result is None else (*result, True)
-
-
-def _damaged(one: Operation, stored: dict[str, Tensor], batch: int) -> tuple[int, int]:
-    """Return the elements of stored outputs whose bits are not those of their hashes, twice."""
-    count = 0
-    for bits in one.outputs:
-        prints = Fingerprints()
-        prints.batch = batch
-        place = prints.add(stored[bits.name]) if bits.name in stored else None
-        if place is not None and prints.finish()[place[0]].hash != bits.hash:
-            count += stored[bits.name].numel()
-    return count, count
+    return (damaged, damaged, False) if result is None else (*result, True)
 
 
 def _recomputed(

@@ -247,7 +247,18 @@ def _read(name: str, run: Any, batch: Any, loss: Any) -> _Side:
 
 def _found(runs: tuple[_Side, _Side], level: Level) -> Bisection:
     a, b = (run.at(level) for run in runs)
-    _check(a.trace, b.trace)
+    # Refuse traces of different models, inputs or levels.
+    if a.trace.level != b.trace.level:
+        raise ArgumentError(
+            f"run_a was traced at level {a.trace.level!r}, run_b at {b.trace.level!r}; trace both at one level"
+        )
+    for x, y in itertools.zip_longest(a.trace.parameters, b.trace.parameters):
+        if x != y:
+            texts = ("no further parameter" if one is None else f"{one[0]} {one[1]} {one[2]}" for one in (x, y))
+            raise ArgumentError(
+                f"the runs are of different models: run_a has {' and run_b '.join(texts)}; pass runs of one model, "
+                "whose parameters have one shape and dtype"
+            )
     result = _first(a.trace, b.trace)
     one, other = result.a, result.b
     if one is None or other is None:
@@ -293,32 +304,6 @@ def _worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[str, float] | No
     return max(sortable, key=lambda one: one[1], default=None)
 
 
-def _check(a: Trace, b: Trace) -> None:
-    """Refuse traces of different models, inputs or levels."""
-    if a.level != b.level:
-        raise ArgumentError(f"run_a was traced at level {a.level!r}, run_b at {b.level!r}; trace both at one level")
-    for x, y in itertools.zip_longest(a.parameters, b.parameters):
-        if x != y:
-            texts = ("no further parameter" if one is None else f"{one[0]} {one[1]} {one[2]}" for one in (x, y))
-            raise ArgumentError(
-                f"the runs are of different models: run_a has {' and run_b '.join(texts)}; pass runs of one model, "
-                "whose parameters have one shape and dtype"
-            )
-
-
-def _check_shapes(a: Operation, b: Operation, batches: tuple[int, int]) -> None:
-    """Refuse modules that were called with tensors of different shapes, but for the batch's size."""
-    if not is_call(a) or batches[0] != batches[1]:
-        return
-    others = {x.name: x for x in b.inputs}
-    for x in a.inputs:
-        if x.name in others and x.shape != others[x.name].shape:
-            raise ArgumentError(
-                f"the runs' inputs differ in shape: {x.name} of {a} is {_shape(x)} in run_a and "
-                f"{_shape(others[x.name])} in run_b; pass inputs of one shape, or batches of different size"
-            )
-
-
 def _first(a: Trace, b: Trace) -> Bisection:
     """Pair the operations of two traces and find the first that differs."""
     others, batches = {_key(one): one for one in b.operations}, (a.batch, b.batch)
@@ -326,7 +311,13 @@ def _first(a: Trace, b: Trace) -> Bisection:
     for one in a.operations:
         other = others.pop(_key(one), None)
         if other is not None:
-            _check_shapes(one, other, batches)
+            inputs = {bits.name: bits for bits in other.inputs} if is_call(one) and a.batch == b.batch else {}
+            for bits in one.inputs:  # of modules, which have one shape in batches of one size
+                if bits.name in inputs and bits.shape != inputs[bits.name].shape:
+                    raise ArgumentError(
+                        f"the runs' inputs differ in shape: {bits.name} of {one} is {_shape(bits)} in run_a and "
+                        f"{_shape(inputs[bits.name])} in run_b; pass inputs of one shape, or batches of different size"
+                    )
             pairs.append((one, other))
         elif is_call(one):
             raise ArgumentError(f"the runs are of different models: {one} is in run_a alone; pass runs of one model")
@@ -342,16 +333,7 @@ def _first(a: Trace, b: Trace) -> Bisection:
         grown = _differing(a.gradients, b.gradients, batches)
         losses = (float.fromhex(a.loss), float.fromhex(b.loss)) if a.loss and b.loss else None
         result = dataclasses.replace(result, losses=losses, gradients=(len(grown), len(a.gradients)))
-    return _judged(result, pairs, (a, b))
-
-
-def _key(one: Operation) -> tuple[str, str, str, int]:
-    """Return what tells an operation from others of its run; modules are known by their names, not their classes."""
-    return one.layer, one.direction, "" if is_call(one) else one.operation, one.call
-
-
-def _judged(found: Bisection, pairs: list[tuple[Operation, Operation]], traces: tuple[Trace, Trace]) -> Bisection:
-    batches, before = (traces[0].batch, traces[1].batch), None
+    before = None
     for x, y in pairs:
         read, written = _differing(x.inputs, y.inputs, batches), _differing(x.outputs, y.outputs, batches)
         if read and not is_call(x):  # of a layer that was itself given something else?
@@ -360,10 +342,15 @@ def _judged(found: Bisection, pairs: list[tuple[Operation, Operation]], traces: 
             if call is not None and x.direction == "forward":
                 (x, y), read = call, _differing(call[0].inputs, call[1].inputs, batches)
         if read or written:
-            kind = _kind(x, read[0], traces[0]) if read else "operation"
-            return dataclasses.replace(found, kind=kind, a=x, b=y, tensor=(read or written)[0], before=before)
+            kind = _kind(x, read[0], a) if read else "operation"
+            return dataclasses.replace(result, kind=kind, a=x, b=y, tensor=(read or written)[0], before=before)
         before = x
-    return found
+    return result
+
+
+def _key(one: Operation) -> tuple[str, str, str, int]:
+    """Return what tells an operation from others of its run; modules are known by their names, not their classes."""
+    return one.layer, one.direction, "" if is_call(one) else one.operation, one.call
 
 
 def _kind(one: Operation, name: str, trace: Trace) -> Kind:

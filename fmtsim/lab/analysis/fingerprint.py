@@ -105,7 +105,19 @@ class Fingerprints:
     def finish(self) -> list[Fingerprint]:
         """Return all fingerprints; they are computed where the tensors lie, and copied at once."""
         places = [item for item in self._found if isinstance(item, _Place)]
-        by_kernel = iter(_prints_at(places))
+        # The fingerprints that kernels have written.
+        copies = {id(numbers): numbers.cpu().numpy() for numbers in {id(p.numbers): p.numbers for p in places}.values()}
+        texts = {key: numbers.astype(">i8").tobytes().hex() for key, numbers in copies.items()}
+        largest: list[Largest] = [
+            (kind.dtype, int(copies[id(numbers)][first + 1])) if kind.dtype in _MASKS else None
+            for numbers, first, kind in places
+        ]
+        prints = []
+        for (numbers, first, kind), amax in zip(places, _magnitudes(largest), strict=True):
+            text, start = texts[id(numbers)], 16 * first
+            parts = range(start + 32, start + 16 * (2 + kind.members), 16) if kind.shared else ()
+            prints.append(Fingerprint(text[start : start + 16], tuple([text[at : at + 16] for at in parts]), amax))
+        by_kernel = iter(prints)
         by_sums = iter(_prints_of([item for item in self._found if isinstance(item, _Sums)], self.batch))
         return [next(by_kernel if isinstance(item, _Place) else by_sums) for item in self._found]
 
@@ -179,22 +191,6 @@ def has_bits(x: Any) -> TypeGuard[Tensor]:
         and is_readable(x)
         and not is_traceable_wrapper_subclass(x)
     )
-
-
-def _prints_at(places: list[_Place]) -> list[Fingerprint]:
-    """Return the fingerprints that kernels have written."""
-    copies = {id(numbers): numbers.cpu().numpy() for numbers in {id(p.numbers): p.numbers for p in places}.values()}
-    texts = {key: numbers.astype(">i8").tobytes().hex() for key, numbers in copies.items()}
-    largest: list[Largest] = [
-        (kind.dtype, int(copies[id(numbers)][first + 1])) if kind.dtype in _MASKS else None
-        for numbers, first, kind in places
-    ]
-    prints = []
-    for (numbers, first, kind), amax in zip(places, _magnitudes(largest), strict=True):
-        text, start = texts[id(numbers)], 16 * first
-        parts = range(start + 32, start + 16 * (2 + kind.members), 16) if kind.shared else ()
-        prints.append(Fingerprint(text[start : start + 16], tuple([text[at : at + 16] for at in parts]), amax))
-    return prints
 
 
 def _prints_of(read: list[_Sums], batch: int) -> list[Fingerprint]:

@@ -10,7 +10,7 @@ from fmtsim.gemm.models import PASSES
 from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out, without_doubts
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.lab.analysis.layer_products import LayerProduct, Model, check_rows, dtype_of, products_of
+from fmtsim.lab.analysis.invariance import LayerProduct, Model, check_rows, dtype_of, products_of
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import BASES
 from fmtsim.support import table

@@ -16,7 +16,6 @@ from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_
 from fmtsim.support.table import Column, Facts, Result, Rows, decibels, table_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Layers = Mapping[str, Mapping[str, OperandStats]]
@@ -49,15 +48,13 @@ _COLUMNS = (
     Column("layer", lambda loss: loss.layer or "(model)"),
     Column("operand", "operand"),
     Column("format", lambda loss: loss.stats.format),
-    Column("underflow %", lambda loss: _known(loss.stats.underflow_percent), ">.2f", absent="-"),
+    Column(
+        "underflow %", lambda loss: None if math.isnan(x := loss.stats.underflow_percent) else x, ">.2f", absent="-"
+    ),
     Column("saturation %", lambda loss: loss.stats.saturation_percent, ">.3f"),
     Column("SQNR dB", lambda loss: decibels(loss.stats.sqnr_db), ">"),
     Column("amax", lambda loss: loss.stats.amax, ">.3g"),
 )
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def losses_of(layers: Layers) -> Losses:
@@ -100,7 +97,10 @@ def plot_losses(
         ArgumentError: Nothing was observed, no layer has the operand, or there is no such measure.
     """
     check_measure("plot", by)
-    chosen = [worst(losses_of({layer: _only(operands, operand)}), 1, by) for layer, operands in layers.items()]
+    chosen = [
+        worst(losses_of({layer: {name: s for name, s in operands.items() if operand in (None, name)}}), 1, by)
+        for layer, operands in layers.items()
+    ]
     rows = [losses[0] for losses in chosen if losses]
     if not rows:
         operands_seen = ", ".join(in_order(op for operands in layers.values() for op in operands))
@@ -112,10 +112,64 @@ def plot_losses(
     figure = new_figure(11.0, 1.7 + 0.17 * max(6, min(len(rows), _MOST_ROWS)))
     heatmap, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     if len(history) > 1:
-        _heatmap(figure, heatmap, rows, history, by, operand)
+        import matplotlib
+
+        grid = torch.full((len(rows), len(history)), math.nan)
+        for column, samples in enumerate(history.values()):
+            for row, loss in enumerate(rows):
+                seen = [s for op, s in samples.get(loss.layer, {}).items() if operand in (None, op)]
+                values = [getattr(s, MEASURES[by]) for s in seen if not math.isnan(getattr(s, MEASURES[by]))]
+                if values:
+                    grid[row, column] = min(values) if by == "sqnr" else max(values)
+        finite = grid[grid.isfinite()].tolist() or [0.0]
+        low = min(finite) if by == "sqnr" else 0.0
+        colours = matplotlib.colormaps["YlOrRd_r" if by == "sqnr" else "YlOrRd"].with_extremes(
+            bad="#d9d9d9", over="#ffffff"
+        )
+        drawn = heatmap.imshow(
+            grid.numpy(), aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=max(*finite, low + 1.0)
+        )
+        steps = list(history)
+        ticks = range(0, len(steps), math.ceil(len(steps) / 10))
+        heatmap.set_xticks(ticks, [str(steps[i]) for i in ticks])
+        label_axes(heatmap, "step", "")
+        heatmap.grid(False)
+        lossless = ", white: nothing lost" if grid.isposinf().any() else ""
+        inch = 1.0 / figure.get_figheight()
+        bar = figure.colorbar(
+            drawn, ax=heatmap, location="bottom", fraction=0.12 * inch, pad=0.1 * inch, aspect=60, shrink=0.7
+        )
+        bar.set_label(_WORDS[by] + lossless + (", grey: zeros or not run" if grid.isnan().any() else ""))
     else:
-        _bars(heatmap, rows, by)
-    _ranges(right, rows)
+        values = [getattr(loss.stats, MEASURES[by]) for loss in rows]
+        finite = [v if math.isfinite(v) else 0.0 for v in values]
+        heatmap.barh(range(len(rows)), finite, height=0.8, color=COLOURS[0])
+        for place, value in enumerate(values):
+            if not math.isfinite(value):
+                word = "lossless" if value == math.inf else "zeros" if math.isnan(value) else "infinite noise"
+                heatmap.annotate(f" {word}", (0, place), fontsize=6, va="center")
+        label_axes(heatmap, _WORDS[by], "")
+        heatmap.set_xlim(min(0.0, *finite), max(*finite, 1.0) * 1.02)
+    # Draw the exponents that an element format sees, and beside them those of its own values.
+    for place, (_, _, s) in enumerate(rows):
+        if s.window is not None:
+            bottom, top = (math.floor(math.log2(edge)) for edge in s.window)
+            right.barh(place, top + 1 - bottom, left=bottom - 0.5, height=1.0, color=COLOURS[4], alpha=0.3, linewidth=0)
+        counts = s.scaled_exponents.double()
+        if not counts.any():
+            continue
+        used = counts.nonzero().flatten()
+        shares = counts.cumsum(0) / counts.sum()
+        inner = [int((shares > _TAIL).nonzero()[0]), int((shares >= 1 - _TAIL).nonzero()[0])]
+        for (low, high), height in (((int(used[0]), int(used[-1])), 0.15), (inner, 0.5)):
+            right.barh(
+                place, high + 1 - low, left=low + LOWEST_EXPONENT - 0.5, height=height, color=COLOURS[0], linewidth=0
+            )
+    right.barh(0, 0, color=COLOURS[0], label=f"elements (thick: all but {200 * _TAIL:g} %)")
+    right.barh(0, 0, color=COLOURS[4], alpha=0.3, label="the format's own values")
+    right.locator_params(axis="x", integer=True)
+    label_axes(right, "exponent of x / scale", "")
+    right.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     every = math.ceil(len(rows) / _MOST_ROWS)
     names = [f"{loss.layer or '(model)'}  {loss.operand}" for loss in rows]
     heatmap.set_yticks(range(0, len(rows), every), names[::every], fontsize=7, parse_math=False)
@@ -124,78 +178,6 @@ def plot_losses(
         heatmap.set_title("of each layer the operand that loses most", fontsize=9, loc="left")
     set_title(figure, title)
     return saved(figure, path)
-
-
-def _only(operands: Mapping[str, OperandStats], operand: str | None) -> Mapping[str, OperandStats]:
-    return operands if operand is None else {name: s for name, s in operands.items() if name == operand}
-
-
-def _heatmap(
-    figure: "Figure", panel: "Axes", rows: list[Loss], history: History, by: Measure, operand: str | None
-) -> None:
-    import matplotlib
-
-    grid = torch.full((len(rows), len(history)), math.nan)
-    for column, layers in enumerate(history.values()):
-        for row, loss in enumerate(rows):
-            seen = [s for op, s in layers.get(loss.layer, {}).items() if operand in (None, op)]
-            values = [getattr(s, MEASURES[by]) for s in seen if not math.isnan(getattr(s, MEASURES[by]))]
-            if values:
-                grid[row, column] = min(values) if by == "sqnr" else max(values)
-    finite = grid[grid.isfinite()].tolist() or [0.0]
-    low = min(finite) if by == "sqnr" else 0.0
-    colours = matplotlib.colormaps["YlOrRd_r" if by == "sqnr" else "YlOrRd"].with_extremes(
-        bad="#d9d9d9", over="#ffffff"
-    )
-    drawn = panel.imshow(
-        grid.numpy(), aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=max(*finite, low + 1.0)
-    )
-    steps = list(history)
-    ticks = range(0, len(steps), math.ceil(len(steps) / 10))
-    panel.set_xticks(ticks, [str(steps[i]) for i in ticks])
-    label_axes(panel, "step", "")
-    panel.grid(False)
-    lossless = ", white: nothing lost" if grid.isposinf().any() else ""
-    inch = 1.0 / figure.get_figheight()
-    bar = figure.colorbar(
-        drawn, ax=panel, location="bottom", fraction=0.12 * inch, pad=0.1 * inch, aspect=60, shrink=0.7
-    )
-    bar.set_label(_WORDS[by] + lossless + (", grey: zeros or not run" if grid.isnan().any() else ""))
-
-
-def _bars(panel: "Axes", rows: list[Loss], by: Measure) -> None:
-    values = [getattr(loss.stats, MEASURES[by]) for loss in rows]
-    finite = [v if math.isfinite(v) else 0.0 for v in values]
-    panel.barh(range(len(rows)), finite, height=0.8, color=COLOURS[0])
-    for place, value in enumerate(values):
-        if not math.isfinite(value):
-            word = "lossless" if value == math.inf else "zeros" if math.isnan(value) else "infinite noise"
-            panel.annotate(f" {word}", (0, place), fontsize=6, va="center")
-    label_axes(panel, _WORDS[by], "")
-    panel.set_xlim(min(0.0, *finite), max(*finite, 1.0) * 1.02)
-
-
-def _ranges(panel: "Axes", rows: list[Loss]) -> None:
-    """Draw the exponents that an element format sees, and beside them those of its own values."""
-    for place, (_, _, s) in enumerate(rows):
-        if s.window is not None:
-            bottom, top = (math.floor(math.log2(edge)) for edge in s.window)
-            panel.barh(place, top + 1 - bottom, left=bottom - 0.5, height=1.0, color=COLOURS[4], alpha=0.3, linewidth=0)
-        counts = s.scaled_exponents.double()
-        if not counts.any():
-            continue
-        used = counts.nonzero().flatten()
-        shares = counts.cumsum(0) / counts.sum()
-        inner = [int((shares > _TAIL).nonzero()[0]), int((shares >= 1 - _TAIL).nonzero()[0])]
-        for (low, high), height in (((int(used[0]), int(used[-1])), 0.15), (inner, 0.5)):
-            panel.barh(
-                place, high + 1 - low, left=low + LOWEST_EXPONENT - 0.5, height=height, color=COLOURS[0], linewidth=0
-            )
-    panel.barh(0, 0, color=COLOURS[0], label=f"elements (thick: all but {200 * _TAIL:g} %)")
-    panel.barh(0, 0, color=COLOURS[4], alpha=0.3, label="the format's own values")
-    panel.locator_params(axis="x", integer=True)
-    label_axes(panel, "exponent of x / scale", "")
-    panel.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

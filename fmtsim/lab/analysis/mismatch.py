@@ -14,9 +14,19 @@ from fmtsim.gemm.model_calls import OUTPUTS
 from fmtsim.gemm.products.matmul import linear
 from fmtsim.gemm.targets.doubts import without_doubts
 from fmtsim.gemm.targets.target import Target, get_target
-from fmtsim.lab.analysis import layer_products
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.analysis.invariance import Band, bands_of, differences, joined, same_bits
+from fmtsim.lab.analysis.invariance import (
+    Band,
+    Model,
+    bands_of,
+    check_rows,
+    differences,
+    dtype_of,
+    joined,
+    layers_alike,
+    products_of,
+    same_bits,
+)
 from fmtsim.lab.analysis.one_step import unchanged
 from fmtsim.lab.analysis.perplexity import labels_of, logits_of
 from fmtsim.lab.analysis.shadow import call_with_gradient
@@ -92,7 +102,7 @@ class Mismatch(table.Result):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         products = [
-            {"layer": x.layer, "operands": layer_products.dtype_of(x.trainer.call), "trainer": x.trainer.to_dict(),
+            {"layer": x.layer, "operands": dtype_of(x.trainer.call), "trainer": x.trainer.to_dict(),
              "rollout": x.rollout.to_dict(), "same": x.same, "estimate": x.estimate, "rounding": x.rounding}
             for x in self.products
         ]  # fmt: skip
@@ -106,7 +116,7 @@ def _order(band: Band) -> str:
 
 
 _PRODUCTS = (
-    table.Column("layer", "layer"), table.Column("operands", lambda x: layer_products.dtype_of(x.trainer.call)),
+    table.Column("layer", "layer"), table.Column("operands", lambda x: dtype_of(x.trainer.call)),
     table.Column("rollout", lambda x: str(x.rollout)), table.Column("same bits", lambda x: _SAME[x.same]),
     table.Column("trainer's order", lambda x: _order(x.trainer)),
     table.Column("rollout's order", lambda x: _order(x.rollout)),
@@ -122,7 +132,7 @@ _COUNTS = (
 
 
 def explain_mismatch(
-    model: layer_products.Model, batch: Any = None, *, trainer: Any, rollout: Any, trainer_tokens: int = 8192,
+    model: Model, batch: Any = None, *, trainer: Any, rollout: Any, trainer_tokens: int = 8192,
     prefill: int = 512, decode: Iterable[int] = DECODE, dtype: str = "bf16",
 ) -> Mismatch:  # fmt: skip
     """Explain why a trainer and a rollout engine give a token different log-probabilities: other orders of sums.
@@ -157,12 +167,12 @@ def explain_mismatch(
     True
     """
     asked = {"trainer_tokens": [trainer_tokens], "prefill": [prefill], "decode": decode}
-    m, *rollouts = (layer_products.check_rows(_VERB, name, value) for name, value in asked.items())
+    m, *rollouts = (check_rows(_VERB, name, value) for name, value in asked.items())
     rows = sorted({*rollouts[0], *rollouts[1]})
     targets = get_target(trainer), get_target(rollout)
     net: Any = model  # a module where there is a batch
     labels = _checked(net, batch, dtype)
-    sides = [layer_products.products_of(_VERB, model, target, [dtype], ["forward"]) for target in targets]
+    sides = [products_of(_VERB, model, target, [dtype], ["forward"]) for target in targets]
     pairs = {a.layer: (next(bands_of(a, m)), list(joined(bands_of(b, rows)))) for a, b in zip(*sides, strict=True)}
     noise: dict[tuple[str, int], float] = {} if labels is None else _noise(net, batch, labels, dtype, pairs)
     estimated = noise.get if labels is not None else lambda key, absent: None
@@ -234,7 +244,7 @@ def _same(trainer: Band, rollout: Band) -> bool | None:
 
 def _logits(model: nn.Module, batch: Any, labels: Tensor, dtype: str, target: Target, rows: int) -> Tensor:
     """Return the logits [rows, tokens, vocabulary] of a copy whose linear layers are summed as in calls of some M."""
-    names = {name for alike in layer_products.layers_alike(model).values() for name in alike}
+    names = {name for alike in layers_alike(model).values() for name in alike}
     machine: dict[str, Any] = {"format": dtype, "target": _at_rows(target, rows), "native": False}
 
     def change(model_copy: nn.Module) -> None:
@@ -290,7 +300,7 @@ def _noise(
 
     def change(model_copy: nn.Module) -> None:
         model_copy.to(_RUNS[dtype]).requires_grad_(True)
-        for layer, names in layer_products.layers_alike(model_copy).items():
+        for layer, names in layers_alike(model_copy).items():
             for name in names:
                 model_copy.get_submodule(name).register_forward_hook(partial(watch, layer))
 

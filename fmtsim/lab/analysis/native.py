@@ -98,7 +98,28 @@ def compare_native(
     if isinstance(verb, nn.Module):
         if emulate_on is not None:
             raise ArgumentError("compare_native emulates a model on its own GPU; leave emulate_on= out")
-        return _compare_model(verb, (arguments, options), loss)
+        batch = (arguments, options)
+        # Where a model's products run natively; raise ArgumentError where they do not.
+        device = None
+        for name, module in converted_modules(verb, "compare_native"):
+            if module.emulation is None:
+                continue
+            targets = [getattr(module.emulation.config, product).target for product in PRODUCTS]
+            for target in dict.fromkeys(target for target in targets if target is not None):
+                device = next(module.parameters()).device
+                reason = why_not_native(target, device)
+                if reason is not None:
+                    raise ArgumentError(f"layer {name!r}: native=True is not possible: {reason}")
+        if device is None:
+            raise ArgumentError(
+                "compare_native compares a GPU with its emulation, and no layer of the model has a target; "
+                "convert it with target=, for example target='h200'"
+            )
+        check_loss(loss)
+        with deterministic(str(device)):
+            sides = [_side(verb, batch, loss, native=native) for native in (True, False)]
+        names = list(sides[0])
+        return ModelComparison(tensors={name: compare(sides[0][name], sides[1].pop(name)) for name in names})
     if not callable(verb):
         raise ArgumentError(f"compare_native got {shown(verb)}; pass a product such as fmtsim.mm, or a converted model")
     native = verb(*arguments, native=True, **options)
@@ -112,35 +133,6 @@ def _moved(x: Any, device: torch.device | str) -> Any:
     if isinstance(x, Tensor):
         return x.to(device)
     return type(x)(_moved(member, device) for member in x) if type(x) in (list, tuple) else x
-
-
-def _compare_model(model: nn.Module, batch: Batch, loss: Any) -> ModelComparison:
-    device = _device_of(model)
-    check_loss(loss)
-    with deterministic(str(device)):
-        sides = [_side(model, batch, loss, native=native) for native in (True, False)]
-    names = list(sides[0])
-    return ModelComparison(tensors={name: compare(sides[0][name], sides[1].pop(name)) for name in names})
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return where a model's products run natively; raise ArgumentError where they do not."""
-    device = None
-    for name, module in converted_modules(model, "compare_native"):
-        if module.emulation is None:
-            continue
-        targets = [getattr(module.emulation.config, product).target for product in PRODUCTS]
-        for target in dict.fromkeys(target for target in targets if target is not None):
-            device = next(module.parameters()).device
-            reason = why_not_native(target, device)
-            if reason is not None:
-                raise ArgumentError(f"layer {name!r}: native=True is not possible: {reason}")
-    if device is None:
-        raise ArgumentError(
-            "compare_native compares a GPU with its emulation, and no layer of the model has a target; "
-            "convert it with target=, for example target='h200'"
-        )
-    return device
 
 
 def _side(model: nn.Module, batch: Batch, loss: Any, *, native: bool) -> dict[str, Tensor]:

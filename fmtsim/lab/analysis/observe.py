@@ -223,22 +223,20 @@ def observe(
     if isinstance(model, Tensor):
         if format is None or recipe is not None or rules or every != 1:
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
-        return _observe_tensor(model.detach(), get_format(format))
+        x = model.detach()
+        fmt = get_format(format)
+        q = quantize(x, fmt, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        seen = OperandStats().add(x, q, fmt)
+        finite = x.isfinite() & q.isfinite()
+        a, b = x[finite].double(), q[finite].double()
+        cosine = (a @ b / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))).item()
+        return TensorStats(**{field.name: getattr(seen, field.name) for field in fields(seen)}, cosine=cosine)
     if not isinstance(model, nn.Module):
         raise ArgumentError(
             f"observe takes a torch.nn.Module or a tensor, not {type(model).__name__}; pass the model itself, or "
             "observe(torch.as_tensor(x), 'e4m3')"
         )
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
-
-
-def _observe_tensor(x: Tensor, fmt: Format) -> TensorStats:
-    q = quantize(x, fmt, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-    seen = OperandStats().add(x, q, fmt)
-    finite = x.isfinite() & q.isfinite()
-    a, b = x[finite].double(), q[finite].double()
-    cosine = (a @ b / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))).item()
-    return TensorStats(**{field.name: getattr(seen, field.name) for field in fields(seen)}, cosine=cosine)
 
 
 def check_asked(who: str, every: int, recipe: Any, format: Any, rules: Any) -> None:

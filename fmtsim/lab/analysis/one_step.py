@@ -99,7 +99,10 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
     if not outputs:
         raise ArgumentError(f"the model returned {shown(y)}, which holds no tensor; let it return some, or a dict")
     if loss is not None:
-        outputs["loss"] = _number(loss(y))
+        x = loss(y)
+        if not isinstance(x, Tensor) or x.numel() != 1 or not x.requires_grad:
+            raise ArgumentError(f"loss= returned {shown(x)}; return one number that depends on the model's parameters")
+        outputs["loss"] = x
     said = next((outputs[name] for name in ("loss", *_LOSSES) if name in outputs and outputs[name].numel() == 1), None)
     number = _differentiate(list(outputs.values()) if said is None else [said])
     leaves = {
@@ -107,12 +110,6 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
     }  # fmt: skip
     gradients = {name: t.grad for name, t in leaves.items() if t.grad is not None}
     return Step({name: t.detach() for name, t in outputs.items()}, gradients, number)
-
-
-def _number(x: Any) -> Tensor:
-    if not isinstance(x, Tensor) or x.numel() != 1 or not x.requires_grad:
-        raise ArgumentError(f"loss= returned {shown(x)}; return one number that depends on the model's parameters")
-    return x
 
 
 def _tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:

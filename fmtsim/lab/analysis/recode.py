@@ -149,7 +149,25 @@ def check_recode(a: Any, b: Any) -> Recode:
     if isinstance(a, Encoded | Reordered):
         a = {"": a}
     if not isinstance(a, Mapping):
-        return _of_formats(block_format("a", a), target)
+        source = block_format("a", a)
+        ratios, power = _ratios(source.element, target.element), Fraction(2)
+        scales, alone = _scales(source.scale), _within(target, source)
+        levels = [power**k for k in range(-149, 128)] if target.tensor_scale else [power**0]
+        chosen = ratios if not target.tensor_scale else (_simplest(ratios),) if ratios else ()
+        held = [s for s in scales if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
+        span: Fraction | None = None
+        if ratios and not alone:  # several scales s of the source under one t: each is r t
+            powers = [r for r in ratios if _is_power(r)] or [power**0]
+            span = max(powers) / min(powers)
+        elif ratios and target.tensor_scale:
+            units = [s for s in scales if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
+            span = max(units) / min(units) if units else None
+        by_rule, pairs = _by_rule(source, target, scales) if alone and not target.tensor_scale else (None, 0)
+        return Recode(
+            source=source.name, target=target.name, codes=len(_values(source.element)), ratios=ratios,
+            scales=len(scales), held=len(held), span=None if span is None else float(span), by_rule=by_rule,
+            pairs=pairs, lowest=float(held[0]) if held else 0.0, highest=float(held[-1]) if held else 0.0,
+        )  # fmt: skip
     weights = []
     with make_progress(None) as progress:
         progress.stage(f"recoding to {target.name}", len(a))
@@ -211,27 +229,6 @@ def _within(inner: BlockFormat, outer: BlockFormat) -> bool:
     """Return True if each block of one format lies within a block of the other."""
     pairs = zip(inner.block, outer.block, strict=True)
     return all(big is None or (small is not None and big % small == 0) for small, big in pairs)
-
-
-def _of_formats(source: BlockFormat, target: BlockFormat) -> Recode:
-    ratios, power = _ratios(source.element, target.element), Fraction(2)
-    scales, alone = _scales(source.scale), _within(target, source)
-    levels = [power**k for k in range(-149, 128)] if target.tensor_scale else [power**0]
-    chosen = ratios if not target.tensor_scale else (_simplest(ratios),) if ratios else ()
-    held = [s for s in scales if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
-    span: Fraction | None = None
-    if ratios and not alone:  # several scales s of the source under one t: each is r t
-        powers = [r for r in ratios if _is_power(r)] or [power**0]
-        span = max(powers) / min(powers)
-    elif ratios and target.tensor_scale:
-        units = [s for s in scales if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
-        span = max(units) / min(units) if units else None
-    by_rule, pairs = _by_rule(source, target, scales) if alone and not target.tensor_scale else (None, 0)
-    return Recode(
-        source=source.name, target=target.name, codes=len(_values(source.element)), ratios=ratios, scales=len(scales),
-        held=len(held), span=None if span is None else float(span), by_rule=by_rule, pairs=pairs,
-        lowest=float(held[0]) if held else 0.0, highest=float(held[-1]) if held else 0.0,
-    )  # fmt: skip
 
 
 def _scales(fmt: FloatFormat) -> list[Fraction]:

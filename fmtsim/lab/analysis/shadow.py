@@ -11,20 +11,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
-from fmtsim.lab.analysis.attention_calls import AttentionCalls, Call
 from fmtsim.nn.attention import Attended, QuantisedAttention, attentions
 from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.forward import ATTENTION, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.operations import RULES
+from fmtsim.nn.operations import MEANINGS, RULES, STACKED, ModelMode
 from fmtsim.nn.raw_matmuls import READS, RawMatmuls
 from fmtsim.nn.report import report
 from fmtsim.nn.sdpa import AttentionCall, attend
@@ -34,6 +34,111 @@ from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.dispatch import without_own_modes
 from fmtsim.support.errors import ArgumentError, FmtsimError
+
+_KEPT: Final = (F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.float, Tensor.bfloat16, Tensor.half)
+# What scores go through that is run again: it draws no random numbers, and writes to nothing but the scores.
+_PURE: Final = frozenset({
+    "add", "sub", "mul", "div", "true_divide", "masked_fill", "where", "to", "float", "double", "type_as", "contiguous",
+    "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__",
+})  # fmt: skip
+_IN_PLACE: Final = frozenset({
+    "add_", "sub_", "mul_", "div_", "masked_fill_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__",
+})  # fmt: skip
+_CLOSE: Final = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2}  # of roundings between; else bfloat16
+_HIDDEN: Final = -1e30  # what is added to scores that do not count, at most
+
+
+class Call(NamedTuple):
+    """Attention as a model computed it."""
+
+    y: Tensor  # the result
+    q: Tensor  # q, k, v: what torch's function would be given
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]  # its other arguments, but for dropout
+
+
+class _Scores(NamedTuple):
+    q: Tensor
+    k: Tensor
+    change: Callable[[Tensor], Tensor]  # from the product to what it is now
+
+
+class AttentionCalls(ModelMode):
+    """Pass each attention call inside a ``with`` to ``see``, once it has run."""
+
+    def __init__(self, see: Callable[[Call], None]) -> None:
+        super().__init__()
+        self._see = see
+        self._scores: dict[Tensor, _Scores] = {}
+        self._weights: dict[Tensor, tuple[_Scores, Tensor]] = {}  # and what the softmax is of
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function of the model, and look whether it is part of attention."""
+        y = func(*args, **kwargs)
+        if MEANINGS.get(func) == "attention":
+            self._see(_of_torch(y, *args, **kwargs))
+        elif isinstance(y, Tensor) and y.dim() > 2:
+            self._follow(func, args, kwargs, y)
+        return y
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, y: Tensor) -> None:
+        if func in STACKED:
+            a, b = (*args, *kwargs.values())[:2]
+            if a in self._weights:
+                self._meet(y, *self._weights[a], b)
+            elif a.dim() == b.dim():
+                self._scores[y] = _Scores(a, b.mT, lambda s: s)
+            return
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if MEANINGS.get(func) == "softmax":
+            if first in self._scores and kwargs.get("dim", args[1] if len(args) > 1 else None) in (-1, y.dim() - 1):
+                self._weights[y] = self._scores[first], first.detach().clone()  # type: ignore[index, union-attr]
+            return
+        if func in _KEPT and first in self._weights:
+            self._weights[y] = self._weights[first]  # type: ignore[index]
+            return
+        places = [i for i, t in enumerate(args) if isinstance(t, Tensor) and t in self._scores]
+        name = func.__name__
+        runs_again = name in _PURE or (name in _IN_PLACE and places == [0])
+        if len(places) == 1 and runs_again and "out" not in kwargs and y.shape == args[places[0]].shape:
+            place = places[0]
+            before = self._scores[args[place]]
+
+            def change(s: Tensor) -> Tensor:
+                arguments = list(args)
+                arguments[place] = before.change(s)
+                return func(*arguments, **kwargs)  # type: ignore[no-any-return]
+
+            self._scores[y] = before._replace(change=change)
+
+    def _meet(self, y: Tensor, scores: _Scores, z: Tensor, v: Tensor) -> None:
+        """See attention where z is a product's scores times a factor plus a mask; all else is not attention."""
+        with without_own_modes(), torch.no_grad():
+            s = (scores.q @ scores.k.mT).double()
+            zeros = torch.zeros_like(s)
+            mask = scores.change(zeros.clone()).double()
+            seen = mask > _HIDDEN
+            if mask.shape != s.shape or not bool(seen.any()):
+                return
+            factor = float((scores.change(zeros + 1).double() - mask)[seen].median())
+            expected, z = (s * factor + mask)[seen], z.double()[seen]
+            close = _CLOSE.get(scores.q.dtype, 5e-2)
+            if bool((z - expected).abs().amax() > close * (1 + expected.abs().amax())):
+                return
+            added = mask.float() if bool((mask != 0).any()) else None
+        self._see(Call(y, scores.q, scores.k, v, {"attn_mask": added, "scale": factor}))
+
+
+def _of_torch(
+    y: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Call:  # fmt: skip
+    mask = None if attn_mask is None else attn_mask.detach()
+    return Call(
+        y, query, key, value, {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    )
+
 
 MARK: Final = "_fmtsim_observed"  # on a module that is observed: the forward that the instance had of its own, or None
 ATTENDED: Final = "_fmtsim_observed_attention"  # likewise, where its own code runs attention
@@ -74,7 +179,15 @@ class Shadow:
         self.model = _copied(model, self._copies)
         # The filter takes everything: convert has nothing to warn of. The generator is the shadow's own, so that the
         # model draws the numbers that it would have drawn.
-        attends = self._attend(model, attention)
+        # Give copies of modules that run attention a quantised one; return True if there is such a module.
+        chosen = [] if attention is None else [(n, m) for n, m in attentions(model) if ATTENTION not in m.__dict__]
+        keys = torch.Generator().manual_seed(0)
+        for name, module in chosen:
+            assert attention is not None
+            call = AttentionCall(attention, keys)
+            self._copies[module].__dict__[ATTENTION] = Attended(name=name, call=call, recipe=True, strict=False)
+        self._attending = [m for _, m in chosen if not isinstance(m, nn.MultiheadAttention)]
+        attends = bool(chosen)
         try:
             if not attends or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
                 convert(
@@ -90,17 +203,6 @@ class Shadow:
         self._pairs = [(module, copy) for module, copy in self._copies.items() if _is_run(copy)]
         self._scheduled = any(isinstance(m, EmulatedModule) and m.emulation.plan for m in self.model.modules())  # type: ignore[union-attr]
         self._inside = 0
-
-    def _attend(self, model: nn.Module, config: AttentionConfig | None) -> bool:
-        """Give copies of modules that run attention a quantised one; return True if there is such a module."""
-        chosen = [] if config is None else [(n, m) for n, m in attentions(model) if ATTENTION not in m.__dict__]
-        keys = torch.Generator().manual_seed(0)
-        for name, module in chosen:
-            assert config is not None
-            call = AttentionCall(config, keys)
-            self._copies[module].__dict__[ATTENTION] = Attended(name=name, call=call, recipe=True, strict=False)
-        self._attending = [m for _, m in chosen if not isinstance(m, nn.MultiheadAttention)]
-        return bool(chosen)
 
     def attach(self) -> None:
         """Run the shadow beside the model from now on, as far as its layers have observers."""

@@ -32,17 +32,13 @@ from fmtsim.support.records import read_json
 _SHARD = 1 << 30  # bytes, after which a file is written
 
 
-def _check_recode(arguments: argparse.Namespace) -> int:
-    """Print what is lost, and where; the exit code is 1 where it is anything."""
-    result = check_recode(arguments.folder, arguments.to)
-    answer(arguments, result.to_dict() | {"lossless": result.lossless}, lambda: str(result))
-    return 0 if result.lossless else MISMATCH
-
-
 def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     """Write the checkpoint in another format; its folder appears complete or not at all."""
     if arguments.out is None:
-        return _check_recode(arguments)
+        # Print what is lost, and where; the exit code is 1 where it is anything.
+        result = check_recode(arguments.folder, arguments.to)
+        answer(arguments, result.to_dict() | {"lossless": result.lossless}, lambda: str(result))
+        return 0 if result.lossless else MISMATCH
     target, out = block_format("to", arguments.to), arguments.out.expanduser()
     if os.path.exists(out):
         raise ArgumentError(f"--out {out} is there already; name a folder that does not exist yet")

@@ -52,10 +52,13 @@ def _info_text(record: dict[str, Any]) -> str:
 
 def collect_info() -> dict[str, Any]:
     """Return everything that ``fmtsim info`` shows, as plain JSON types."""
+    from fmtsim import cuda
+
+    reason = cuda.why_unavailable()
     engines = [
         {"name": "torch_engine", "available": True, "reason": "tensors on any device; the fallback of the others"},
         _cpu_engine(),
-        _cuda_engine(),
+        {"name": "cuda", "available": reason is None, "reason": reason or "tensors on CUDA devices, by CUDA kernels"},
     ]
     folder = load_engine("cpu").cache_folder() if engines[1]["available"] else None
     return {
@@ -99,20 +102,10 @@ def _service(device: torch.device, about: str) -> dict[str, str]:
 
 def processor_name() -> str:
     """Return the processor's model name, or the machine type where the system does not say."""
-    return _told().get("model name") or platform.processor() or platform.machine()
+    return processor_facts().get("model name") or platform.processor() or platform.machine()
 
 
-def processor() -> dict[str, Any]:
-    """Return the processor's name and, on Linux, its vector instructions and the caches of its first core."""
-    flags, caches = (_told().get("flags") or _told().get("Features") or "").split(), {}
-    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
-        caches[f"L{level} {kind.lower()}"] = size
-    vectors = [flag for flag in flags if flag.startswith(_VECTORS)]
-    return {"processor": processor_name(), "instructions": vectors, "caches": caches}
-
-
-def _told() -> dict[str, str]:
+def processor_facts() -> dict[str, str]:
     """Return what Linux says of a processor."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
@@ -127,14 +120,6 @@ def _cpu_engine() -> dict[str, Any]:
     return {"name": "cpu", "available": True, "reason": "tensors on the CPU, by numba kernels"}
 
 
-def _cuda_engine() -> dict[str, Any]:
-    from fmtsim import cuda
-
-    reason = cuda.why_unavailable()
-    return {"name": "cuda", "available": reason is None, "reason": reason or "tensors on CUDA devices, by CUDA kernels"}
-
-
-_VECTORS = ("sse4", "avx", "fma", "f16c", "amx", "asimd", "sve", "bf16", "i8mm")
 _WITH_GEMM: dict[str, Any] = {"models": [], "shapes": None, "target": None, "no_gradients": False}
 
 
@@ -170,7 +155,14 @@ def _doctor_text(record: dict[str, Any]) -> str:
 
 def run_warmup(arguments: argparse.Namespace) -> int:
     """Compile, and print how many kernels were compiled in how many seconds, and where they are kept."""
-    devices = _warmup_devices(arguments.device)
+    if arguments.device is None:
+        devices = [torch.device("cpu"), *([torch.device("cuda")] if load_engine("cuda").available() else [])]
+    else:
+        check_device(arguments.device)
+        device = torch.device(arguments.device)
+        if device.type not in ("cpu", "cuda"):
+            raise ArgumentError(f"--device {arguments.device} has no kernels to compile; choose cpu, cuda or cuda:1")
+        devices = [device]
     compilation.expect_compiling()
     rows = []
     with make_progress(False if arguments.quiet else None, transient=True) as progress:
@@ -183,16 +175,6 @@ def run_warmup(arguments: argparse.Namespace) -> int:
                           "folder": None if folder is None else str(folder)})  # fmt: skip
     answer(arguments, rows, lambda: _warmup_text(rows))
     return 0
-
-
-def _warmup_devices(name: str | None) -> list[torch.device]:
-    if name is None:
-        return [torch.device("cpu"), *([torch.device("cuda")] if load_engine("cuda").available() else [])]
-    check_device(name)
-    device = torch.device(name)
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"--device {name} has no kernels to compile; choose cpu, cuda or cuda:1")
-    return [device]
 
 
 def _on_cpu(progress: Progress) -> str:

@@ -63,13 +63,13 @@ RUNS = {
     "checkpoints": ("convert-checkpoint",),
     "numbers": ("formats", "cast", "explain", "vectors"),
     "products": ("mm", "identify", "invariance"),
-    "models": ("observe", "attribute", "mismatch", "ptq", "search"), "training": ("train", "report"),
-    "studies": ("sweep", "memory"), "results": ("trace", "bisect", "audit", "compare", "verify"),
+    "models": ("observe", "attribute", "mismatch", "ptq", "search"),
+    "training": ("train", "report", "sweep", "memory"), "results": ("trace", "bisect", "audit", "compare", "verify"),
     "machine": ("info", "completion", "doctor", "warmup"),
 }  # fmt: skip
 ARGUMENTS = {
     "numbers": (*GROUPS["Numbers and formats"], *GROUPS["Matrix products"]),
-    "models": (*GROUPS["Models"],), "results": (*GROUPS["Results"],), "machine": (*GROUPS["This machine"],),
+    "models": (*GROUPS["Models"],), "results": (*GROUPS["Results"], *GROUPS["This machine"]),
 }  # fmt: skip
 # Commands that left, and what does their work.
 MOVED = {

@@ -18,8 +18,15 @@ from fmtsim.lab.analysis.mismatch import explain_mismatch
 from fmtsim.lab.analysis.observe import ModelObservation, observe
 from fmtsim.lab.analysis.page import write_page
 from fmtsim.lab.analysis.perplexity import perplexity_of
-from fmtsim.lab.cli.model_options import configuration, file_given, formats_given, load_model, load_plain, machine_given
-from fmtsim.lab.cli.options import check_positive
+from fmtsim.lab.cli.options import (
+    check_positive,
+    configuration,
+    file_given,
+    formats_given,
+    load_model,
+    load_plain,
+    machine_given,
+)
 from fmtsim.lab.cli.output import answer, format_table, json_text, origin
 from fmtsim.lab.search import Policy, SearchResult, search, search_while_training
 from fmtsim.lab.search.in_training import LEARNING
@@ -35,7 +42,7 @@ from fmtsim.recipes.registry import get_recipe, list_recipes
 from fmtsim.recipes.serialization import recipe_to_dict, save_recipe, save_rules
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder, write_folder
-from fmtsim.support.progress import Progress, make_progress
+from fmtsim.support.progress import make_progress
 
 if TYPE_CHECKING:
     from fmtsim.lab.training.loading import Loaded
@@ -52,7 +59,26 @@ def run_observe(arguments: argparse.Namespace) -> int:
     try:
         with make_progress(not arguments.quiet, verb="observe") as show:
             show.stage("steps", len(loaded.samples))
-            _run_steps(loaded, seen, losses, arguments, show)
+            # Run the batches forward and backward, and add the loss of each; train where a rate is given.
+            model = loaded.model
+            if not any(p.requires_grad for p in model.parameters()):  # a model that is used, not trained
+                model.requires_grad_()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = None if arguments.lr is None else torch.optim.AdamW(trained, lr=arguments.lr)
+            with torch.random.fork_rng({p.device for p in trained if p.device.type == "cuda"}), seen:
+                torch.manual_seed(arguments.seed)
+                for i, sample in enumerate(loaded.samples):
+                    loss = loaded.loss(sample, call(model, sample.batch, i, kind="batch"))
+                    if not loss.requires_grad:
+                        raise ArgumentError(
+                            f"--model {loaded.name}: its loss depends on no parameter: there is no gradient"
+                        )
+                    loss.backward()
+                    if optimizer is not None:
+                        optimizer.step()
+                    model.zero_grad()
+                    losses.append(loss.item())
+                    show.step(i + 1, f"loss {losses[-1]:.5g}")
     except KeyboardInterrupt:
         ran, outcome = f"after {len(losses)} of {len(loaded.samples)} steps", "nothing was written"
         if path is not None and losses:
@@ -70,29 +96,6 @@ def run_observe(arguments: argparse.Namespace) -> int:
     wrote = [] if path is None else [f"wrote {path}"]
     answer(arguments, record, lambda: "\n".join([str(worst), *record["notes"], *wrote]))
     return 0
-
-
-def _run_steps(
-    loaded: Loaded, seen: ModelObservation, losses: list[float], arguments: argparse.Namespace, show: Progress
-) -> None:  # fmt: skip
-    """Run the batches forward and backward, and add the loss of each; train where a rate is given."""
-    model = loaded.model
-    if not any(p.requires_grad for p in model.parameters()):  # a model that is used, not trained
-        model.requires_grad_()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = None if arguments.lr is None else torch.optim.AdamW(trained, lr=arguments.lr)
-    with torch.random.fork_rng({p.device for p in trained if p.device.type == "cuda"}), seen:
-        torch.manual_seed(arguments.seed)
-        for i, sample in enumerate(loaded.samples):
-            loss = loaded.loss(sample, call(model, sample.batch, i, kind="batch"))
-            if not loss.requires_grad:
-                raise ArgumentError(f"--model {loaded.name}: its loss depends on no parameter: there is no gradient")
-            loss.backward()
-            if optimizer is not None:
-                optimizer.step()
-            model.zero_grad()
-            losses.append(loss.item())
-            show.step(i + 1, f"loss {losses[-1]:.5g}")
 
 
 def _observed_notes(loaded: Loaded, seen: ModelObservation, losses: list[float]) -> list[str]:
@@ -189,12 +192,19 @@ def run_ptq(arguments: argparse.Namespace) -> int:
     quantisation = report(loaded.model)
     record: dict[str, Any] = {"model": loaded.name, "data": loaded.data, "loss_unit": loaded.unit}
     if loss is None:
-        record["output_noise"] = _noise(_outputs(loaded), exact)
+        record["output_noise"] = sum(map(relative_noise, _outputs(loaded), exact)) / len(exact)
     else:
         record["loss"] = {"exact": loss, "quantised": loaded.measured()}
     record |= {"report": dataclasses.asdict(quantisation), "files": []}
     if out is not None:
-        record["files"] = _write_quantised(out, loaded, {**origin(), **record})
+        # The state that fmtsim.load_state takes, the scheme and the report.
+        quantised, content = state(loaded.model), io.BytesIO()
+        torch.save(quantised, content)
+        contents: dict[str, bytes | str | None] = {
+            "model.pt": content.getvalue(), "scheme.json": json.dumps(quantised["recipe"], indent=2) + "\n",
+            "report.json": json_text({**origin(), **record}) + "\n",
+        }  # fmt: skip
+        record["files"] = list(map(str, write_folder(out, contents)))
         if arguments.export is not None:
             files = export(loaded.model, out / _EXPORTS[arguments.export], arguments.export)
             record["files"] += map(str, files.files)
@@ -206,10 +216,6 @@ def run_ptq(arguments: argparse.Namespace) -> int:
 def _outputs(loaded: Loaded) -> list[Any]:
     with evaluating(loaded.model), torch.no_grad():
         return [call(loaded.model, sample.batch, i, kind="batch") for i, sample in enumerate(loaded.held_out)]
-
-
-def _noise(outputs: list[Any], exact: list[Any]) -> float:
-    return sum(map(relative_noise, outputs, exact)) / len(exact)
 
 
 def _loss_lines(loaded: Loaded, record: dict[str, Any]) -> list[str]:
@@ -230,17 +236,6 @@ def _loss_lines(loaded: Loaded, record: dict[str, Any]) -> list[str]:
         unit = loaded.unit.replace("nats", "perplexity")
         lines.append(f"{unit}: {perplexity_of(before):.5g} before, {perplexity_of(after):.5g} after")
     return lines
-
-
-def _write_quantised(out: Path, loaded: Loaded, record: dict[str, Any]) -> list[str]:
-    """Write the state that ``fmtsim.load_state`` takes, the scheme and the report."""
-    quantised, content = state(loaded.model), io.BytesIO()
-    torch.save(quantised, content)
-    scheme = json.dumps(quantised["recipe"], indent=2) + "\n"
-    paths = write_folder(
-        out, {"model.pt": content.getvalue(), "scheme.json": scheme, "report.json": json_text(record) + "\n"}
-    )
-    return list(map(str, paths))
 
 
 _FOUND = ("formats", "cost", "budget", "loss", "losses", "costs", "left_out", "tried", "chances", "reference")

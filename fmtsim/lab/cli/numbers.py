@@ -21,13 +21,39 @@ from fmtsim.support.files import check_folder, write_folder
 from fmtsim.support.table import aligned, number_text
 
 if TYPE_CHECKING:
-    from fmtsim.lab.explain.records import Element
+    pass
 
 
 def run_formats(arguments: argparse.Namespace) -> int:
     """Print one line a format, or their records as JSON; with ``--codes`` the codes of one."""
     if arguments.codes:
-        return _show_codes(arguments)
+        # Print the facts of a format and its codes: all of them, or the landmarks of a wide format.
+        fmt = get_format(arguments.pattern)
+        if isinstance(fmt, PackedFormat):
+            raise FormatError(
+                f"{fmt.name} has no table of codes, which are bytes of blocks; fmtsim formats {fmt.name} shows it"
+            )
+        if isinstance(fmt, LogTileFormat):
+            raise FormatError(
+                f"{fmt.name} has no table of codes: its values depend on the range of each tile; "
+                f"try fmtsim explain 1 2 3 --format {fmt.name}"
+            )
+        element = fmt.element if isinstance(fmt, BlockFormat) else fmt
+        codes = [_check(parse_int(text), element) for text in arguments.code]
+        every = not codes and element.bits <= (ALL_BITS if arguments.all else SHORT_BITS)
+        if arguments.all and element.bits > ALL_BITS:
+            raise FormatError(
+                f"{element.name} has 2**{element.bits} codes; --all stops at {ALL_BITS} bits, leave it out"
+            )
+        if every and not arguments.json:
+            print_text(lambda: text_table(fmt, arguments.columns))
+            return 0
+        shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(
+            element
+        )
+        record = {"facts": dict(format_facts(fmt)), "codes": [_code_record(c, n, element) for c, n in shown.items()]}
+        answer(arguments, record, lambda: _table_text(record, element, whole=not codes))
+        return 0
     arguments.pattern = "*" if arguments.pattern is None else arguments.pattern
     pattern = arguments.pattern.lower()
     matches = lambda fmt: any(fnmatch.fnmatchcase(name.lower(), pattern) for name in (fmt.name, *fmt.aliases))  # noqa: E731
@@ -114,34 +140,6 @@ def layout(fmt: Format) -> str:
 
 
 SHORT_BITS = 8  # up to here every code is printed
-
-
-def _show_codes(arguments: argparse.Namespace) -> int:
-    """Print the facts of a format and its codes: all of them, or the landmarks of a wide format."""
-    fmt = get_format(arguments.pattern)
-    if isinstance(fmt, PackedFormat):
-        raise FormatError(
-            f"{fmt.name} has no table of codes, which are bytes of blocks; fmtsim formats {fmt.name} shows it"
-        )
-    if isinstance(fmt, LogTileFormat):
-        raise FormatError(
-            f"{fmt.name} has no table of codes: its values depend on the range of each tile; "
-            f"try fmtsim explain 1 2 3 --format {fmt.name}"
-        )
-    element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    codes = [_check(parse_int(text), element) for text in arguments.code]
-    every = not codes and element.bits <= (ALL_BITS if arguments.all else SHORT_BITS)
-    if arguments.all and element.bits > ALL_BITS:
-        raise FormatError(f"{element.name} has 2**{element.bits} codes; --all stops at {ALL_BITS} bits, leave it out")
-    if every and not arguments.json:
-        print_text(lambda: text_table(fmt, arguments.columns))
-        return 0
-    shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(
-        element
-    )
-    record = {"facts": dict(format_facts(fmt)), "codes": [_code_record(c, n, element) for c, n in shown.items()]}
-    answer(arguments, record, lambda: _table_text(record, element, whole=not codes))
-    return 0
 
 
 def _table_text(record: dict[str, Any], element: ElementFormat, *, whole: bool) -> str:
@@ -237,15 +235,14 @@ def cast(
     explanation = fmtsim.explain(numbers, fmt, rounding=rounding, overflow=overflow, generator=seed, random_bits=bits)
     if not explanation.engine_agrees:
         raise FmtsimError(f"the engine gives other codes of {fmt.name} than the oracle: a defect; try fmtsim verify")
-    return [_cast_record(element, fmt, rounding) for element in explanation.elements]
-
-
-def _cast_record(element: "Element", fmt: ElementFormat, rounding: Mode) -> dict[str, Any]:
-    return {
-        **{name: getattr(element, name) for name in ("input", "value", "code", "hex", "bits", "error")},
-        **{name: getattr(element.decision, name) for name in ("below", "above")},
-        "format": fmt.name, "rounding": rounding, "relative_error": element.relative_error,
-    }  # fmt: skip
+    return [
+        {
+            **{name: getattr(element, name) for name in ("input", "value", "code", "hex", "bits", "error")},
+            **{name: getattr(element.decision, name) for name in ("below", "above")},
+            "format": fmt.name, "rounding": rounding, "relative_error": element.relative_error,
+        }
+        for element in explanation.elements
+    ]  # fmt: skip
 
 
 def _cast_row(record: dict[str, Any]) -> tuple[str, ...]:

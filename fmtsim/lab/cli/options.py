@@ -2,21 +2,27 @@
 """What subcommands share of their arguments: declaring them, reading their text, refusing what cannot be done."""
 
 import argparse
+import contextlib
 import dataclasses
-import fnmatch
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fmtsim.formats.spec import OVERFLOWS
 from fmtsim.gemm.models import DTYPES
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.names import Names
+from fmtsim.lab.cli.output import origin
 from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, first_line
+from fmtsim.support.files import check_file
+
+if TYPE_CHECKING:
+    from fmtsim.lab.training.loading import Loaded
+
 
 EXECUTOR = "run the tasks on this cluster: dask://HOST:PORT or ray://HOST:PORT"
 MOST_THREADS = 1024  # beyond, torch's thread library may bring the process down instead of saying no
@@ -266,7 +272,8 @@ def workers_of(arguments: argparse.Namespace) -> int:
     """Return how many processes of this machine share the tasks, by default as many as it has cores."""
     if arguments.executor is not None and arguments.workers is not None:
         raise ArgumentError(f"--workers {arguments.workers} are of this machine; leave it or --executor out")
-    workers = usable_cores() if arguments.workers is None else arguments.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = cores if arguments.workers is None else arguments.workers
     check_threads(workers, "--workers")
     return int(workers)
 
@@ -278,19 +285,113 @@ def check_threads(number: int, option: str = "--threads") -> None:
         raise ArgumentError(f"{option} {number} is not allowed; choose {allowed}")
 
 
-def chosen_cases(cases: Sequence[Any], pattern: str) -> list[Any]:
-    """Return the cases whose names match a pattern.
-
-    Raises:
-        ArgumentError: None does; the message lists them.
-    """
-    chosen = [case for case in cases if fnmatch.fnmatchcase(case.name, pattern)]
-    if not chosen:
-        names = ", ".join(repr(case.name) for case in cases)
-        raise ArgumentError(f"--only {pattern!r} matches no case; the cases are {names}")
-    return chosen
+MODEL = (
+    "FILE.py:function or package.module:function that returns (model, batches), (model, batches, loss) or a language "
+    "model; or a causal language model of Hugging Face: a folder, or a name in its cache"
+)
+_MOST = {"seed": 1 << 48, **dict.fromkeys(("batch_size", "context", "steps", "batches"), 1 << 31)}
 
 
-def usable_cores() -> int:
-    """Return the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add ``--model``, and what ``add_data`` adds."""
+    option(parser, "--model", MODEL, metavar="NAME", required=required, names=names.functions)
+    add_data(parser)
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Add ``--checkpoint``, ``--dtype``, ``--device`` and ``--seed``, and which text a language model reads."""
+    weights = "load these weights (.safetensors, or a state_dict in .pt) instead of those that the model comes with"
+    option(parser, "--checkpoint", weights, metavar="FILE", names=names.checkpoints)
+    option(parser, "--dtype", "of the weights (default: the model's own)", choices=("float32", "bfloat16", "float16"))
+    add_device(parser)
+    option(parser, "--seed", "of what functions and models draw, and of stochastic rounding", 0)
+    group = parser.add_argument_group("text for a language model that comes without batches")
+    option(group, "--data", "a text file or a folder of them", metavar="PATH", names=names.texts)
+    tokenizer = "a folder or name of Hugging Face, or bytes (default: the model's own; bytes for functions)"
+    option(group, "--tokenizer", tokenizer, metavar="NAME")
+    option(group, "--batch-size", "windows of text a batch", 8)
+    option(group, "--context", "tokens of a window", 128)
+
+
+def add_formats(parser: Parser) -> None:
+    """Add ``--recipe``, ``--format`` and ``--rules``."""
+    option(parser, "--recipe", "a published scheme, such as te_current, or a JSON file", metavar="NAME",
+           names=names.recipes)  # fmt: skip
+    option(parser, "--format", "one format of all operands", metavar="NAME", names=names.formats)
+    rules = "exceptions for layers, ahead of the recipe's: JSON, as attribute --out and search --out write it"
+    option(parser, "--rules", rules, metavar="FILE", names=names.rules)
+
+
+def add_simulate(parser: Parser) -> None:
+    """Add ``--simulate``."""
+    option(parser, "--simulate", "compute operators with the bits of this GPU: h200 or h100", metavar="GPU",
+           names=names.simulated)  # fmt: skip
+
+
+def simulated(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Return ``fmtsim.simulate`` of ``--simulate``, or a context without effect."""
+    from fmtsim.machine.simulate import simulate
+
+    return contextlib.nullcontext() if arguments.simulate is None else simulate(target=arguments.simulate)
+
+
+def add_quiet(parser: Parser) -> None:
+    """Add ``--quiet``."""
+    flag(parser, "--quiet", "show no progress")
+
+
+def formats_given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return ``--recipe``, ``--format`` and ``--rules`` as keywords of ``convert``, those that are given."""
+    options = {name: getattr(arguments, name) for name in ("recipe", "format", "rules")}
+    options = {name: value for name, value in options.items() if value is not None}
+    if "recipe" in options and "format" in options:
+        raise ArgumentError("--recipe and --format are both given; a recipe says everything about formats: pass one")
+    if list(options) == ["rules"]:
+        raise ArgumentError("--rules are exceptions of --recipe or --format; pass one of these as well")
+    return options
+
+
+def machine_given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return target and plan as keywords, those that are given."""
+    return {name: value for name, value in read_target(arguments).items() if value is not None}
+
+
+def file_given(arguments: argparse.Namespace, name: str, suffix: str) -> Path | None:
+    """Return the file that an option names, which can be written; None where it is not given."""
+    text = getattr(arguments, name)
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    if path.suffix != suffix:
+        raise ArgumentError(f"--{name} {path} does not end in {suffix}; choose another name")
+    check_file(f"--{name}", path)
+    return path
+
+
+def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the command, the time, and the options with a value, for a report."""
+    return {**{name: value for name, value in vars(arguments).items() if value not in (None, False)}, **origin()}
+
+
+def load_plain(arguments: argparse.Namespace, formats: dict[str, Any], **more: Any) -> "Loaded":
+    """Return what ``load_model`` does; a model that is not converted needs formats, and one that is takes none."""
+    from fmtsim.nn.state import is_converted
+
+    loaded = load_model(arguments, **more)
+    if not formats and not is_converted(loaded.model):
+        raise ArgumentError("--recipe or --format is missing; pass one, such as --recipe te_current or --format e4m3")
+    return loaded
+
+
+def load_model(arguments: argparse.Namespace, **more: Any) -> "Loaded":
+    """Return the model that the arguments mean, with its batches; ``more`` are fields of ``Asked``."""
+    from fmtsim.lab.training.loading import Asked, load
+
+    check_positive(arguments, "batch_size", "context")
+    for name, most in _MOST.items():
+        if not 0 <= (number := getattr(arguments, name, 0)) <= most:
+            raise ArgumentError(f"--{name.replace('_', '-')} {number} is not possible; choose 0 to {most}")
+    check_device(arguments.device)
+    fields = {name: getattr(arguments, name) for name in ("checkpoint", "data", "tokenizer", "dtype", "seed", "device")}
+    sizes = {"rows": arguments.batch_size, "context": arguments.context}
+    return load(Asked(**{"model": getattr(arguments, "model", ""), **fields, **sizes, **more}))

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ WIDEST_HEADING = 24  # below whose text a long line goes on
 def answer(arguments: argparse.Namespace, record: Any, text: Callable[[], str]) -> None:
     """Print a record as JSON where ``--json`` asks for it, else its text."""
     if arguments.json:
-        print_json(record)
+        print(json_text(record))
     else:
         print_text(text)
 
@@ -59,11 +59,6 @@ def format_items(columns: Sequence[Column], items: Iterable[Any]) -> str:
     return "\n".join(ruled(*table_of(columns, items), columns=True))
 
 
-def print_json(record: Any) -> None:
-    """Print a record as one JSON document; NaN and infinities, which JSON lacks, become strings."""
-    print(json_text(record))
-
-
 def write_json(path: Path, record: Any) -> None:
     """Write a record as one JSON document, in folders that are made if need be."""
     write_folder(path.parent, {path.name: json_text(record) + "\n"})
@@ -91,16 +86,3 @@ def version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ABSENT
-
-
-def each_shown(cases: Sequence[Any]) -> Iterator[Any]:
-    """Yield cases, and show which one is at work."""
-    for index, case in enumerate(cases):
-        at_work(f"{case.name} ({index + 1} of {len(cases)})")
-        yield case
-
-
-def at_work(text: str) -> None:
-    """Show what is being measured on one line of a terminal, once: a bar that is drawn anew would be measured, too."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

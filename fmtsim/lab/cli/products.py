@@ -19,7 +19,6 @@ from fmtsim.formats.interop import codes_to_tensor, dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.models import PASSES, Shape, layer_shapes, parse_tokens, read_shapes
-from fmtsim.gemm.products.explanation import MmExplanation
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.products.scaled import scaled_mm
@@ -125,11 +124,21 @@ AGAIN = 2.0  # a product that took fewer seconds is timed a second time, without
 
 def run_mm(arguments: argparse.Namespace) -> int:
     """Multiply, compare with the exact sum (and the device's own unit with its emulation), and print."""
-    _check_mm(arguments)
+    library = isinstance(find_target(read_target(arguments)["target"]), Target)
+    if arguments.check and (not library or arguments.emulate):
+        what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is not a GPU"
+        raise ArgumentError(f"--check native runs the GPU that --target names, but {what}; pass --target h200")
     names = (arguments.dtype, arguments.b_dtype or arguments.dtype)
     operands = make_operands((arguments.m, arguments.n, arguments.k), names, arguments.data, arguments.seed)
-    moved = on_device(operands, arguments.device)
-    options = chosen_target(arguments)
+    check_device(arguments.device)
+    moved = operands._replace(a=operands.a.to(arguments.device), b=operands.b.to(arguments.device))
+    options = {name: value for name, value in read_target(arguments).items() if value is not None}
+    options["target"] = check_target("fmtsim mm", options["target"])
+    if arguments.plan is None and arguments.slow and is_unit(options["target"]):
+        source = f"--slow: a new chain every {SLOW_EVERY} products"
+        options["plan"] = GemmPlan(promote_every=SLOW_EVERY, source=source)
+    if arguments.accumulate is not None:
+        options["accumulate"] = arguments.accumulate
     native = True if arguments.check else False if arguments.emulate else None
     options["native"] = native
     how = _for_mm(moved, options, arguments)
@@ -143,36 +152,40 @@ def run_mm(arguments: argparse.Namespace) -> int:
     exact = exact_sums(operands)
     with torch.no_grad():
         comparison, relative = errors(y[: exact.shape[0]], exact)
-    record = mm_record(arguments, explanation, comparison, relative, y, (first, seconds))
+    count = relative.numel()
+    error = {
+        "max": relative.max().item() if count else 0.0, "median": relative.median().item() if count else 0.0,
+        "rms": relative.square().mean().sqrt().item() if count else 0.0,
+    }  # fmt: skip
+    codes, speed = _hex(y[0, :SHOWN]), arguments.m * arguments.n * arguments.k / seconds
+    record = {
+        "explanation": dict(explanation.rows), "verified": explanation.verified,
+        "data": "uniform" if y.dtype == torch.int32 else arguments.data, "seed": arguments.seed,
+        "rows_checked": comparison.shape[0], "relative_error": error, "against_exact": comparison.to_dict(),
+        "first_outputs": codes, "seconds": seconds, "seconds_of_first_call": first, "products_per_second": speed,
+    }  # fmt: skip
     if check is not None:
         record["native_against_emulated"] = check.to_dict()
 
     def text() -> str:
-        lines = mm_text(record, explanation, comparison, y, exact)
-        return lines if check is None else f"{lines}\n{check_text(check)}"
+        rows = "all outputs" if exact.shape[0] == y.shape[0] else f"the first {exact.shape[0]} of {y.shape[0]} rows"
+        values = zip(codes, y[0, :SHOWN].double().tolist(), exact[0, :SHOWN].tolist(), strict=True)
+        width = max(len(heading) for heading, _ in explanation.rows)
+        lines = [
+            str(explanation), f"{'data':<{width}}  {record['data']}, seed {arguments.seed}", "",
+            f"relative error of {rows} against the exact sums:",
+            f"  largest {error['max']:.3g}, median {error['median']:.3g}, root mean square {error['rms']:.3g}", "",
+            f"bits against the exact sums rounded to {comparison.dtype}:",
+            *(f"  {line}".rstrip() for line in str(comparison).splitlines()), "", "first outputs:",
+            *(f"  {code} = {value!r}  (exact {sum_!r})" for code, value, sum_ in values), "",
+            f"{seconds:.3g} s, {speed:.3g} products/s (first call {first:.3g} s)",
+        ]  # fmt: skip
+        return "\n".join(lines if check is None else [*lines, check_text(check)])
 
     answer(arguments, record, text)
     if arguments.out:
         save(y, Path(arguments.out))
     return 0 if check is None or check.equal else MISMATCH
-
-
-def on_device(operands: Operands, name: str) -> Operands:
-    """Return the operands on a device; raise ArgumentError where there is none of that name."""
-    check_device(name)
-    return operands._replace(a=operands.a.to(name), b=operands.b.to(name))
-
-
-def chosen_target(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return target, plan and accumulator as the verbs take them."""
-    options = {name: value for name, value in read_target(arguments).items() if value is not None}
-    options["target"] = check_target("fmtsim mm", options["target"])
-    if arguments.plan is None and arguments.slow and is_unit(options["target"]):
-        source = f"--slow: a new chain every {SLOW_EVERY} products"
-        options["plan"] = GemmPlan(promote_every=SLOW_EVERY, source=source)
-    if arguments.accumulate is not None:
-        options["accumulate"] = arguments.accumulate
-    return options
 
 
 def timed(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> tuple[torch.Tensor, float]:
@@ -242,13 +255,6 @@ def save(y: torch.Tensor, path: Path) -> None:
     write_file(path, content.getvalue())
 
 
-def _check_mm(arguments: argparse.Namespace) -> None:
-    library = isinstance(find_target(read_target(arguments)["target"]), Target)
-    if arguments.check and (not library or arguments.emulate):
-        what = "--emulate forbids it" if arguments.emulate else "a unit or datapath alone is not a GPU"
-        raise ArgumentError(f"--check native runs the GPU that --target names, but {what}; pass --target h200")
-
-
 def _out_dtype(operands: Operands, options: dict[str, Any], arguments: argparse.Namespace) -> torch.dtype:
     if operands.a.dtype == torch.int8:
         return torch.int32
@@ -278,58 +284,10 @@ def check_text(check: Comparison) -> str:
     return f"\n{said}" if check.equal else "\n".join(["", said, *(f"  {line}" for line in str(check).splitlines())])
 
 
-def mm_record(
-    arguments: argparse.Namespace, explanation: MmExplanation, comparison: Comparison, relative: torch.Tensor,
-    y: torch.Tensor, seconds: tuple[float, float],
-) -> dict[str, Any]:  # fmt: skip
-    """Return what was found as JSON types."""
-    products = arguments.m * arguments.n * arguments.k
-    count = relative.numel()
-    return {
-        "explanation": dict(explanation.rows), "verified": explanation.verified,
-        "data": "uniform" if y.dtype == torch.int32 else arguments.data, "seed": arguments.seed,
-        "rows_checked": comparison.shape[0],
-        "relative_error": {
-            "max": relative.max().item() if count else 0.0, "median": relative.median().item() if count else 0.0,
-            "rms": relative.square().mean().sqrt().item() if count else 0.0,
-        },
-        "against_exact": comparison.to_dict(), "first_outputs": _hex(y[0, :SHOWN]), "seconds": seconds[1],
-        "seconds_of_first_call": seconds[0], "products_per_second": products / seconds[1],
-    }  # fmt: skip
-
-
 def _hex(values: torch.Tensor) -> list[str]:
     raw, kind = read_codes(values, "y")
     mask, digits = (1 << kind.bits) - 1, kind.bits // 4
     return [f"0x{code & mask:0{digits}X}" for code in raw.tolist()]
-
-
-def mm_text(
-    record: dict[str, Any], explanation: MmExplanation, comparison: Comparison, y: torch.Tensor,
-    exact: torch.Tensor,
-) -> str:  # fmt: skip
-    """Return the record and the explanation for a reader."""
-    error = record["relative_error"]
-    rows = "all outputs" if exact.shape[0] == y.shape[0] else f"the first {exact.shape[0]} of {y.shape[0]} rows"
-    shown = [
-        f"  {code} = {value!r}  (exact {sum_!r})"
-        for code, value, sum_ in zip(
-            record["first_outputs"], y[0, :SHOWN].double().tolist(), exact[0, :SHOWN].tolist(), strict=True
-        )
-    ]
-    width = max(len(heading) for heading, _ in explanation.rows)
-    speed = f"{record['seconds']:.3g} s, {record['products_per_second']:.3g} products/s"
-    first = record["seconds_of_first_call"]
-    return "\n".join(
-        [
-            str(explanation), f"{'data':<{width}}  {record['data']}, seed {record['seed']}", "",
-            f"relative error of {rows} against the exact sums:",
-            f"  largest {error['max']:.3g}, median {error['median']:.3g}, root mean square {error['rms']:.3g}", "",
-            f"bits against the exact sums rounded to {comparison.dtype}:",
-            *(f"  {line}".rstrip() for line in str(comparison).splitlines()), "", "first outputs:", *shown, "",
-            f"{speed} (first call {first:.3g} s)",
-        ],
-    )  # fmt: skip
 
 
 # What notes of ``identify`` say, and how it is done here.

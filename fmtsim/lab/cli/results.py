@@ -17,13 +17,21 @@ from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.analysis.tracing import trace
-from fmtsim.lab.cli.model_options import file_given, formats_given, load_model, machine_given, simulated
-from fmtsim.lab.cli.options import ALIAS_SUFFIXES, check_positive, tensor_file
+from fmtsim.lab.cli.options import (
+    ALIAS_SUFFIXES,
+    check_positive,
+    file_given,
+    formats_given,
+    load_model,
+    machine_given,
+    simulated,
+    tensor_file,
+)
 from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
 from fmtsim.lab.training.models import told
 from fmtsim.lab.verify import Outcome, workers
-from fmtsim.lab.verify.gemm import Replay, merged
 from fmtsim.lab.verify.outcome import described, device_of, engines
+from fmtsim.lab.verify.units import Replay, merged
 from fmtsim.nn import convert
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.files import check_file, check_folder
@@ -149,7 +157,24 @@ def load_tensors(text: str) -> Tensors:
 def _open(path: Path) -> Tensors:
     suffix = ALIAS_SUFFIXES.get(path.suffix, path.suffix)
     if suffix == ".safetensors":
-        return _open_safetensors(path)
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise DataError(f"{path} needs safetensors, which is not installed; pip install 'fmtsim[train]'") from None
+
+        def read(name: str) -> Any:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    return file.get_tensor(name)
+            except Exception as error:  # safetensors on a damaged file, or torch on a dtype that it lacks
+                raise DataError(f"cannot read {name} of {path}: {error}") from error
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+        except Exception as error:
+            raise DataError(f"cannot read {path}: {error}") from error
+        return {name: lambda name=name: read(name) for name in names}  # type: ignore[misc]
     import numpy
 
     if suffix == ".pt":
@@ -167,27 +192,6 @@ def _open(path: Path) -> Tensors:
     # Pages of a .npy file are read as they are compared; "c" because torch wants memory it may write to.
     content = _reading(path, lambda: numpy.load(path, mmap_mode="c", allow_pickle=False))
     return {name: reader(name) for name in ([ALONE] if path.suffix == ".npy" else content.files)}
-
-
-def _open_safetensors(path: Path) -> Tensors:
-    try:
-        from safetensors import safe_open
-    except ImportError:
-        raise DataError(f"{path} needs safetensors, which is not installed; pip install 'fmtsim[train]'") from None
-
-    def read(name: str) -> Any:
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        except Exception as error:  # safetensors on a damaged file, or torch on a dtype that it lacks
-            raise DataError(f"cannot read {name} of {path}: {error}") from error
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-    except Exception as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    return {name: lambda name=name: read(name) for name in names}  # type: ignore[misc]
 
 
 def _reading(path: Path, read: Callable[[], Any]) -> Any:
@@ -225,7 +229,14 @@ SHOWN = 20
 def run_verify(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
     parts = _parts(arguments)
-    _check_verify(arguments, parts)
+    # Refuse arguments of a half that does not run, and gemm with nothing to compare.
+    check_positive(arguments, "workers")
+    for name, option in (("formats", "--format"), ("exhaustive", "--exhaustive")):
+        if parts == ("gemm",) and getattr(arguments, name):
+            raise ArgumentError(f"{option} has no meaning for fmtsim verify gemm; leave it out")
+    if "gemm" in parts and not arguments.device:
+        recorded = "a checkout replays recordings: python -m tools.calibrate --recordings DIR"
+        raise ArgumentError(f"fmtsim verify gemm needs a device; pass --device cuda ({recorded})")
     if arguments.record is not None:
         check_folder(arguments.record.parent, "--record")
 
@@ -244,25 +255,24 @@ def run_verify(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     reports = {part: _REPORTS[part](outcomes[part], device) for part in parts}
     record = {"device": described(device), **reports} if device is not None else reports[parts[0]]
-    answer(arguments, record, lambda: _verify_text(arguments, outcomes, reports, number, seconds))
+
+    def text() -> str:
+        texts = []
+        if "casts" in outcomes:
+            texts.append(_casts_text(outcomes["casts"], reports["casts"], arguments.exhaustive))
+        if "gemm" in outcomes:
+            texts.append(gemm_text(outcomes["gemm"], reports["gemm"]["seconds"]))
+        if len(reports) > 1:
+            ending = f"{seconds:.0f} s with {number} process{'es' if number > 1 else ''}"
+            failed = any(report["mismatches"] for report in reports.values())
+            texts += [_total(reports), f"{ending}; {_verdict(failed)}"]
+        return "\n\n".join(texts)
+
+    answer(arguments, record, text)
     if arguments.record is not None:
         about = {**origin(), "versions": versions_of(PACKAGES), "workers": number, "wall_seconds": seconds}
         write_json(arguments.record, about | record)
     return MISMATCH if any(report["mismatches"] for report in reports.values()) else 0
-
-
-def _verify_text(
-    arguments: argparse.Namespace, found: dict[str, list[Any]], reports: dict[str, Any], workers: int, seconds: float
-) -> str:
-    parts = []
-    if "casts" in found:
-        parts.append(_casts_text(found["casts"], reports["casts"], arguments.exhaustive))
-    if "gemm" in found:
-        parts.append(gemm_text(found["gemm"], reports["gemm"]["seconds"]))
-    if len(reports) > 1:
-        ending = f"{seconds:.0f} s with {workers} process{'es' if workers > 1 else ''}"
-        parts += [_total(reports), f"{ending}; {_verdict(any(report['mismatches'] for report in reports.values()))}"]
-    return "\n\n".join(parts)
 
 
 def _verdict(failed: object) -> str:
@@ -286,17 +296,6 @@ def _parts(arguments: argparse.Namespace) -> tuple[str, ...]:
     if not arguments.device or arguments.formats or arguments.exhaustive:
         return ("casts",)
     return ("casts", "gemm")
-
-
-def _check_verify(arguments: argparse.Namespace, parts: tuple[str, ...]) -> None:
-    """Refuse arguments of a half that does not run, and gemm with nothing to compare."""
-    check_positive(arguments, "workers")
-    for name, option in (("formats", "--format"), ("exhaustive", "--exhaustive")):
-        if parts == ("gemm",) and getattr(arguments, name):
-            raise ArgumentError(f"{option} has no meaning for fmtsim verify gemm; leave it out")
-    if "gemm" in parts and not arguments.device:
-        recorded = "a checkout replays recordings: python -m tools.calibrate --recordings DIR"
-        raise ArgumentError(f"fmtsim verify gemm needs a device; pass --device cuda ({recorded})")
 
 
 def _report_casts(outcomes: list[Outcome], device: torch.device | None) -> dict[str, Any]:
@@ -333,7 +332,17 @@ def _casts_text(outcomes: list[Outcome], report: dict[str, Any], exhaustive: boo
 def gemm_text(found: list[Replay], seconds: float) -> str:
     """Return a table of checks of products, and the first differences."""
     failed = [replay for replay in found if replay.mismatches]
-    parts = [_gemm_table(found)]
+    rows = []
+    for replay in found:
+        cases = f"{replay.cases:,}" + (f" of {replay.cases + replay.skipped:,}" if replay.skipped else "")
+        plan = ", ".join(f"{count} {basis}" for basis, count in replay.plans) or "-"
+        rows.append(
+            (replay.set, replay.machine, cases, f"{replay.outputs:,}", f"{replay.mismatches:,}", plan,
+             f"{replay.seconds:.1f}")
+        )  # fmt: skip
+    parts = [
+        format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1, 5))
+    ]
     for replay in failed[:SHOWN]:
         number = f"{replay.mismatches:,} of {replay.outputs:,} differ; " if replay.outputs else ""
         guesses = (
@@ -343,18 +352,6 @@ def gemm_text(found: list[Replay], seconds: float) -> str:
     outputs = sum(replay.outputs for replay in found)
     parts.append(f"{len(found)} sets, {outputs:,} outputs; {seconds:.0f} s; {_verdict(failed)}")
     return "\n\n".join(parts)
-
-
-def _gemm_table(found: list[Replay]) -> str:
-    rows = []
-    for replay in found:
-        cases = f"{replay.cases:,}" + (f" of {replay.cases + replay.skipped:,}" if replay.skipped else "")
-        plan = ", ".join(f"{count} {basis}" for basis, count in replay.plans) or "-"
-        rows.append(
-            (replay.set, replay.machine, cases, f"{replay.outputs:,}", f"{replay.mismatches:,}", plan,
-             f"{replay.seconds:.1f}")
-        )  # fmt: skip
-    return format_table(("set", "machine", "cases", "outputs", "mismatches", "plan", "seconds"), rows, left=(0, 1, 5))
 
 
 def _summary(outcomes: list[Outcome], each: bool) -> str:

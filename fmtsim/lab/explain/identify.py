@@ -326,7 +326,24 @@ def _identified(product: Observed, options: list[Accumulation], *, thorough: boo
             f"or of few products, or the narrow results hide the order. Others say more: {REFINED}"
         )
         return Identification(groups=(tuple(remaining),), compared=compared, notes=(note,), **facts)
-    groups = _grouped(product, _distinct(remaining))
+    # One explanation for those that give the same bits for all operands of this K, libraries' choices first.
+    distinct: list[Accumulation] = []
+    for option in remaining:
+        same = next((i for i, other in enumerate(distinct) if other.equals(option)), None)
+        if same is None:
+            distinct.append(option)
+        else:
+            distinct[same] = merged(distinct[same], option)
+    # Explanations by what they give for operands that were made to tell them apart.
+    by_bits: dict[bytes, list[Accumulation]] = {}
+    probes = [probe for seed in PROBES if (probe := probe_of(product, seed)) is not None]
+    for option in distinct:
+        bits = b""
+        for a, b in probes:
+            places = (torch.arange(len(a)) % product.sizes[0], torch.arange(len(b)) % product.sizes[1])
+            bits += tensor_bytes(option.multiply(product.part(*places)._replace(a=a, b=b)))
+        by_bits.setdefault(bits, []).append(option)
+    groups = tuple(map(tuple, by_bits.values()))
     notes = []
     if len(groups) > 1:
         notes.append(f"these operands do not tell the {len(groups)} groups apart, others do: {REFINED}")
@@ -369,31 +386,6 @@ def _advice(product: Observed, near: Nearest, thorough: bool) -> tuple[str, ...]
         "not among the candidates: parts added in the order of their arrival (atomics) or by torch.sum (more than 4), "
         "stream-K, products of split operands (3xTF32, bf16x3), activations in the epilogue, beta times C",
     )
-
-
-def _distinct(options: list[Accumulation]) -> list[Accumulation]:
-    """Return one explanation for those that give the same bits for all operands of this K, libraries' choices first."""
-    distinct: list[Accumulation] = []
-    for option in options:
-        same = next((i for i, other in enumerate(distinct) if other.equals(option)), None)
-        if same is None:
-            distinct.append(option)
-        else:
-            distinct[same] = merged(distinct[same], option)
-    return distinct
-
-
-def _grouped(product: Observed, options: list[Accumulation]) -> tuple[tuple[Accumulation, ...], ...]:
-    """Return explanations by what they give for operands that were made to tell them apart."""
-    groups: dict[bytes, list[Accumulation]] = {}
-    probes = [probe for seed in PROBES if (probe := probe_of(product, seed)) is not None]
-    for option in options:
-        bits = b""
-        for a, b in probes:
-            places = (torch.arange(len(a)) % product.sizes[0], torch.arange(len(b)) % product.sizes[1])
-            bits += tensor_bytes(option.multiply(product.part(*places)._replace(a=a, b=b)))
-        groups.setdefault(bits, []).append(option)
-    return tuple(tuple(group) for group in groups.values())
 
 
 def _laid(x: Tensor, layout: str) -> Tensor:

@@ -131,7 +131,11 @@ def _scaled_call(a: Tensor, b: Tensor, scaled: dict[str, Any], options: dict[str
 
 def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: bool) -> tuple[GemmCall, str]:
     """Return the call of a product without scales, and how its float32 operands become TF32."""
-    operation = _operation(a, b, options["library"])
+    operation: Operation = "bmm" if a.dim() == 3 else "mm"
+    if a.dtype == b.dtype == torch.int8:
+        operation = "int_mm"
+    elif options["library"] and all(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in (a, b)):
+        operation = "scaled_mm"
     if operation == "int_mm":
         options |= {"out_dtype": torch.int32, "accumulate": "int32"}
     scaling = "tensor" if operation == "scaled_mm" else "none"
@@ -144,11 +148,3 @@ def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: b
         "batch": a.shape[0] if a.dim() == 3 else 1,
     }
     return replace(request.call, **sizes), request.tf32
-
-
-def _operation(a: Tensor, b: Tensor, library: bool) -> Operation:
-    if a.dtype == b.dtype == torch.int8:
-        return "int_mm"
-    if library and all(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in (a, b)):
-        return "scaled_mm"
-    return "bmm" if a.dim() == 3 else "mm"

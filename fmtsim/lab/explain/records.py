@@ -9,11 +9,44 @@ from typing import Any
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.display import bit_fields, code_text, split_code
 from fmtsim.formats.spec import ElementFormat, Overflow
-from fmtsim.lab.explain.element import Decision
 from fmtsim.rounding.modes import Rounding
 from fmtsim.support.table import aligned, number_text
 
 _WIDTH = 8  # of the headings of a text
+
+
+Number = float | Fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Say how a number was rounded to an element format.
+
+    ``below`` and ``above`` are the values of the format next to ``x``, which is neither; None where the format ends.
+    """
+
+    x: Number
+    code: int
+    value: float
+    below: float | None
+    above: float | None
+    rule: str
+    reason: str
+
+    @property
+    def below_distance(self) -> Fraction | None:
+        """Exact distance from the neighbour below."""
+        return self._distance(self.below)
+
+    @property
+    def above_distance(self) -> Fraction | None:
+        """Exact distance to the neighbour above."""
+        return self._distance(self.above)
+
+    def _distance(self, value: float | None) -> Fraction | None:
+        if value is None or not (math.isfinite(self.x) and math.isfinite(value)):
+            return None
+        return abs(Fraction(self.x) - Fraction(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +152,30 @@ class Explanation:
         lines = [title, repr(fmt), ""]
         single = len(self.elements) == 1
         for number, scale in enumerate(self.scales):
-            lines += _scale_lines(scale, "" if len(self.scales) == 1 else f" {number}", isinstance(fmt, LogTileFormat))
+            label = "" if len(self.scales) == 1 else f" {number}"
+            tile = isinstance(fmt, LogTileFormat)
+            if tile:
+                first = f"low {scale.offset:g}, step {scale.value:g}"
+            else:
+                first = number_text(scale.value) + (f" (code {scale.code})" if scale.code else "")
+                first += "" if scale.offset is None else f", zero point {scale.offset:g}"
+            steps = [f"{'':<{_WIDTH}}{step}" for step in scale.steps]
+            lines += [_line(f"{'tile' if tile else 'scale'}{label}", first), *steps]
         if single:
             lines += _paragraph(self.elements[0], self)
         else:
-            lines += _table(self)
+            header = ("number", "scaled", "below", "above", "code", "bits", "value", "error", "rule")
+            rows: list[tuple[str, ...]] = [header]
+            for element in self.elements:
+                decision = element.decision
+                rows.append((
+                    number_text(element.input), number_text(decision.x), number_text(decision.below),
+                    number_text(decision.above), element.hex, element.bits,
+                    number_text(element.value), _error_text(element), decision.rule,
+                ))  # fmt: skip
+            if not isinstance(self.format, BlockFormat):
+                rows = [row[:1] + row[2:] for row in rows]
+            lines += ["", *aligned(rows, left=()), ""]
         verdict = "the engine gives the same bits" if self.engine_agrees else "THE ENGINE GIVES OTHER BITS: a defect"
         return "\n".join([*lines, _line("check", verdict)])
 
@@ -141,16 +193,6 @@ class Explanation:
 
 def _line(heading: str, text: str) -> str:
     return f"{heading:<{_WIDTH}}{text}"
-
-
-def _scale_lines(scale: Scale, number: str, tile: bool) -> list[str]:
-    if tile:
-        first = f"low {scale.offset:g}, step {scale.value:g}"
-    else:
-        first = number_text(scale.value) + (f" (code {scale.code})" if scale.code else "")
-        first += "" if scale.offset is None else f", zero point {scale.offset:g}"
-    steps = [f"{'':<{_WIDTH}}{step}" for step in scale.steps]
-    return [_line(f"{'tile' if tile else 'scale'}{number}", first), *steps]
 
 
 def _paragraph(element: Element, explanation: Explanation) -> list[str]:
@@ -172,21 +214,6 @@ def _scaled_text(element: Element, explanation: Explanation) -> str:
     if not isinstance(explanation.format, BlockFormat) or not math.isfinite(value) or rounded == value:
         return number_text(value)
     return f"{number_text(value)} / scale = {number_text(rounded)}"
-
-
-def _table(explanation: Explanation) -> list[str]:
-    header = ("number", "scaled", "below", "above", "code", "bits", "value", "error", "rule")
-    rows: list[tuple[str, ...]] = [header]
-    for element in explanation.elements:
-        decision = element.decision
-        rows.append((
-            number_text(element.input), number_text(decision.x), number_text(decision.below),
-            number_text(decision.above), element.hex, element.bits,
-            number_text(element.value), _error_text(element), decision.rule,
-        ))  # fmt: skip
-    if not isinstance(explanation.format, BlockFormat):
-        rows = [row[:1] + row[2:] for row in rows]
-    return ["", *aligned(rows, left=()), ""]
 
 
 def _neighbour(value: float | None, distance: Fraction | None) -> str:

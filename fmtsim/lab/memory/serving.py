@@ -7,8 +7,7 @@ from typing import Any
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.memory.estimate import MemoryEstimate, MemoryLine, bits_per_element, positive
 from fmtsim.lab.memory.sizes import ModelSize, model_size, parameter_count
-from fmtsim.lab.memory.states import per_element, stored_bytes
-from fmtsim.lab.memory.weights import Weight, weights_of
+from fmtsim.lab.memory.states import Weight, per_element, stored_bytes, weights_of
 from fmtsim.support.errors import ArgumentError
 
 NOT_COUNTED = (

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from fmtsim.gemm.models import Model, models
+from fmtsim.gemm.models import models
 from fmtsim.support.errors import ArgumentError, DataError, did_you_mean, shown
 from fmtsim.support.records import check_types, located, read_json
 
@@ -235,16 +235,29 @@ def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
         if not sizes[name]:
             raise ArgumentError(f"{where}: {NAMES[name][0]} is missing; pass a whole config.json, or a ModelSize")
     head = _number(config, ("head_dim",), where) or sizes["hidden"] // sizes["heads"]
+    biased = dict.fromkeys(family.biases)
+    for switch, layers in _BIASES.items():
+        if config.get(switch) is True:
+            biased |= dict.fromkeys(layers)
+        elif config.get(switch) is False:
+            biased = {name: None for name in biased if name not in layers}
+    if config.get("bias") is True:  # Falcon's name for those of all layers
+        biased |= dict.fromkeys(("qkv", "out", "mlp"))
     values: dict[str, Any] = sizes | {
         "name": str(config.get("_name_or_path") or kind), "intermediate": sizes["intermediate"] or 4 * sizes["hidden"],
         "kv_heads": _kv_heads(config, sizes), "head_dim": head, "active": sizes["active"] if sizes["experts"] else 0,
         "encoder": family.encoder and config.get("is_decoder") is not True,
         "gated": family.gated, "tied": bool(config.get("tie_word_embeddings", family.tied)),
-        "biases": _biases(config, family),
+        "biases": tuple(biased),
         "positions": _number(config, family.positions[:1], where) + family.positions[1] if family.positions else 0,
     }  # fmt: skip
     with located(where):
-        return ModelSize(**values | _experts(config, sizes, where) | {"latent": _latent(config, where)})
+        names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        ranks = [_number(config, (name,), where) for name in names]
+        fields = zip(("queries", "values", "rotary", "key_dim", "value_dim"), ranks, strict=True)
+        return ModelSize(
+            **values | _experts(config, sizes, where) | {"latent": Latent(**dict(fields)) if ranks[1] else None}
+        )
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...], where: str) -> int:
@@ -264,18 +277,6 @@ def _kv_heads(config: Mapping[str, Any], sizes: dict[str, int]) -> int:
     return sizes["kv_heads"] or sizes["heads"]
 
 
-def _biases(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    biased = dict.fromkeys(family.biases)
-    for switch, layers in _BIASES.items():
-        if config.get(switch) is True:
-            biased |= dict.fromkeys(layers)
-        elif config.get(switch) is False:
-            biased = {name: None for name in biased if name not in layers}
-    if config.get("bias") is True:  # Falcon's name for those of all layers
-        biased |= dict.fromkeys(("qkv", "out", "mlp"))
-    return tuple(biased)
-
-
 def _experts(config: Mapping[str, Any], sizes: dict[str, int], where: str) -> dict[str, int]:
     if not sizes["experts"]:
         return {}
@@ -285,13 +286,6 @@ def _experts(config: Mapping[str, Any], sizes: dict[str, int], where: str) -> di
     shared = shared or width * _number(config, ("n_shared_experts",), where)
     dense = _number(config, ("first_k_dense_replace",), where)
     return overrides | {"shared": shared, "dense": dense, "dense_width": sizes["intermediate"] if dense else 0}
-
-
-def _latent(config: Mapping[str, Any], where: str) -> Latent | None:
-    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    ranks = [_number(config, (name,), where) for name in names]
-    fields = zip(("queries", "values", "rotary", "key_dim", "value_dim"), ranks, strict=True)
-    return Latent(**dict(fields)) if ranks[1] else None
 
 
 MOST_PARAMETERS = 10**15  # parameters; more than any model has
@@ -327,10 +321,7 @@ def model_size(model: Any) -> ModelSize:
             f"model={shown(model)} is unknown{hint} (fmtsim.gemm.models.list_models() has the names); or pass the "
             "path of a config.json, or a number of parameters"
         )
-    return _known(models()[model])
-
-
-def _known(model: Model) -> ModelSize:
+    model = models()[model]
     if not model.blocks:
         raise ArgumentError(
             f"model={model.name!r}: its blocks are of several kinds, or their number is not known here; pass its "

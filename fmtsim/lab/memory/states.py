@@ -3,19 +3,128 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 import torch
+from torch import nn
 
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.memory.estimate import MemoryLine, Parallel, bits_of, bits_per_element
-from fmtsim.lab.memory.weights import Weight
+from fmtsim.lab.memory.sizes import ModelSize
+from fmtsim.nn.planning import Selector
 from fmtsim.optim import rules
 from fmtsim.optim.catalogue import describe, get_scheme, list_schemes
 from fmtsim.optim.rules import madam
+from fmtsim.recipes.spec import Recipe
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown
+
+HEAD = "lm_head"
+STEP = (0, 1 << 20)  # of a schedule: the first step, in a run whose fractions lie behind it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """Describe the weights of one name."""
+
+    name: str  # as in Hugging Face's Llama; of several experts one
+    shape: tuple[int, ...]  # of each
+    repeat: int = 1  # how many there are
+    linear: bool = False  # whether it is the matrix of a linear layer other than the head
+    config: LinearConfig | None = None  # how the layer runs under a recipe, None in high precision
+
+    @property
+    def layer(self) -> str:
+        """The name of its module."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it is a matrix of a linear layer, the head's too."""
+        return self.linear or self.layer == HEAD
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all of them."""
+        return prod(self.shape) * self.repeat
+
+
+class _Block(nn.Module):
+    def __init__(self, size: ModelSize, number: int) -> None:
+        super().__init__()
+        biases = size.biases
+        self.input_layernorm = _norm(size)
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        for name, (n, k) in size.attention.items():
+            self.self_attn.add_module(name, nn.Linear(k, n, bias=("out" if name == "o_proj" else "qkv") in biases))
+        self.post_attention_layernorm = _norm(size)
+        if number < size.dense or not size.experts:
+            _mlp(self.mlp, size, size.dense_width if size.dense else size.intermediate)
+            return
+        self.mlp.gate = nn.Linear(size.hidden, size.experts, bias=False)
+        expert = nn.Module()
+        _mlp(expert, size, size.intermediate)
+        self.mlp.experts = nn.ModuleList([expert])
+        if size.shared:
+            self.mlp.shared_experts = nn.Module()
+            _mlp(self.mlp.shared_experts, size, size.shared)
+
+
+class Transformer(nn.Module):
+    """The modules of a transformer without numbers, in which rules find layers; one expert stands for all."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(size.vocabulary, size.hidden)
+            if size.positions:
+                self.embed_positions = nn.Embedding(size.positions, size.hidden)
+            self.layers = nn.ModuleList(_Block(size, number) for number in range(size.blocks))
+            self.norm = _norm(size)
+            self.lm_head = nn.Linear(size.hidden, size.vocabulary, bias="head" in size.biases)
+        if size.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+
+def weights_of(size: ModelSize, recipe: Recipe | None = None) -> tuple[Weight, ...]:
+    """Return the weights of a model and how their layers run under a recipe at its first step.
+
+    A weight that head and embedding share is the head's.
+
+    Raises:
+        ArgumentError: A rule of the recipe fits no layer.
+    """
+    model = Transformer(size)
+    selector = None if recipe is None else Selector(model)
+    if selector is not None and recipe is not None:
+        selector.check(recipe)
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights = []
+    for name, parameter in model.named_parameters():
+        name = f"{HEAD}.weight" if parameter is model.lm_head.weight else name
+        layer, _, kind = name.rpartition(".")
+        matrix = kind == "weight" and layer in linear
+        config = None
+        if matrix and selector is not None and recipe is not None:
+            config = selector.plan(layer, recipe).at(*STEP)
+        repeat = size.experts if ".experts." in name else 1
+        shape = tuple(parameter.shape)
+        weights.append(Weight(name=name, shape=shape, repeat=repeat, linear=matrix and layer != HEAD, config=config))
+    return tuple(weights)
+
+
+def _norm(size: ModelSize) -> nn.Module:
+    return nn.LayerNorm(size.hidden) if "norm" in size.biases else nn.RMSNorm(size.hidden)
+
+
+def _mlp(module: nn.Module, size: ModelSize, width: int) -> None:
+    bias = "mlp" in size.biases
+    for name in ("gate_proj", "up_proj") if size.gated else ("up_proj",):
+        module.add_module(name, nn.Linear(size.hidden, width, bias=bias))
+    module.add_module("down_proj", nn.Linear(width, size.hidden, bias=bias))
+
 
 RULES = {rule.name: rule for rule in (rules.ADAMW, rules.ADAM, rules.LION, rules.SGD)} | {"madam": madam(2, True)}
 
@@ -122,7 +231,13 @@ def weight_lines(
     yield line("gradients", formats.gradients, stored_bytes(trained, formats.gradients), 2)
     for slot in optimizer.slots:
         yield line(f"{slot} moment", optimizer.kept(slot), optimizer.state_bytes(trained, slot), 1)
-    numbers = history_numbers(weights)
+    # The largest magnitudes that delayed scales remember, of all operands.
+    numbers = 0
+    for weight in weights:
+        operands = {} if weight.config is None else weight.config.operands
+        rules = {(name[0], q) for name, q in operands.items()}
+        histories = [q.scaling.history for _, q in rules if q.scaling is not None and q.scaling.history is not None]
+        numbers += sum(history.length for history in histories) * weight.repeat
     if numbers:
         yield MemoryLine(
             name="scale histories", kept="fp32", bytes=4 * numbers, formula=per_element(numbers, 4 * numbers)
@@ -181,14 +296,3 @@ def copy_bits(weight: Weight, stored: float, *, early: bool) -> list[float]:
     copies = [bits_of(forward)] if early or backward.source != "original" else []
     copies += [bits_of(backward)] if early and backward.source == "original" else []
     return [bits for bits in copies if bits is not None and bits < stored]
-
-
-def history_numbers(weights: Iterable[Weight]) -> int:
-    """Return the largest magnitudes that delayed scales remember, of all operands."""
-    count = 0
-    for weight in weights:
-        operands = {} if weight.config is None else weight.config.operands
-        rules = {(name[0], q) for name, q in operands.items()}
-        histories = [q.scaling.history for _, q in rules if q.scaling is not None and q.scaling.history is not None]
-        count += sum(history.length for history in histories) * weight.repeat
-    return count

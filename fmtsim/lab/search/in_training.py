@@ -3,8 +3,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from fmtsim.casts.arguments import takes
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.lab.search.channels import Link, check_widths, counted, links_of, narrow, narrowed
 from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import bits_of
 from fmtsim.lab.search.verb import DEFAULT, Sampler, budget_of, check_options, recipes_of, spared_heads
@@ -26,6 +26,127 @@ from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.progress import Progress, make_progress
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+# What treats channels alike and each by itself, so that a network of fewer is the same function of those.
+_BETWEEN = (
+    *_NORMS, nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Tanh, nn.Sigmoid,
+    nn.Dropout, nn.Dropout2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Flatten,
+)  # fmt: skip
+_INPUTS, _OUTPUTS = ("in_channels", "in_features"), ("out_channels", "out_features", "num_features")
+
+
+@dataclass(slots=True, kw_only=True)
+class Link:
+    """Hold the channels between two layers.
+
+    Args:
+        name: Of the layer that makes them.
+        maker, reader: The layers.
+        norms: Batch normalisation between them.
+        channels: How many there are.
+    """
+
+    name: str
+    maker: Any
+    reader: Any = None
+    norms: list[Any] = field(default_factory=list)
+
+    @property
+    def channels(self) -> int:
+        """How many channels there are."""
+        return int(self.maker.weight.shape[0])
+
+
+def links_of(model: nn.Module) -> list[Link]:
+    """Return what lies between each layer of a sequence and the next.
+
+    Raises:
+        ArgumentError: A module that is no nn.Sequential, or one in it through which channels cannot be followed.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise ArgumentError(
+            f"widths= follow channels through an nn.Sequential, and the model is a {type(model).__name__}; "
+            "leave widths= out"
+        )
+    links: list[Link] = []
+    for name, module in _leaves(model, ""):
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1):
+            if links:
+                links[-1].reader = module
+            links.append(Link(name=name, maker=module))
+        elif links and isinstance(module, _NORMS):
+            links[-1].norms.append(module)
+        elif not isinstance(module, _BETWEEN):
+            groups = " in groups" if isinstance(module, nn.Conv2d) else ""
+            raise ArgumentError(
+                f"widths= cannot follow channels through {name!r}, a {type(module).__name__}{groups}; use "
+                "linear layers, convolutions without groups, batch normalisation, pooling and activations, or leave "
+                "widths= out"
+            )
+    weights = [link.maker.weight for link in links]
+    if len({id(w) for w in weights}) < len(weights):
+        raise ArgumentError("widths= need a weight for each layer, and two layers share one; leave widths= out")
+    return links[:-1]
+
+
+def _leaves(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_children():
+        if isinstance(module, nn.Sequential):
+            yield from _leaves(module, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", module
+
+
+def counted(link: Link, width: float) -> int:
+    """Return how many channels a width is."""
+    return max(1, round(width * link.channels))
+
+
+@contextmanager
+def narrowed(links: Sequence[Link], counts: Sequence[int]) -> Iterator[None]:
+    """Let a model run with the first so many channels of each link; gradients reach the shared Parameters."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module, tensors, sizes in _parts(links, counts):
+            for place in (module._parameters, module._buffers):
+                mine = {name: t for name, t in tensors.items() if place.get(name) is not None}
+                before.append((place, {name: place[name] for name in mine}))
+                place.update(mine)
+            before.append((vars(module), {name: getattr(module, name) for name in sizes}))
+            vars(module).update(sizes)
+        yield
+    finally:
+        for place, values in reversed(before):
+            place.update(values)
+
+
+@torch.no_grad()
+def narrow(links: Sequence[Link], counts: Sequence[int]) -> None:
+    """Take the other channels away for good. Parameters stay the same objects, in new shapes and without gradients."""
+    for module, tensors, sizes in list(_parts(links, counts)):
+        for name, t in tensors.items():
+            parameter = getattr(module, name)
+            parameter.data, parameter.grad = t.detach().clone(), None
+        vars(module).update(sizes)
+
+
+def _parts(links: Sequence[Link], counts: Sequence[int]) -> Iterator[tuple[Any, dict[str, Tensor], dict[str, int]]]:
+    rows = {link.maker: n for link, n in zip(links, counts, strict=True)}
+    columns = {}
+    for link, n in zip(links, counts, strict=True):
+        columns[link.reader] = link.reader.weight.shape[1] // link.channels * n  # flattened: positions of a channel
+        for norm in link.norms:
+            rows[norm] = n
+    for module in dict.fromkeys([*rows, *columns]):
+        height, width = rows.get(module), columns.get(module)
+        names = ("weight", "bias", "running_mean", "running_var")
+        tensors = {name: t[:height] for name in names if (t := getattr(module, name, None)) is not None}
+        if width is not None:
+            tensors["weight"] = tensors["weight"][:, :width]
+        sizes = {**dict.fromkeys(_INPUTS, width), **dict.fromkeys(_OUTPUTS, height)}
+        yield module, tensors, {name: n for name, n in sizes.items() if n is not None and hasattr(module, name)}
+
 
 LEARNING = Policy(steps=750, rate=0.05, penalty=1.0, entropy=0.0, sharpen=0.1)
 
@@ -90,8 +211,24 @@ def search_while_training(
     """
     check_model("search_while_training", model)
     check_options(budget, bits, policy, None)
-    _check(loss_of, optimizer, policy, warmup)
-    fractions = check_widths(widths)
+    if not takes(loss_of, 0):
+        raise ArgumentError(f"loss_of={shown(loss_of)} is not a function of a step; write loss_of=lambda step: ...")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"optimizer={shown(optimizer)} is not a torch.optim.Optimizer; pass "
+            "torch.optim.Adam(model.parameters(), lr=1e-3)"
+        )
+    if type(warmup) is not int or warmup < 0:
+        raise ArgumentError(f"warmup={shown(warmup)} is not a number of steps; pass 0 or more")
+    if policy is None:
+        raise ArgumentError("policy=None: a search while training follows a policy; leave policy= out for the default")
+    good = isinstance(widths, Sequence) and len(widths) > 0 and all(type(w) in (int, float) for w in widths)
+    if not good or not all(0 < w <= 1 for w in widths) or len(set(widths)) < len(widths):
+        raise ArgumentError(
+            f"widths={shown(widths)} are not allowed; pass different fractions of the channels, above 0 and at most 1, "
+            "such as (0.5, 1.0)"
+        )
+    fractions = tuple(widths)
     recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search_while_training"))
     method = next((recipe for recipe in recipes.values() if recipe.weights is not None), None)
     if method is not None:
@@ -145,7 +282,35 @@ class _Search:
         self.modules = {n: m for n, m in model.named_modules() if isinstance(m, EmulatedModule)}
         self._assign([None] * len(self.modules))
         try:
-            self.adds = self._counted()
+            adds: Counter[str] = Counter()
+
+            def observer(name: str) -> Callable[[str], Any]:
+                inputs: list[int] = []
+
+                def record(operand: str, t: Tensor, q: Tensor, quantizer: Any, dim: int) -> None:
+                    if operand == "x_f":
+                        inputs.append(t.numel())
+                    elif operand == "w_f":
+                        adds[name] += inputs.pop() * t.shape[0]
+
+                return lambda part: record
+
+            for name, module in self.modules.items():
+                assert module.emulation is not None
+                module.emulation.observer = observer(name)
+            try:
+                _measured(self._model, self._loss_of, 0)
+            finally:
+                for module in self.modules.values():
+                    assert module.emulation is not None
+                    module.emulation.observer = None
+            idle = next((name for name in self.modules if not adds[name]), None)
+            if idle is not None:
+                raise ArgumentError(
+                    f"loss_of never ran layer {idle!r}; return the loss of a batch that runs it, or leave it out with "
+                    "filter_fn="
+                )
+            self.adds = dict(adds)
         except BaseException:
             revert(model)
             raise
@@ -156,37 +321,6 @@ class _Search:
             assert how is not None
             layer = Layer(LinearConfig()) if option is None else self._layers[option]
             how.config, how.products = layer.config, dict.fromkeys(how.products, layer)
-
-    def _counted(self) -> dict[str, int]:
-        adds: Counter[str] = Counter()
-
-        def observer(name: str) -> Callable[[str], Any]:
-            inputs: list[int] = []
-
-            def record(operand: str, t: Tensor, q: Tensor, quantizer: Any, dim: int) -> None:
-                if operand == "x_f":
-                    inputs.append(t.numel())
-                elif operand == "w_f":
-                    adds[name] += inputs.pop() * t.shape[0]
-
-            return lambda part: record
-
-        for name, module in self.modules.items():
-            assert module.emulation is not None
-            module.emulation.observer = observer(name)
-        try:
-            _measured(self._model, self._loss_of, 0)
-        finally:
-            for module in self.modules.values():
-                assert module.emulation is not None
-                module.emulation.observer = None
-        idle = next((name for name in self.modules if not adds[name]), None)
-        if idle is not None:
-            raise ArgumentError(
-                f"loss_of never ran layer {idle!r}; return the loss of a batch that runs it, or leave it out with "
-                "filter_fn="
-            )
-        return dict(adds)
 
     def channels(self, wide: Sequence[int]) -> list[int]:
         return [counted(link, self._fractions[i]) for link, i in zip(self._links, wide, strict=True)]
@@ -288,17 +422,3 @@ def _checked(loss: Any, step: int, learns: bool) -> Tensor:
     raise ArgumentError(
         f"loss_of({step}) returned {shown(loss)}; return the loss of a batch, a tensor of one element with a gradient"
     )
-
-
-def _check(loss_of: Any, optimizer: Any, policy: Any, warmup: Any) -> None:
-    if not takes(loss_of, 0):
-        raise ArgumentError(f"loss_of={shown(loss_of)} is not a function of a step; write loss_of=lambda step: ...")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentError(
-            f"optimizer={shown(optimizer)} is not a torch.optim.Optimizer; pass "
-            "torch.optim.Adam(model.parameters(), lr=1e-3)"
-        )
-    if type(warmup) is not int or warmup < 0:
-        raise ArgumentError(f"warmup={shown(warmup)} is not a number of steps; pass 0 or more")
-    if policy is None:
-        raise ArgumentError("policy=None: a search while training follows a policy; leave policy= out for the default")

@@ -64,18 +64,13 @@ def front(
             for o in range(len(cost))
             if c + cost[o] + rest <= limit
         ]
-        partials = _undominated(sorted(grown))
+        partials = []  # of each cost the least loss, where no cheaper one loses less
+        for item in sorted(grown):
+            if not partials or item[1] < partials[-1][1]:
+                partials.append(item)
         if len(partials) > LIMIT:
             partials, exact = partials[:: len(partials) // LIMIT + 1] + partials[-1:], False
     return partials, exact
-
-
-def _undominated(ordered: list[Partial]) -> list[Partial]:
-    partials: list[Partial] = []
-    for item in ordered:
-        if not partials or item[1] < partials[-1][1]:
-            partials.append(item)
-    return partials
 
 
 HIGH_BITS = 16  # what an operand that stays in high precision counts as

@@ -124,7 +124,11 @@ def search(
         costs = [[switching.forms[layer][name].cost for name in names] for layer in layers]
         allowed = budget_of(budget, bits, switching.adds, costs, costs)
         if sensitivity is None:
-            losses = _each_alone(switching, layers, names, show, executor)
+            show.stage("layers alone", len(layers) * len(names))
+            alone = [{layer: name} for layer in layers for name in names]
+            with open_tasks(switching, executor) as tasks:
+                done = {(*formats.items(),): loss for formats, loss in tasks.each_done(SwitchingModel.run, alone, show)}
+            losses = [[done[((layer, name),)] for name in names] for layer in layers]
         else:
             losses = _attributed(sensitivity, layers, names)
         picked, _ = least_loss(costs, losses, allowed)
@@ -187,16 +191,6 @@ def _sample(found: _Found, policy: Policy, show: Progress) -> None:
         sampler.learn(1 - root - policy.penalty * over if math.isfinite(loss) else -1.0, step)
         show.step(step + 1)
     found.offer(sampler.logits.argmax(1).tolist())
-
-
-def _each_alone(
-    switching: SwitchingModel, layers: list[str], names: list[str], show: Progress, executor: AnyExecutor
-) -> list[list[float]]:
-    show.stage("layers alone", len(layers) * len(names))
-    alone = [{layer: name} for layer in layers for name in names]
-    with open_tasks(switching, executor) as tasks:
-        losses = {(*formats.items(),): loss for formats, loss in tasks.each_done(SwitchingModel.run, alone, show)}
-    return [[losses[((layer, name),)] for name in names] for layer in layers]
 
 
 def _attributed(sensitivity: Any, layers: list[str], names: list[str]) -> list[list[float]]:

@@ -2,12 +2,14 @@
 """What a comparison, or ``fmtsim train --check native``, leaves behind: report, JSON record, table; all or nothing."""
 
 import json
+import math
 import platform
+import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,16 +19,169 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.products.native import card_description
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.page import write_page
-from fmtsim.lab.training.checkpoint import Checkpoint
+from fmtsim.lab.analysis.page.page import flat
+from fmtsim.lab.analysis.stats import operand_in_words
 from fmtsim.lab.training.corpus import Corpus
-from fmtsim.lab.training.lockstep import HEAD_FORMAT, Lockstep, Mismatch, emulates_head
+from fmtsim.lab.training.lockstep import HEAD_FORMAT, Lockstep, emulates_head
 from fmtsim.lab.training.models import TITLES, source_digest
-from fmtsim.lab.training.run import Run, finite
+from fmtsim.lab.training.run import Checkpoint, Run, finite
 from fmtsim.lab.training.schemes import TrainConfig
-from fmtsim.lab.training.verdict import verdict
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
+from fmtsim.support.errors import ArgumentError, DataError, first_line
 from fmtsim.support.files import Content, write_folder
+from fmtsim.support.records import parse_json
+
+Words = list[tuple[str, str]]
+SEEDS = "Larger than the scatter of seeds?"
+# Student's t for both sides together 5 %, by degrees of freedom from 1; beyond, that of 8.
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
+_BLOCKS = 10  # of the last half of the steps, whose mean gaps scatter
+_NOISE = 0.01  # squared error of a gradient, relative to its square, from which an operand is named before others
+_GROWS = 1.0  # percentage points of underflow and saturation that are a trend
+
+
+class Suspect(NamedTuple):
+    """Name an operand to look at, and why."""
+
+    layer: str
+    operand: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}, {self.operand} ({operand_in_words(self.operand)}): {self.why}"
+
+
+def verdict(record: Mapping[str, Any]) -> Words:
+    """Return pairs of a question and its answer for one comparison, or for what there is of one."""
+    baseline, simulated = record["baseline"], record.get("simulated")
+    if simulated is None or not simulated["losses"]:
+        return [("Gap", "not known: the simulated run had not begun")]
+    gap, clear = _gap_within(baseline, simulated)
+    known = "one seed does not tell; train with other --seed and --out, and call fmtsim report on all folders"
+    seeds = f"not known: {known}"
+    if clear is False:
+        seeds = f"nothing speaks for it: the gap is within what it wanders by in this run. For certain: {known}"
+    return [("Gap", gap), (SEEDS, seeds), *_next(suspects(simulated), clear, simulated["nonfinite"])]
+
+
+def _next(found: Sequence[Suspect], clear: bool | None, nonfinite: Any) -> Words:
+    names = "; ".join(f"{i}. {one}" for i, one in enumerate(found, 1))
+    return [
+        ("Where to look first", names or "no operand costs loss, adds noise or loses more with time"),
+        ("What to try", _advice(found, clear, nonfinite)),
+    ]
+
+
+def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
+    """Return the verdict of runs that differ in their seed alone: the interval of their mean gap, and where to look.
+
+    Operands are those that most seeds name; of as many, what the first seeds name counts.
+    """
+    gaps = [one["gap"]["final_loss"] for one in records]
+    finite = [gap for gap in gaps if gap is not None]
+    if len(finite) < len(gaps):
+        return [("Gap", f"{len(gaps) - len(finite)} of {len(gaps)} runs stopped before their end")]
+    mean, spread = statistics.fmean(finite), statistics.stdev(finite)
+    half = _T[min(len(finite) - 2, len(_T) - 1)] * spread / math.sqrt(len(finite))
+    clear = abs(mean) > half
+    baselines = statistics.stdev(one["baseline"]["final_loss"] for one in records)
+    answer = f"{'yes' if clear else 'no'}: the interval has {'no ' if clear else ''}zero in it"
+    size = f"{mean:+.4f} ± {half:.4f} nats per byte, the mean of {len(finite)} seeds and its 95 % interval (Student)"
+    scatter = f"losses of the baseline itself scatter by {baselines:.4f} from seed to seed (standard deviation)"
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for one in (one for record in records for one in suspects(record["simulated"])):
+        reasons.setdefault((one.layer, one.operand), []).append(one.why)
+    order = sorted(reasons, key=lambda name: -len(reasons[name]))[:3]
+    found = [Suspect(*name, f"in {len(reasons[name])} of {len(records)} seeds; {reasons[name][0]}") for name in order]
+    shared = f"{answer}; {scatter}, gaps less, as both runs of a seed share weights and batches"
+    return [("Gap", size), (SEEDS, shared), *_next(found, clear, any(r["simulated"]["nonfinite"] for r in records))]
+
+
+def _gap_within(baseline: Mapping[str, Any], simulated: Mapping[str, Any]) -> tuple[str, bool | None]:
+    """Return the gap in words, and whether it is more than it wanders by within the run; None where that is unknown."""
+    if simulated["stopped"]:
+        return f"the simulated run did not end: {simulated['stopped']}", True
+    pairs = list(zip(simulated["losses"], baseline["losses"], strict=False))
+    if any(loss is None for pair in pairs for loss in pair):
+        return "not known: a loss of the baseline is not finite", None
+    if all(a == b for a, b in pairs):
+        return f"none: all {len(pairs)} losses are equal, bit for bit", False
+    gaps = [a - b for a, b in pairs]
+    mean = statistics.fmean(gaps[-max(1, len(gaps) // 10) :])
+    said = f"{mean:+.4f} nats per byte over the last tenth of {len(gaps)} steps"
+    half = gaps[len(gaps) // 2 :]
+    size = len(half) // _BLOCKS
+    if size < 2:
+        return f"{said}; too few steps to tell that from chance", None
+    means = [statistics.fmean(half[i * size : (i + 1) * size]) for i in range(_BLOCKS)]
+    wander = 2 * statistics.stdev(means)
+    clear = abs(mean) > wander
+    how = f"two standard deviations of {_BLOCKS} means of {size} steps in the last half"
+    return f"{said}, {'more' if clear else 'no more'} than the {wander:.4f} by which it wanders ({how})", clear
+
+
+def suspects(run: Mapping[str, Any], most: int = 3) -> list[Suspect]:
+    """Return the operands to look at first: by cost in loss or noise where that was measured, else by their trend.
+
+    SQNR does not count: its floor is the format's, in every layer alike.
+    """
+    chosen: dict[str, Suspect] = {}
+    for one in (*_costly(run.get("costs")), *_growing(run.get("history"))):
+        chosen.setdefault(one.layer, one)
+    return list(chosen.values())[:most]
+
+
+def _costly(costs: Mapping[str, Any] | None) -> Iterator[Suspect]:
+    """Yield operands whose gradients are noisy, then those that cost loss, the dearest first."""
+    rows = [] if costs is None else costs["rows"]
+    noisy = [row for row in rows if (row["gradient_noise"] or 0.0) >= _NOISE]
+    for row in sorted(noisy, key=lambda row: -row["gradient_noise"]):
+        share = f"{100 * row['gradient_noise']:.2g} %"
+        yield Suspect(row["layer"], row["operand"], f"its rounding adds noise of {share} of the gradient's square")
+    dear = [row for row in rows if (row["loss"] or 0.0) > 0]
+    for row in sorted(dear, key=lambda row: -row["loss"]):
+        yield Suspect(row["layer"], row["operand"], f"its rounding costs {row['loss']:.2g} nats of a batch's loss")
+
+
+def _growing(history: Mapping[Any, Any] | None) -> Iterator[Suspect]:
+    """Yield operands of which more underflows or saturates in the last third of observed steps than in the first."""
+    steps = list((history or {}).values())
+    third = len(steps) // 3
+    if not third:
+        return
+    grown: list[tuple[float, Suspect]] = []
+    for layer, operands in steps[-1].items():
+        for operand in operands:
+            for name in ("underflow", "saturation"):
+                values = [step.get(layer, {}).get(operand, {}).get(f"{name}_percent") for step in steps]
+                first, last = (_mean(part) for part in (values[:third], values[-third:]))
+                if first is not None and last is not None and last - first >= _GROWS:
+                    why = f"its {name} grew from {first:.2g} to {last:.2g} %"
+                    grown.append((last - first, Suspect(layer, operand, why)))
+    yield from (one for _, one in sorted(grown, key=lambda pair: -pair[0]))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers else None
+
+
+def _advice(found: Sequence[Suspect], clear: bool | None, nonfinite: Any) -> str:
+    if clear is False:
+        return "fewer bits, or more steps: gaps of few steps may open later"
+    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if nonfinite else []
+    if any("saturation" in one.why for one in found):
+        advice.append("a format with a larger range, or scales from current maxima (--scaling tensor or tile128)")
+    if any(one.operand.startswith("g") for one in found):
+        advice.append("stochastic rounding of gradients (--grad-rounding stochastic), or finer scales of theirs")
+    if any(not one.operand.startswith("g") for one in found):
+        advice.append("finer scales (--scaling block32)")
+    if found:
+        layers = " and ".join(f'Rule(name="^{one.layer}$")' for one in found)
+        advice.append(f"these layers in high precision: fmtsim.convert(rules=) with {layers}")
+    return "; ".join(advice) or "another seed first, then finer scales (--scaling block32)"
+
 
 REPORT, RECORD, LAYERS = "report.html", "record.json", "layers.txt"
 CHECKPOINT = "checkpoint.safetensors"  # of an unfinished comparison
@@ -34,7 +189,18 @@ CHECKPOINT = "checkpoint.safetensors"  # of an unfinished comparison
 
 def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulated: Run) -> list[Path]:
     """Write report, record and table of a comparison to a folder, and remove its checkpoint; return their paths."""
-    return write_folder(out, {**_contents(record, baseline, simulated), CHECKPOINT: None})
+    parts = [f"{_title(record)}: {simulated.label} against {baseline.label}"]
+    for run in (baseline, simulated):
+        if run.stats is not None:
+            steps = ", ".join(map(str, run.stats.history))
+            parts.append(f"{run.label}: operands in steps {steps}\n\n{run.stats}\n\n{run.report}")
+    about = {key: value for key, value in record.items() if key not in ("baseline", "simulated", "gap", "verdict")}
+    held_out = {f"held-out loss, {run.label}": run.validation for run in (baseline, simulated)}
+    contents: dict[str, Content | None] = {
+        REPORT: _page({**about, **held_out}, (baseline, simulated)), LAYERS: "\n\n".join(parts) + "\n",
+        RECORD: json.dumps(record, indent=1, allow_nan=False) + "\n", CHECKPOINT: None,
+    }  # fmt: skip
+    return write_folder(out, contents)
 
 
 def write_unfinished(
@@ -106,21 +272,6 @@ def as_it_ran(config: TrainConfig, runs: Sequence[Run], started: Mapping[str, An
     return facts | ({"coverage": summaries[-1]} if summaries else {})
 
 
-def _contents(record: Mapping[str, Any], baseline: Run, simulated: Run) -> dict[str, Content | None]:
-    parts = [f"{_title(record)}: {simulated.label} against {baseline.label}"]
-    for run in (baseline, simulated):
-        if run.stats is not None:
-            steps = ", ".join(map(str, run.stats.history))
-            parts.append(f"{run.label}: operands in steps {steps}\n\n{run.stats}\n\n{run.report}")
-    about = {key: value for key, value in record.items() if key not in ("baseline", "simulated", "gap", "verdict")}
-    held_out = {f"held-out loss, {run.label}": run.validation for run in (baseline, simulated)}
-    return {
-        REPORT: _page({**about, **held_out}, (baseline, simulated)),
-        LAYERS: "\n\n".join(parts) + "\n",
-        RECORD: json.dumps(record, indent=1, allow_nan=False) + "\n",
-    }
-
-
 def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = ()) -> str:
     """Return the report of the runs that there are, the baseline first; the last one's operands are shown."""
     names = [f"{name}: {run.label}" for name, run in zip(("baseline", "simulated"), runs, strict=False)]
@@ -179,11 +330,16 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
     timed = (*result.labels, "optimizer and comparison")
     record = about(config, corpus, card_description(config.device))
     record["config"]["head"] = HEAD_FORMAT if emulates_head(config) else "high precision or the recipe's"
+    mismatch = result.mismatch
     return record | {
         "target": None if target is None else {"name": target.name, "library": target.library},
         "sides": list(result.labels), "optimizer": str(config.simulated.states), "parameters": result.parameters,
         "steps": result.steps, "equal": result.equal, "numbers_compared": result.compared,
-        "mismatch": None if result.mismatch is None else _mismatch(result.mismatch), "stopped": result.stopped,
+        "mismatch": None if mismatch is None else {
+            "step": mismatch.step, "kind": mismatch.kind, "tensor": mismatch.tensor, "product": mismatch.product,
+            "text": str(mismatch), **mismatch.comparison.to_dict(),
+        },
+        "stopped": result.stopped,
         "losses": result.losses,
         "seconds": {name: round(taken, 3) for name, taken in zip(timed, result.seconds, strict=True)},
         "weights_sha256": list(result.digest), "products": [_product(call, spec) for call, spec in result.products],
@@ -203,8 +359,14 @@ def check_text(record: dict[str, Any]) -> str:
     else:
         products = {"formats": f"{scheme['format']}, gradients {scheme['grad_format'] or 'as usual beside it'}",
                     "gemm": fast[scheme["fast_accum"], scheme["fast_backward"]]}  # fmt: skip
+    bases = Counter(product["basis"] for product in record["products"])
+    result = f"no bit differs after {record['steps']:,} steps"
+    if record["mismatch"] is not None:
+        result = f"DIFFERENT at {record['mismatch']['text']}"
+    elif record["stopped"] is not None:
+        result = f"{result}, then {record['stopped']}" if record["equal"] else f"stopped: {record['stopped']}"
     rows = {
-        "result": _verdict(record),
+        "result": result,
         "sides": f"{' against '.join(record['sides'])}; target {target}",
         "machine": f"{machine}, torch {record['torch']}",
         "model": f"{record['parameters']:,} parameters: " + ", ".join(f"{name} {size}" for name, size in model.items()),
@@ -216,7 +378,7 @@ def check_text(record: dict[str, Any]) -> str:
         "compared": f"{record['numbers_compared']:,} numbers: every loss, gradient and weight of every step",
         "losses": f"{record['losses'][0]:.4f} to {record['losses'][-1]:.4f}" if record["losses"] else "none",
         "weights": ", ".join(f"SHA-256 {code[:16]}" for code in record["weights_sha256"]),
-        "plans": _bases(record),
+        "plans": ", ".join(f"{count} {basis}" for basis, count in sorted(bases.items())) or "none asked",
         "time": ", ".join(f"{name} {seconds:.1f} s" for name, seconds in record["seconds"].items()),
     }
     lines = [f"{name:<9} {text}" for name, text in rows.items()]
@@ -224,30 +386,9 @@ def check_text(record: dict[str, Any]) -> str:
     return "\n".join(lines + [f"guess: {guess}" for guess in record["guesses"]])
 
 
-def _verdict(record: dict[str, Any]) -> str:
-    if record["mismatch"] is not None:
-        return f"DIFFERENT at {record['mismatch']['text']}"
-    agree = f"no bit differs after {record['steps']:,} steps"
-    if record["stopped"] is None:
-        return agree
-    return f"{agree}, then {record['stopped']}" if record["equal"] else f"stopped: {record['stopped']}"
-
-
-def _bases(record: dict[str, Any]) -> str:
-    bases = Counter(product["basis"] for product in record["products"])
-    return ", ".join(f"{count} {basis}" for basis, count in sorted(bases.items())) or "none asked"
-
-
 def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[Any], str]) -> list[Path]:
     """Write both files to a folder, all or nothing; ``dump`` makes text of a record."""
     return write_folder(out, {CHECK_RECORD: dump(record) + "\n", CHECK_TEXT: text + "\n"})
-
-
-def _mismatch(mismatch: Mismatch) -> dict[str, Any]:
-    return {
-        "step": mismatch.step, "kind": mismatch.kind, "tensor": mismatch.tensor, "product": mismatch.product,
-        "text": str(mismatch), **mismatch.comparison.to_dict(),
-    }  # fmt: skip
 
 
 def _product(call: GemmCall, found: GemmSpec) -> dict[str, Any]:
@@ -261,3 +402,93 @@ def _product(call: GemmCall, found: GemmSpec) -> dict[str, Any]:
         "unit": found.unit,
         "plan": record_to_dict(found.plan),
     }
+
+
+Record = Mapping[str, Any]
+_OWN = ("ran.command", "ran.date", "ran.duration", "config.seed")  # of each run, whatever is compared
+
+
+def read_record(folder: Path) -> Record:
+    """Return the record of a run.
+
+    Raises:
+        DataError: The folder has none, or it is damaged.
+    """
+    path = folder / RECORD
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"), nan=True)
+        if not all(record[run]["losses"] for run in ("baseline", "simulated")) or not record["ran"]:
+            raise ValueError("it has no losses")
+    except OSError:
+        raise DataError(f"{folder} has no {RECORD}; pass folders that fmtsim train --out wrote to the end") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not the record of a run ({first_line(error)}); train it again") from None
+    return record  # type: ignore[no-any-return]
+
+
+def overlay(folders: Sequence[Path]) -> str:
+    """Return a report of several runs, as HTML.
+
+    Curves that are equal have one entry of the legend; each simulated run's gap is to the baseline of its own folder.
+    Runs that differ in their seed alone have a verdict together.
+
+    Raises:
+        ArgumentError: One folder, or one twice.
+        DataError: A folder has no record, or a damaged one.
+    """
+    if len(set(folders)) < max(2, len(folders)):
+        raise ArgumentError(
+            f"report lays two or more different runs over each other, not {', '.join(map(str, folders))}; "
+            f"the report of a single one is {folders[0] / REPORT}"
+        )
+    names = [
+        folder.resolve().name if len({f.resolve().name for f in folders}) == len(folders) else str(folder)
+        for folder in folders
+    ]
+    records = dict(zip(names, map(read_record, folders), strict=True))
+    try:
+        curves: dict[str, list[float]] = {}
+        against: dict[str, str] = {}
+        for run in ("baseline", "simulated"):
+            for name, record in records.items():
+                label = f"{name}: {record[run]['label']}" + (" (baseline)" if run == "baseline" else "")
+                curves[label] = [math.nan if loss is None else loss for loss in record[run]["losses"]]
+                against[label] = f"{name}: {record['baseline']['label']} (baseline)"
+        rows = {name: dict(flat(_described(record))) for name, record in records.items()}
+        differing, equal = dict[str, Any](), dict[str, Any]()
+        for key in dict.fromkeys(key for row in rows.values() for key in row):
+            values = {name: row.get(key, "-") for name, row in rows.items()}
+            (equal if len(set(values.values())) == 1 else differing)[key] = values
+        same = {key: next(iter(values.values())) for key, values in equal.items()}
+        return write_page(
+            None, title=" against ".join(names), curves=curves, against=against, loss_unit="nats per byte",
+            verdict=[line for group in _alike(records, rows) for line in _words(group)],
+            configuration={"differs": differing, "in all": same},
+            notes=[f"Heatmaps, exponents and costs of a run are in {REPORT} of its folder"],
+        )  # fmt: skip
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        places = ", ".join(str(folder / RECORD) for folder in folders)
+        raise DataError(
+            f"one of {places} is damaged ({type(error).__name__}: {first_line(error)}); train it again"
+        ) from error
+
+
+def _described(record: Record) -> dict[str, Any]:
+    return {key: record[key] for key in ("ran", "config", "corpus", "machine", "fmtsim", "torch")}
+
+
+def _alike(records: Mapping[str, Record], rows: Mapping[str, Mapping[str, str]]) -> list[dict[str, Record]]:
+    """Return the runs in groups of those that differ in their seed alone."""
+    groups: dict[Any, dict[str, Record]] = {}
+    for name, record in records.items():
+        settings = tuple(item for item in rows[name].items() if not item[0].startswith(_OWN))
+        groups.setdefault(settings, {})[name] = record
+    return list(groups.values())
+
+
+def _words(group: Mapping[str, Record]) -> Words:
+    names = ", ".join(group)
+    seeds = [record["config"]["seed"] for record in group.values()]
+    if len(set(seeds)) < 2:
+        return [(f"{name}: {question}", answer) for name in group for question, answer in verdict(group[name])]
+    return [(f"{names}: {question}", answer) for question, answer in verdict_of_seeds(list(group.values()))]

@@ -64,9 +64,28 @@ def load_corpus(path: str | Path | None, context: int) -> Corpus:
     if not source.exists():
         raise DataError(f"--data {name}: no such file or folder; {hint}, or leave it out for Python's own sources")
     if source.is_file():
-        text, files, truncated = _single(source, hint)
+        text, whole = _read(source, MAX_BYTES)
+        if not text:
+            raise DataError(f"--data {source}: the file is empty; {hint}")
+        if b"\0" in text:
+            raise DataError(f"--data {source}: the file holds NUL bytes and is not text; {hint}")
+        files, truncated = 1, not whole
     elif source.is_dir():
-        text, files, truncated = _folder(source, name, recursive=path is not None, hint=hint)
+        parts, total, seen, truncated = [], 0, 0, False
+        for file in sorted(source.glob("*.py")) if path is None else _files(source):
+            seen += 1
+            text, whole = _read(file, MAX_BYTES - total)
+            truncated |= not whole
+            if text and b"\0" not in text:
+                parts.append(text)
+                total += len(text)
+            if total >= MAX_BYTES:
+                truncated = True
+                break
+        if not parts:
+            why = f"{seen} files, all empty or binary" if seen else "no files"
+            raise DataError(f"--data {name}: the folder holds {why}; {hint}")
+        text, files = b"\n".join(parts), len(parts)
     else:
         raise DataError(f"--data {name}: neither a file nor a folder; {hint}")
     needed = VALIDATION_SHARE * (context + 2)
@@ -94,33 +113,6 @@ def _standard_library() -> Path:
     if not (folder / "os.py").is_file():
         raise DataError(f"the standard library's sources are not at {folder}; pass --data with a text file or a folder")
     return folder
-
-
-def _single(path: Path, hint: str) -> tuple[bytes, int, bool]:
-    text, whole = _read(path, MAX_BYTES)
-    if not text:
-        raise DataError(f"--data {path}: the file is empty; {hint}")
-    if b"\0" in text:
-        raise DataError(f"--data {path}: the file holds NUL bytes and is not text; {hint}")
-    return text, 1, not whole
-
-
-def _folder(folder: Path, name: str, *, recursive: bool, hint: str) -> tuple[bytes, int, bool]:
-    parts, total, seen, truncated = [], 0, 0, False
-    for path in _files(folder) if recursive else sorted(folder.glob("*.py")):
-        seen += 1
-        text, whole = _read(path, MAX_BYTES - total)
-        truncated |= not whole
-        if text and b"\0" not in text:
-            parts.append(text)
-            total += len(text)
-        if total >= MAX_BYTES:
-            truncated = True
-            break
-    if not parts:
-        why = f"{seen} files, all empty or binary" if seen else "no files"
-        raise DataError(f"--data {name}: the folder holds {why}; {hint}")
-    return b"\n".join(parts), len(parts), truncated
 
 
 def _files(folder: Path) -> Iterator[Path]:

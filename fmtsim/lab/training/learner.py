@@ -3,7 +3,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,25 +75,19 @@ class LossScaler:
                 g.div_(self.scale)
             elif inverse != 1:
                 g.mul_(inverse)
-        self._update(finite)
-        return finite
-
-    def _update(self, finite: bool) -> None:
-        rule = self.rule
-        if rule is None or rule.interval is None:
-            return
-        if not finite:
+        if self.rule.interval is not None and not finite:
             self._clean = 0
             self._left -= 1
             if self._left <= 0:
-                self.scale = _float32(self.scale * rule.backoff)
-            return
-        self._left = rule.hysteresis
-        self._clean += 1
-        if self._clean == rule.interval:
-            grown = _float32(self.scale * rule.growth)
-            self.scale = grown if math.isfinite(grown) else self.scale
-            self._clean = 0
+                self.scale = _float32(self.scale * self.rule.backoff)
+        elif self.rule.interval is not None:
+            self._left = self.rule.hysteresis
+            self._clean += 1
+            if self._clean == self.rule.interval:
+                grown = _float32(self.scale * self.rule.growth)
+                self.scale = grown if math.isfinite(grown) else self.scale
+                self._clean = 0
+        return finite
 
 
 def _float32(x: float) -> float:
@@ -187,21 +181,18 @@ class Learner:
         With ranks each takes its part of the batch, one after another, and their gradients are reduced.
         """
         with repeatable(self.model, self.config.seed, step):
-            return self._backward(inputs, targets)
-
-    def _backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        if self.reduction is None:
-            return backward(self.model, inputs, targets, self.scheme, self.scaler)
-        parameters = list(self.model.parameters())
-        losses, gradients = [], []
-        for x, y in zip(inputs.chunk(self.ranks), targets.chunk(self.ranks), strict=True):
-            losses.append(backward(self.model, x, y, self.scheme, self.scaler))
-            gradients.append([p.grad for p in parameters])
-            for p in parameters:
-                p.grad = None
-        for p, g in zip(parameters, self.reduction.reduce(gradients), strict=True):
-            p.grad = g
-        return torch.stack(losses).mean()
+            if self.reduction is None:
+                return backward(self.model, inputs, targets, self.scheme, self.scaler)
+            parameters = list(self.model.parameters())
+            losses, gradients = [], []
+            for x, y in zip(inputs.chunk(self.ranks), targets.chunk(self.ranks), strict=True):
+                losses.append(backward(self.model, x, y, self.scheme, self.scaler))
+                gradients.append([p.grad for p in parameters])
+                for p in parameters:
+                    p.grad = None
+            for p, g in zip(parameters, self.reduction.reduce(gradients), strict=True):
+                p.grad = g
+            return torch.stack(losses).mean()
 
     def unscale(self) -> bool:
         """Divide the gradients by the loss scale and clip them; return True if the optimizers may step."""
@@ -258,7 +249,12 @@ def make_optimizers(model: torch.nn.Module, scheme: Scheme, config: TrainConfig)
     Madam moves matrices. What a factor cannot move (vectors, whose zeros stay, and matrices of zeros) keeps a float32
     AdamW beside it.
     """
-    states, groups = scheme.states, list(_groups(model, scheme, config))
+    states, groups = scheme.states, [_group(list(model.parameters()), config.lr, config)]
+    if scheme.unit_variance:
+        groups = [
+            _group(group["params"], group["lr"], config)
+            for group in mu_parameter_groups(model, SCALED_RATE * config.lr)
+        ]
     if states == ADAMW:
         return [torch.optim.AdamW(groups, betas=BETAS)]
     if states.rule == "adamw":
@@ -275,15 +271,6 @@ def make_optimizers(model: torch.nn.Module, scheme: Scheme, config: TrainConfig)
 
 def _moved(p: Tensor) -> bool:
     return p.dim() > 1 and bool(p.detach().any())
-
-
-def _groups(model: torch.nn.Module, scheme: Scheme, config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield the groups of AdamW: one, or where a recipe gives weights unit variance those of its rates."""
-    if not scheme.unit_variance:
-        yield _group(list(model.parameters()), config.lr, config)
-        return
-    for group in mu_parameter_groups(model, SCALED_RATE * config.lr):
-        yield _group(group["params"], group["lr"], config)
 
 
 def _group(parameters: list[Any], peak: float, config: TrainConfig) -> dict[str, Any]:

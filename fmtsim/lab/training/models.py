@@ -154,7 +154,15 @@ class OwnModel(nn.Module):
     def loss_of(self, out: Any, targets: Tensor, vocabulary: int = VOCABULARY) -> Tensor:
         """Return the mean loss in nats per token, of what the model returned for the inputs before these targets."""
         if self.takes_targets:
-            return self._loss(out)
+            items = [out.loss] if isinstance(getattr(out, "loss", None), Tensor) else out
+            several = items if isinstance(items, list | tuple) else [items]
+            losses = [x for x in several if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()]
+            if len(losses) != 1:
+                raise ArgumentError(
+                    f"--model {self.where}: its forward(inputs, targets) returned {_what(out)}; return the mean loss, "
+                    "a tensor without dimensions"
+                )
+            return losses[0]
         logits = getattr(out, "logits", out)
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != targets.shape:
             raise ArgumentError(
@@ -167,17 +175,6 @@ class OwnModel(nn.Module):
                 "the argument vocabulary"
             )
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def _loss(self, out: Any) -> Tensor:
-        items = [out.loss] if isinstance(getattr(out, "loss", None), Tensor) else out
-        several = items if isinstance(items, list | tuple) else [items]
-        losses = [x for x in several if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()]
-        if len(losses) != 1:
-            raise ArgumentError(
-                f"--model {self.where}: its forward(inputs, targets) returned {_what(out)}; return the mean loss, a "
-                "tensor without dimensions"
-            )
-        return losses[0]
 
 
 def _what(value: Any) -> str:
@@ -249,10 +246,7 @@ def _check_name(architecture: str) -> None:
 
 def _own(architecture: str, sizes: dict[str, int], seed: int) -> OwnModel:
     _check_name(architecture)
-    return _checked(architecture, returned(architecture, seed, sizes))
-
-
-def _checked(architecture: str, model: Any) -> OwnModel:
+    model = returned(architecture, seed, sizes)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"--model {architecture} returned {shown(model)}; return a torch.nn.Module")
     if not any(p.requires_grad for p in model.parameters()):

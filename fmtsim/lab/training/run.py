@@ -1,27 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run: its record, all that changes while it goes on, and its steps."""
 
+import contextlib
 import dataclasses
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fmtsim.formats.tensor_file import StoredTensor, read_tensors, stored_tensor, tensor_content
+from fmtsim.gemm.targets.doubts import collected_guesses
+from fmtsim.lab.analysis.attribute import attribute
 from fmtsim.lab.analysis.observation import Observation
+from fmtsim.lab.analysis.observe import observe
+from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.corpus import Corpus, sample
-from fmtsim.lab.training.learner import Learner
-from fmtsim.lab.training.models import build_model, without_head
+from fmtsim.lab.training.learner import Learner, autocast
+from fmtsim.lab.training.models import MODELS, OwnModel, build_model, without_head
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.nn.convert import REASONS, convert, set_step
 from fmtsim.nn.planning import FILTERED
-from fmtsim.nn.report import Report
+from fmtsim.nn.report import Report, report
 from fmtsim.recipes.plan import HIGH
-from fmtsim.support.records import record_of
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
+from fmtsim.support.files import write_folder
+from fmtsim.support.progress import Progress
+from fmtsim.support.records import parse_json, record_of
 from fmtsim.support.table import jsonable
 
 
@@ -131,34 +142,6 @@ def training_steps(
             return
 
 
-def descend(
-    steps: Iterable[int], loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer | Callable[[int], None],
-    prepare: Callable[[int], None] = lambda step: None,
-) -> Iterator[tuple[int, float]]:  # fmt: skip
-    """Take a training step for each number, and yield it with its loss; a loss that is not finite ends the training.
-
-    Args:
-        steps: Numbers of the steps.
-        loss_of: The loss of a step.
-        optimizer: Steps after the backward pass; or a function of the step that does, and clears the gradients.
-        prepare: Runs before the optimizer, to set its rate or to clip gradients.
-    """
-    for step in steps:
-        loss = loss_of(step)
-        number = loss.item()
-        if not math.isfinite(number):
-            yield step, number
-            return
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        prepare(step)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            optimizer(step)
-        yield step, number
-
-
 def simulate(
     model: torch.nn.Module, scheme: Scheme, config: TrainConfig, generator: torch.Generator, **machine: Any
 ) -> None:
@@ -182,3 +165,270 @@ def keys(config: TrainConfig) -> torch.Generator:
 def finite(number: float) -> float | None:
     """Return a number as JSON holds it: NaN and infinities are None."""
     return number if math.isfinite(number) else None
+
+
+_LAYOUT = "training checkpoint 4"
+_TENSOR = "$tensor"  # stands in the JSON for a tensor, by its name
+
+
+class Checkpoint:
+    """Write the state of a comparison to a safetensors file after every so many steps, and take it up again.
+
+    The file has runs that are finished and, of the one at work, weights, the optimizer's state, what delayed scaling
+    and loss scaling remember, the random generators' states, losses and statistics. It appears whole or not at all.
+
+    Args:
+        path: The file; its folder is made if need be.
+        settings: What decides the bits (``settings``), as JSON types; a comparison with others is refused.
+        every: Steps between files; 0 writes none.
+
+    Attributes:
+        runs: Runs that are finished.
+        guesses: Warnings of plans that are guesses.
+        begun: Runs that are finished, and the one at work.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], every: int) -> None:
+        if every < 0:
+            raise ArgumentError(f"--checkpoint-every {every} is not allowed; choose 1 or more, or 0 for no checkpoints")
+        self.path, self.every = path, every
+        self.settings = json.loads(json.dumps(settings))
+        self.runs: list[Run] = []
+        self.guesses: list[str] = []
+        self._pending: dict[str, Any] | None = None
+        self._current: Run | None = None
+
+    @property
+    def begun(self) -> list[Run]:
+        """Runs that are finished, and the one at work."""
+        at_work = self._current is not None and all(self._current is not run for run in self.runs)
+        return [*self.runs, *([self._current] if at_work and self._current else [])]
+
+    def read(self) -> str:
+        """Take up what the file holds; return in words how far that is.
+
+        Raises:
+            DataError: The file is missing, corrupt or no checkpoint.
+            ArgumentError: It is of other settings; the message has the first one.
+        """
+        stored, metadata = read_tensors(self.path)
+        if metadata.get("fmtsim") != _LAYOUT:
+            raise DataError(f"{self.path} is not a checkpoint of this version; delete it, or choose another --out")
+        try:
+            tensors = {name: part.tensor() for name, part in stored.items()}
+            state = _joined(parse_json(metadata["state"], nan=True), tensors)
+            other = next(_differences(state["settings"], self.settings), None)
+            if other is None:
+                return self._take(state)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self._malformed(error) from error
+        raise ArgumentError(
+            f"{self.path} is of another training: {other}; pass the same settings, delete it, or choose another --out"
+        )
+
+    def _take(self, state: dict[str, Any]) -> str:
+        runs, self.guesses, self._pending = state["runs"], state["guesses"], state["current"]
+        self.runs = [Run.of_state(run) for run in runs]
+        done = [f"{run.label} is finished" for run in self.runs]
+        if self._pending is not None:
+            done.append(f"{self._pending['run']['label']} goes on after step {len(self._pending['run']['losses'])}")
+        return ", ".join(done)
+
+    def restore(self, parts: Parts) -> None:
+        """Begin a run, where the file left it if that is in the middle of one."""
+        state, self._pending = self._pending, None
+        self._current = parts.run
+        if state is None:
+            return
+        try:
+            parts.learner.model.load_state_dict(state["model"])
+            parts.learner.load_state_dict(state)
+            parts.batches.set_state(state["batches"])
+            parts.keys.set_state(state["keys"])
+            run = Run.of_state(state["run"])
+            for field in fields(Run):
+                setattr(parts.run, field.name, getattr(run, field.name))
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, OverflowError) as error:
+            raise self._malformed(error) from error
+
+    def save(self, parts: Parts | None = None) -> None:
+        """Write the file where it is time: the finished runs and, unless it is between two of them, the one at work.
+
+        Raises:
+            DataError: It cannot be written; the file before it is still there.
+        """
+        if not self.every or (parts is not None and len(parts.run.losses) % self.every):
+            return
+        state = {
+            "settings": self.settings, "runs": [run.state_dict() for run in self.runs],
+            "guesses": list(dict.fromkeys(self.guesses)), 
+            "current": None if parts is None else {
+                "run": parts.run.state_dict(), "model": parts.learner.model.state_dict(), **parts.learner.state_dict(),
+                "batches": parts.batches.get_state(), "keys": parts.keys.get_state(),
+            },
+        }  # fmt: skip
+        tensors: dict[str, StoredTensor] = {}
+        metadata = {"fmtsim": _LAYOUT, "state": json.dumps(_split(state, "", tensors))}
+        write_folder(self.path.parent, {self.path.name: tensor_content(tensors, metadata)})
+
+    def _malformed(self, error: Exception) -> DataError:
+        return DataError(
+            f"{self.path}: the checkpoint does not fit ({type(error).__name__}: {error}); delete it, or choose "
+            "another --out"
+        )
+
+
+def _split(value: Any, name: str, tensors: dict[str, StoredTensor]) -> Any:
+    """Return nested dicts and lists with names in the place of tensors, which are put aside."""
+    if isinstance(value, Tensor):
+        tensors[name] = stored_tensor(value)
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return {str(key): _split(item, f"{name}/{key}".lstrip("/"), tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_split(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
+    return value
+
+
+def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_TENSOR}:
+            return tensors[value[_TENSOR]]
+        return {key: _joined(item, tensors) for key, item in value.items()}
+    return [_joined(item, tensors) for item in value] if isinstance(value, list) else value
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    elif before != now:
+        yield f"{name} was {before!r} and is {now!r}"
+
+
+VALIDATION_BATCHES = 8
+COST_STEPS, COST_ROWS = 100, 8  # steps from which a run measures the cost of its operands; windows of text for it
+
+
+def compare_schemes(
+    config: TrainConfig, corpus: Corpus, progress: Progress, checkpoint: Checkpoint | None = None
+) -> tuple[Run, Run]:
+    """Train both models; equal configs give equal losses, bit for bit, on one machine with one number of threads.
+
+    With a checkpoint the state is written as it says, and a comparison whose file it has read goes on from there.
+    """
+    runs = [] if checkpoint is None else checkpoint.runs
+    with collected_guesses() as guesses, deterministic(config.device):
+        rehearse(config)
+        if checkpoint is not None:
+            guesses[:0] = checkpoint.guesses
+            checkpoint.guesses = guesses
+        for scheme in (config.baseline, config.simulated)[len(runs) :]:
+            runs.append(train(scheme, config, corpus, progress, checkpoint))
+            if checkpoint is not None:
+                checkpoint.save()
+    # an order that was given is not a guess
+    runs[1].guesses = list(dict.fromkeys(guesses)) if config.simulated.plan is None else []
+    return runs[0], runs[1]
+
+
+def rehearse(config: TrainConfig) -> None:
+    """Let a wrong option fail before minutes of baseline; where a target or unit multiplies, by a step of one layer.
+
+    Formats and sizes that the target does not take show there, and kernels are compiled outside the measured time.
+    """
+    scheme = config.simulated
+    if scheme.recipe is None:
+        scheme.linear_config()
+        if not scheme.emulated and config.architecture in MODELS:
+            return
+    # Rules of a recipe are about all layers; a target does the same in each of them.
+    model = build_model(config, layers=None if scheme.recipe is not None else 1)
+    simulate(model, scheme, config, keys(config))
+    inputs = torch.zeros(config.batch_size, config.model.context, dtype=torch.int64, device=config.device)
+    Learner(model, scheme, config).backward(inputs, inputs, 0)
+
+
+def train(
+    scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progress, checkpoint: Checkpoint | None = None
+) -> Run:
+    """Train one model under a scheme; a loss that is not finite ends the run and is recorded."""
+    parts = begin(scheme, config)
+    run, learner = parts.run, parts.learner
+    if scheme.simulated:
+        tokens = torch.zeros(config.batch_size, config.model.context, dtype=torch.long, device=config.device)
+        run.report = report(learner.model, (tokens, tokens))
+    if checkpoint is not None:
+        checkpoint.restore(parts)
+    if run.report is not None:
+        progress.say(run.report.summary)
+    beneath_modes = torch._C._len_torch_dispatch_stack() > 0  # as simulate is one: layers then show no operands
+    looks = observed_steps(config.steps) if scheme.simulated and not beneath_modes else set()
+    progress.stage(run.label, config.steps)
+    watch = lambda step: observe(learner.model) if step in looks else contextlib.nullcontext()  # noqa: E731
+    for step, seen in training_steps(parts, scheme, config, corpus, watch):
+        if seen is not None and (run.stopped is None or run.stats is None):  # where it blows up, the looks before that
+            run.stats = run.stats or Observation()
+            run.stats.merge(seen, step)
+        if run.stats is not None:
+            run.stats.steps = step
+        if run.stopped is None:
+            progress.step(step, f"loss {run.losses[-1]:.4f}")
+            if checkpoint is not None:
+                checkpoint.save(parts)
+    scaler = learner.scaler
+    run.skipped, run.nonfinite, run.loss_scale = scaler.skipped, scaler.nonfinite, scaler.scale
+    run.state_bytes = learner.state_bytes()
+    if run.stopped is None:
+        with autocast(scheme, config.device):
+            run.validation = validate(learner.model, config, corpus)
+        if not math.isfinite(run.validation):
+            run.stopped = f"the loss became {run.validation} after the last step"
+    if run.stopped:
+        progress.say(f"{run.label}: stopped, {run.stopped}")
+    elif run.stats is not None and config.steps >= COST_STEPS:
+        run.costs = costs(learner.model, config, corpus)
+    return run
+
+
+def costs(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> dict[str, Any] | None:
+    """Return what ``attribute`` estimates of a trained model on held-out text, None where it refuses the model."""
+    rows, generator = min(COST_ROWS, config.batch_size), torch.Generator().manual_seed(config.seed + 3)
+    batch = sample(corpus.validation, rows, config.model.context, generator, config.device)
+    try:
+        return attribute(model, batch, progress=False).to_dict()
+    except FmtsimError:
+        return None
+
+
+def validate(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> float:
+    """Return the mean loss over batches of held-out text that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(config.seed + 2)
+    if isinstance(model, OwnModel):
+        model.eval()  # the package's own have no dropout
+    with torch.no_grad():
+        losses = [
+            float(model(*sample(corpus.validation, config.batch_size, config.model.context, generator, config.device)))
+            for _ in range(VALIDATION_BATCHES)
+        ]
+    return sum(losses) / len(losses)
+
+
+def observed_steps(steps: int) -> set[int]:
+    """Return the steps whose operands are counted: the first and each twentieth; of few steps four, of many 60.
+
+    Such a step takes about three times as long as another, so that counting adds a tenth.
+    """
+    looks = min(60, max(4, steps // 20))
+    return {1} | {max(1, steps * look // looks) for look in range(1, looks + 1)}
+
+
+@contextlib.contextmanager
+def bounded_threads(count: int | None) -> Iterator[None]:
+    """Bound torch's threads, which the engine follows, for a while; None leaves them as they are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

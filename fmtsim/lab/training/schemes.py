@@ -216,10 +216,7 @@ class TrainConfig:
             raise ArgumentError(f"--clip {self.clip} is not a norm; choose a number above 0, or 0 for no clipping")
         if not 0 <= self.seed < 1 << 63:
             raise ArgumentError(f"--seed {self.seed} is not allowed; choose 0 to 2**63 - 1")
-        self._share()
-
-    def _share(self) -> None:
-        """Fill in the number of ranks, and refuse one that does not fit."""
+        # Fill in the number of ranks, and refuse one that does not fit.
         reduction = self.simulated.reduced_by if self.simulated.reduces else None
         asked = self.ranks is not None
         ranks = self.ranks if self.ranks is not None else RANKS if reduction else 1

@@ -31,12 +31,6 @@ def cancel_neighbours(x: Tensor, generator: torch.Generator) -> None:
     x[..., 1:pairs:2] = -x[..., 0:pairs:2] * (1 + bend)
 
 
-def cancel_halves(x: Tensor) -> None:
-    """Make the second half of every other row its first half, negated and a little larger."""
-    half = x.shape[-1] // 2
-    x[..., 1::2, half : 2 * half] = -x[..., 1::2, :half] * (1 + 2.0**-6)
-
-
 def cancel_scattered(x: Tensor, small: int, large: int, generator: torch.Generator) -> None:
     """Scale every other row by 2**small, except for values times 2**large in pairs that cancel, far apart or near."""
     x[1::2] *= 2.0**small

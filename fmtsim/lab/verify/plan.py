@@ -12,8 +12,18 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedForma
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import FloatFormat
-from fmtsim.lab.verify import checks
-from fmtsim.lab.verify.outcome import Advance, Outcome, Tally, Task, covers, task_of
+from fmtsim.lab.verify.outcome import (
+    Advance,
+    Outcome,
+    Tally,
+    Task,
+    against_oracle,
+    all_codes,
+    between_engines,
+    blocks_against_oracle,
+    covers,
+    task_of,
+)
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.engine import Casts
@@ -119,13 +129,13 @@ def default_tasks(engines: dict[str, Casts], names: list[str] | None = None) -> 
         scaled = isinstance(fmt, BlockFormat | LogTileFormat)
         chosen: list[tuple[str, Callable[..., Outcome]]] = []
         if scaled:
-            chosen.append(("block oracle", checks.blocks_against_oracle))
+            chosen.append(("block oracle", blocks_against_oracle))
         if not scaled and fmt.bits <= ORACLE_BITS:
-            chosen.append(("oracle", checks.against_oracle))
+            chosen.append(("oracle", against_oracle))
         if not scaled and fmt.bits <= CODE_BITS:
-            chosen.append(("codes", checks.all_codes))
+            chosen.append(("codes", all_codes))
         if len(engines) > 1:
-            chosen.append(("engines", checks.between_engines))
+            chosen.append(("engines", between_engines))
         tasks += [_task(name, fmt, lambda _, fmt=fmt, check=check: check(fmt, engines)) for name, check in chosen]  # type: ignore[misc]
     return tasks
 

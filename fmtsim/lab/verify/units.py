@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every unit of the catalogue on a device, against the engine of the CPU: operands, plans and numbers of each kind."""
 
+import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +19,69 @@ from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.units.unit import Mode, get_unit, list_units
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.verify.gemm import Replay, replay_task
 from fmtsim.lab.verify.operands import spread, sprinkled
-from fmtsim.lab.verify.outcome import Advance, Task, moved
+from fmtsim.lab.verify.outcome import Advance, Task, moved, task_of
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Say what replaying one set of recordings gave.
+
+    Args:
+        set: Name of the file, and for library calls the kind of call.
+        machine: The GPU with its unit, or the target.
+        cases: Instructions' rows or library calls that were replayed; ``skipped`` were left out by a limit.
+        outputs: Results compared.
+        mismatches: Results whose bits differ; at least 1 where replaying raised an error.
+        in_guesses: Those of the mismatches that are in calls whose accumulation order is a guess.
+        plans: The evidence for the accumulation orders, with the number of calls of each: ``recorded`` for this very
+            shape, ``reported``, ``rule``, or ``guess``.
+        first: The first difference in hex, or the error.
+    """
+
+    set: str
+    machine: str
+    cases: int
+    outputs: int
+    mismatches: int
+    in_guesses: int = 0
+    skipped: int = 0
+    plans: tuple[tuple[str, int], ...] = ()
+    seconds: float = 0.0
+    first: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return dataclasses.asdict(self) | {"plans": dict(self.plans)}
+
+
+def merged(replays: Iterable[Replay]) -> list[Replay]:
+    """Return replays with those of one set, which follow each other, as one."""
+    results: list[Replay] = []
+    for replay in replays:
+        before = results[-1] if results and results[-1].set == replay.set else None
+        if before is None:
+            results.append(replay)
+            continue
+        summed = ("cases", "outputs", "mismatches", "in_guesses", "skipped", "seconds")
+        numbers: dict[str, Any] = {name: getattr(before, name) + getattr(replay, name) for name in summed}
+        plans = Counter(dict(before.plans)) + Counter(dict(replay.plans))
+        results[-1] = dataclasses.replace(
+            before, machine=before.machine or replay.machine, plans=tuple(plans.most_common()),
+            first=before.first or replay.first, **numbers,
+        )  # fmt: skip
+    return results
+
+
+def replay_task(name: str, replay: Callable[[Advance], Replay]) -> Task:
+    """Return the task of replaying one set."""
+    failed = partial(Replay, set=name, machine="", cases=0, outputs=0, mismatches=1)
+    return task_of(name, replay, lambda error: failed(first=f"replaying {error}"))
+
 
 Product = Callable[..., Tensor]
 Arguments = tuple[Mode, str, str, GemmPlan, str, int]

@@ -20,8 +20,8 @@ from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
 from fmtsim.lab.explain import Element, explain
-from fmtsim.lab.explain.element import neighbours, turning_point
-from fmtsim.lab.verify.checks import SPECIALS, beyond
+from fmtsim.lab.explain.verb import neighbours, turning_point
+from fmtsim.lab.verify.outcome import SPECIALS, beyond
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.files import Content
 
@@ -52,7 +52,16 @@ def make_vectors(fmt: Format, options: dict[str, Any]) -> tuple[Vectors, dict[st
     vectors = Vectors(fmt, options, groups, tensors)
     facts = {"format": format_to_json(fmt), "casts": f"{json.dumps(options)}\n{json.dumps(groups)}"}
     data = tensor_content({name: stored_tensor(part) for name, part in tensors.items()}, facts)
-    return vectors, {FILE: data, "vectors.txt": _text(vectors), "README.md": _readme(vectors)}
+    # Every bit pattern in hexadecimal; rows of zeros in tiles are left out.
+    x, lines = vectors.tensors["input"], list[str]()
+    tensors = vectors.tensors | {"codes": unpacked(vectors, vectors.tensors["codes"])}
+    for name, (first, last) in vectors.groups.items():
+        lines.append(f"# {name}")
+        for case in range(first, last + 1):
+            rows = x[case].any(-1) if x.dim() == 3 and x.shape[1] > 1 else ...
+            cut = lambda part: part[case][rows] if part.shape[:2] == x.shape[:2] else part[case]  # noqa: B023, E731
+            lines.append("; ".join([str(case), *(f"{name} {_hex(cut(part))}" for name, part in tensors.items())]))
+    return vectors, {FILE: data, "vectors.txt": "\n".join(lines) + "\n", "README.md": _readme(vectors)}
 
 
 def read_vectors(folder: Path) -> Vectors:
@@ -163,19 +172,6 @@ def unpacked(vectors: Vectors, codes: Tensor) -> Tensor:
     """Return codes as files hold them, one an element; those of packed formats stay bytes of blocks."""
     packed, x = isinstance(vectors.format, PackedFormat), vectors.tensors["input"]
     return codes if packed or codes.shape == x.shape else restore(codes, None, vectors.format, -1, x.shape)[0]
-
-
-def _text(vectors: Vectors) -> str:
-    """Return every bit pattern in hexadecimal; rows of zeros in tiles are left out."""
-    x, lines = vectors.tensors["input"], list[str]()
-    tensors = vectors.tensors | {"codes": unpacked(vectors, vectors.tensors["codes"])}
-    for name, (first, last) in vectors.groups.items():
-        lines.append(f"# {name}")
-        for case in range(first, last + 1):
-            rows = x[case].any(-1) if x.dim() == 3 and x.shape[1] > 1 else ...
-            cut = lambda part: part[case][rows] if part.shape[:2] == x.shape[:2] else part[case]  # noqa: B023, E731
-            lines.append("; ".join([str(case), *(f"{name} {_hex(cut(part))}" for name, part in tensors.items())]))
-    return "\n".join(lines) + "\n"
 
 
 def _readme(vectors: Vectors) -> str:

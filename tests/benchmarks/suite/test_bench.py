@@ -15,11 +15,10 @@ from benchmarks.suite.__main__ import main, product_table
 from benchmarks.suite.against import Figure, figures
 from benchmarks.suite.gemm import CASES, Case, Result, case_named, measure, product_of
 from benchmarks.suite.overheads import Overhead
-from benchmarks.suite.timing import in_turns
+from benchmarks.suite.timing import in_turns, processor
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.cli.machine import processor
 from fmtsim.lab.cli.main import BAD_INPUT
 
 

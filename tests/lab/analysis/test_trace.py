@@ -17,8 +17,7 @@ from fmtsim.formats.tensor_file import read_tensors, write_tensors
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.lab.analysis import fingerprint
 from fmtsim.lab.analysis.fingerprint import Fingerprints
-from fmtsim.lab.analysis.stored_call import read_call, stored_call
-from fmtsim.lab.analysis.trace import Trace
+from fmtsim.lab.analysis.trace import Trace, read_call, stored_call
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DataError

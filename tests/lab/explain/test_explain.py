@@ -25,9 +25,8 @@ from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.lab.explain import explain
-from fmtsim.lab.explain.element import decide, neighbours
 from fmtsim.lab.explain.product import explain_mm  # noqa: F401  # and others below: explanations.txt calls them
-from fmtsim.lab.explain.scale import tile_values
+from fmtsim.lab.explain.verb import decide, neighbours, tile_values
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import Datapath  # noqa: F401
 from fmtsim.spec.plan import GemmPlan  # noqa: F401

@@ -17,7 +17,7 @@ from benchmarks import step_memory
 from benchmarks.activation_memory import bytes_kept
 from fmtsim import lab
 from fmtsim.lab.memory import ModelSize, StoredFormats, bits_per_element, model_size
-from fmtsim.lab.memory.weights import weights_of
+from fmtsim.lab.memory.states import weights_of
 from fmtsim.lab.training.decoders import GPT, Block, GPTConfig, LlamaBlock
 from fmtsim.ptq import QuantisedCache
 from tests.support.operands import normal

@@ -7,7 +7,7 @@ import pytest
 
 import fmtsim
 from fmtsim.lab.memory import Lora, ModelSize, Parallel, StoredFormats, bits_per_element, model_size
-from fmtsim.lab.memory.weights import weights_of
+from fmtsim.lab.memory.states import weights_of
 from fmtsim.optim.catalogue import bytes_per_parameter
 
 

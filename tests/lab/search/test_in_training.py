@@ -11,8 +11,7 @@ from torch import nn
 import fmtsim
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.search import Policy, in_training
-from fmtsim.lab.search.channels import counted, links_of, narrow, narrowed
-from fmtsim.lab.search.in_training import _Search
+from fmtsim.lab.search.in_training import _Search, counted, links_of, narrow, narrowed
 from fmtsim.lab.search.verb import Sampler
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes.registry import get_recipe

@@ -14,11 +14,10 @@ import torch
 import fmtsim
 from fmtsim.gemm.targets import doubts
 from fmtsim.lab.cli.main import BAD_INPUT, main
-from fmtsim.lab.training import learner, loop
+from fmtsim.lab.training import learner
 from fmtsim.lab.training import run as training_run
 from fmtsim.lab.training.artifacts import make_record, settings
-from fmtsim.lab.training.checkpoint import Checkpoint
-from fmtsim.lab.training.loop import compare_schemes
+from fmtsim.lab.training.run import Checkpoint, compare_schemes
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import LossScale, OptimizerConfig, get_recipe
 from fmtsim.spec.plan import GemmPlan
@@ -136,7 +135,7 @@ def test_guesses_of_both_parts_are_told_once(tmp_path, corpus, monkeypatch):
         return original(*args)
 
     monkeypatch.setattr(learner, "backward", backward)
-    monkeypatch.setattr(loop, "rehearse", lambda config: doubts._collected[-1].append("one"))
+    monkeypatch.setattr(training_run, "rehearse", lambda config: doubts._collected[-1].append("one"))
     assert compared(tmp_path / "x", config(), corpus, stop=5)[1] is None
     assert compared(tmp_path / "x", config(), corpus)[1]["simulated"]["guesses"] == ["one", "two"]
     plan = dataclasses.replace(STOCHASTIC, target="h200", plan=GemmPlan(), rounding="nearest_even")
@@ -205,7 +204,7 @@ def test_a_checkpoint_that_lacks_something(tmp_path, corpus, key, monkeypatch):
             state.pop(key, None)
         return dump(state, **how)
 
-    monkeypatch.setattr("fmtsim.lab.training.checkpoint.json", types.SimpleNamespace(dumps=without, loads=json.loads))
+    monkeypatch.setattr("fmtsim.lab.training.run.json", types.SimpleNamespace(dumps=without, loads=json.loads))
     compared(tmp_path / "x", config(), corpus, stop=1)
     with pytest.raises(DataError, match=rf"x: the checkpoint does not fit \(KeyError: '{key}'\); delete it, or choose"):
         compared(tmp_path / "x", config(), corpus)
@@ -219,7 +218,7 @@ def test_a_number_that_no_float_holds_is_named(tmp_path, corpus, monkeypatch):
             value["current"]["moments"][0]["0"]["step"] = 10**400
         return dump(value, **how)
 
-    monkeypatch.setattr("fmtsim.lab.training.checkpoint.json", types.SimpleNamespace(dumps=beyond, loads=json.loads))
+    monkeypatch.setattr("fmtsim.lab.training.run.json", types.SimpleNamespace(dumps=beyond, loads=json.loads))
     compared(tmp_path / "x", config(), corpus, stop=1)
     with pytest.raises(DataError, match=r"does not fit \(OverflowError: int too large .*\); delete it, or choose"):
         compared(tmp_path / "x", config(), corpus)

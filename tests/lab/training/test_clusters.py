@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.training.sweep import SweepConfig, points_of
-from fmtsim.lab.training.sweep_folder import RUNS, read_runs, run_sweep
+from fmtsim.lab.training.sweep import RUNS, SweepConfig, points_of, read_runs, run_sweep
 from fmtsim.support import executors
 from fmtsim.support.errors import DeviceError
 from fmtsim.support.executors import open_tasks

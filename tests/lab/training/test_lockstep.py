@@ -18,7 +18,7 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.training import artifacts, lockstep
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.lockstep import build_side, check_native, run_lockstep
-from fmtsim.lab.training.loop import train
+from fmtsim.lab.training.run import train
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.plan import GemmPlan

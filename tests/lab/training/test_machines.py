@@ -10,8 +10,7 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
 from fmtsim.lab.training.artifacts import make_record
 from fmtsim.lab.training.corpus import load_corpus
-from fmtsim.lab.training.loop import compare_schemes
-from fmtsim.lab.training.run import Run
+from fmtsim.lab.training.run import Run, compare_schemes
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.datapath import Datapath

@@ -11,8 +11,7 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.decoders import GPT
 from fmtsim.lab.training.learner import LossScaler, backward
-from fmtsim.lab.training.loop import rehearse, train
-from fmtsim.lab.training.run import simulate
+from fmtsim.lab.training.run import rehearse, simulate, train
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.nn import convert
 from fmtsim.recipes import LossScale, Recipe, get_recipe, list_recipes, save_recipe

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.training import scaling_law
-from fmtsim.lab.training.scaling_law import Choice, ScalingLaw, Trained, fit_law
+from fmtsim.lab.training import sweep_result as scaling_law
 from fmtsim.lab.training.sweep import speed_of
+from fmtsim.lab.training.sweep_result import Choice, ScalingLaw, Trained, fit_law
 from tests.support.refusals import refused
 
 LAW = ScalingLaw(

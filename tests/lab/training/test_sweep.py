@@ -13,13 +13,23 @@ import torch
 import torch.nn.functional as F
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.studies import _integers
-from fmtsim.lab.training import sweep_folder
+from fmtsim.lab.cli.training import _integers
+from fmtsim.lab.training import sweep
 from fmtsim.lab.training.corpus import TASKS, sample, score, task_corpus
 from fmtsim.lab.training.learner import schedule
 from fmtsim.lab.training.run import begin, training_steps
-from fmtsim.lab.training.sweep import Point, SweepConfig, SweepRun, points_of, scheme_of, sharpness, train_point
-from fmtsim.lab.training.sweep_folder import RUNS, read_runs, run_sweep
+from fmtsim.lab.training.sweep import (
+    RUNS,
+    Point,
+    SweepConfig,
+    SweepRun,
+    points_of,
+    read_runs,
+    run_sweep,
+    scheme_of,
+    sharpness,
+    train_point,
+)
 from fmtsim.lab.training.sweep_result import (
     Shape,
     SweepResult,
@@ -94,7 +104,7 @@ def test_a_sweep_goes_on_where_it_was_killed(tmp_path, corpus, whole, monkeypatc
         file.write('{"scheme": "fp32", "lr"')  # the last line, cut short
     trained = []
     real = train_point
-    monkeypatch.setattr(sweep_folder, "train_point", lambda *given: trained.append(given[1]) or real(*given))
+    monkeypatch.setattr(sweep, "train_point", lambda *given: trained.append(given[1]) or real(*given))
     found = run_sweep(CONFIG, POINTS, corpus, tmp_path, Progress())
     assert trained == POINTS[3:] and bits(found) == bits(whole) and len(read_runs(tmp_path)) == 8
     assert bits(run_sweep(CONFIG, POINTS[::-1], corpus, tmp_path, Progress())) == bits(whole)[::-1]
@@ -128,7 +138,7 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path, corpus):
         ArgumentError, match="holds a sweep of another clip .1.0, not None.; choose another --out, or pass"
     ):
         run_sweep(dataclasses.replace(CONFIG, clip=None), POINTS[:1], corpus, tmp_path, Progress())
-    path = tmp_path / sweep_folder.SETTINGS
+    path = tmp_path / sweep.SETTINGS
     told = json.loads(path.read_text())
     path.write_text(json.dumps(told | {"schemes": {"e8m3": {}}}))
     refused("another scheme e8m3", run_sweep, CONFIG, POINTS, corpus, tmp_path, Progress())
@@ -354,7 +364,7 @@ def test_ctrl_c_says_what_is_done(tmp_path, text, monkeypatch, capsys):
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(sweep_folder, "train_point", interrupted)
+    monkeypatch.setattr(sweep, "train_point", interrupted)
     words = ["sweep", *SMALL, "--schemes", "fp32", "--steps", "2", "--workers", "1", "--data", str(text)]
     assert main([*words, "--out", str(tmp_path)]) == 130
     assert f"2 of 16 runs are in {tmp_path}; the same command goes on" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from fmtsim.lab.training.corpus import sample
 from fmtsim.lab.training.decoders import GPT
 from fmtsim.lab.training.learner import BETAS, CLIP, MADAM_RATE, WEIGHT_DECAY, Learner, schedule
 from fmtsim.lab.training.lockstep import build_side, run_lockstep
-from fmtsim.lab.training.loop import compare_schemes, train
+from fmtsim.lab.training.run import compare_schemes, train
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.recipes import OptimizerConfig, get_recipe
 from fmtsim.rounding.modes import Rounding

@@ -15,12 +15,12 @@ import torch
 from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training import summary
-from fmtsim.lab.training import learner, loop
+from fmtsim.lab.training import learner
+from fmtsim.lab.training import run as training_run
 from fmtsim.lab.training.artifacts import make_record, write_artifacts
 from fmtsim.lab.training.decoders import GPT, check_size
 from fmtsim.lab.training.learner import schedule
-from fmtsim.lab.training.loop import compare_schemes, observed_steps, train
-from fmtsim.lab.training.run import Run
+from fmtsim.lab.training.run import Run, compare_schemes, observed_steps, train
 from fmtsim.lab.training.schemes import Scheme
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_from_dict
@@ -222,7 +222,7 @@ def test_interrupting_leaves_a_report_of_what_there_is(tmp_path, text):
 
 
 def test_interrupting_before_the_first_step_writes_nothing(tmp_path, text, capsys, monkeypatch):
-    monkeypatch.setattr(loop, "rehearse", lambda config: _interrupt())
+    monkeypatch.setattr(training_run, "rehearse", lambda config: _interrupt())
     assert main(["train", *SMALL, "--data", str(text), "--out", str(tmp_path / "out"), "--quiet"]) == 130
     assert capsys.readouterr().err == f"\nfmtsim: interrupted; nothing was written to {tmp_path / 'out'}\n"
     assert list(tmp_path.iterdir()) == []

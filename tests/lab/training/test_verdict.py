@@ -7,9 +7,8 @@ import math
 import pytest
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.training import loop
-from fmtsim.lab.training.overlay import overlay
-from fmtsim.lab.training.verdict import _T, SEEDS, suspects, verdict, verdict_of_seeds
+from fmtsim.lab.training import run as training_run
+from fmtsim.lab.training.artifacts import _T, SEEDS, overlay, suspects, verdict, verdict_of_seeds
 from fmtsim.support.errors import DataError
 from tests.support.refusals import refused
 from tests.support.reports import data_of
@@ -123,7 +122,7 @@ SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16"
 
 def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
     """A second seed, and another format of the first one, whose baselines are equal."""
-    monkeypatch.setattr(loop, "COST_STEPS", 3)
+    monkeypatch.setattr(training_run, "COST_STEPS", 3)
     monkeypatch.chdir(tmp_path)
     for name, how in (("a", ["--seed", "0"]), ("b", ["--seed", "1"]), ("c", ["--seed", "0", "--format", "e5m2"])):
         assert main(["train", *SMALL, *how, "--data", str(text), "--out", name, "--quiet"]) == 0

@@ -11,11 +11,20 @@ import torch
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.verify import checks, default_tasks, exhaustive_tasks, outcome, units
-from fmtsim.lab.verify.checks import boundaries, finite_values, rough_matrix, words_for
-from fmtsim.lab.verify.gemm import Replay, merged
-from fmtsim.lab.verify.outcome import Outcome, PlantedError, Tally, engines, task_of
+from fmtsim.lab.verify import default_tasks, exhaustive_tasks, outcome, units
+from fmtsim.lab.verify.outcome import (
+    Outcome,
+    PlantedError,
+    Tally,
+    boundaries,
+    engines,
+    finite_values,
+    rough_matrix,
+    task_of,
+    words_for,
+)
 from fmtsim.lab.verify.plan import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
+from fmtsim.lab.verify.units import Replay, merged
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import IntegerDatapath
@@ -41,7 +50,7 @@ def test_checks_of_each_kind_of_format():
 
 def test_casts_of_a_check():
     def of(name, dtype):
-        found = list(checks.casts(get_format(name), dtype))
+        found = list(outcome.casts(get_format(name), dtype))
         assert all(cast.format == get_format(name) and cast.dim == -1 for cast in found)
         assert {cast.rounding.random_bits for cast in found if cast.rounding.mode == "stochastic"} == {8}
         return [(cast.rounding.mode, cast.overflow) for cast in found]

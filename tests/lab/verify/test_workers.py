@@ -18,9 +18,9 @@ from fmtsim import Datapath, get_format
 from fmtsim.casts import ops
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.verify import units, workers
-from fmtsim.lab.verify.gemm import Replay, merged
 from fmtsim.lab.verify.outcome import OnDevice, PlantedError, device_of
 from fmtsim.lab.verify.plan import default_tasks
+from fmtsim.lab.verify.units import Replay, merged
 from fmtsim.lab.verify.workers import Job
 from fmtsim.support.errors import DeviceError
 from tests.support import faults

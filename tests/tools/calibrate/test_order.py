@@ -10,7 +10,7 @@ import torch
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.explain.order_data import make_data, question
+from fmtsim.lab.explain.samples import make_data, question
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order as order_of

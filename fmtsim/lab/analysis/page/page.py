@@ -19,7 +19,7 @@ import fmtsim
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
-from fmtsim.lab.analysis.stats import OperandStats, in_order, operand_in_words
+from fmtsim.lab.analysis.stats import in_order, operand_in_words
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.files import StrPath, write_file
 from fmtsim.support.records import checked
@@ -76,7 +76,15 @@ def observation_data(observation: Any) -> dict[str, Any] | None:
         "history": {name: column if len(set(column)) > 1 else column[:1] for name, column in columns.items()},
         "totals": {name: [_figure(s, name) for s in every] for name in METRICS},
         "formats": [s.format if s else None for s in every],
-        "histograms": [_histogram(s) if s else None for s in every], "choices": format_choices(),
+        "histograms": [
+            {
+                "nonzero": s.nonzero, "finite": s.elements - s.nonfinite, "largest": s.amax,
+                "plain": _trimmed(s.exponents), "scaled": _trimmed(s.scaled_exponents),
+                "window": None if s.window is None else [float(edge) for edge in s.window],
+            } if s else None
+            for s in every
+        ],
+        "choices": format_choices(),
     }  # fmt: skip
 
 
@@ -143,14 +151,6 @@ def _figure(s: Any, name: str) -> float | str | None:
     return None if s is None else number(getattr(s, name))
 
 
-def _histogram(s: OperandStats) -> dict[str, Any]:
-    return {
-        "nonzero": s.nonzero, "finite": s.elements - s.nonfinite, "largest": s.amax, "plain": _trimmed(s.exponents),
-        "scaled": _trimmed(s.scaled_exponents),
-        "window": None if s.window is None else [float(edge) for edge in s.window],
-    }  # fmt: skip
-
-
 def _trimmed(counts: Tensor) -> list[int]:
     """Return the first exponent that occurs, and the counts from it to the last one."""
     used = counts.nonzero().flatten().tolist()
@@ -209,22 +209,19 @@ def write_page(
         "attribution": attribution_data(attribution),
         "configuration": [] if not configuration else list(flat(configuration)),
     }  # fmt: skip
-    page = _filled(title, json.dumps(data, separators=(",", ":"), allow_nan=False))
-    if path is not None:
-        write_file(path, page)
-    return page
-
-
-def _filled(title: str, data: str) -> str:
-    """Return the page: in JSON no ``<`` is left that could end its element, and only the script's own hash may run."""
+    # The page: in JSON no ``<`` is left that could end its element, and only the script's own hash may run.
+    content = json.dumps(data, separators=(",", ":"), allow_nan=False)
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "title": escape(title), "script": script, "script_hash": f"sha256-{digest}",
-        "style": (_PARTS / "page.css").read_text(encoding="utf-8"), "data": data.replace("<", "\\u003c"),
+        "style": (_PARTS / "page.css").read_text(encoding="utf-8"), "data": content.replace("<", "\\u003c"),
     }  # fmt: skip
     template = (_PARTS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    if path is not None:
+        write_file(path, page)
+    return page
 
 
 def flat(value: Any, name: str = "") -> Any:

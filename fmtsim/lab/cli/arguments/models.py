@@ -6,15 +6,27 @@ from typing import Any
 
 from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli import names
-from fmtsim.lab.cli.model_options import add_formats, add_model, add_quiet, add_simulate
-from fmtsim.lab.cli.options import EXECUTOR, add_device, add_json, add_target, count, flag, one_of, option, repeated
+from fmtsim.lab.cli.options import (
+    EXECUTOR,
+    add_device,
+    add_formats,
+    add_json,
+    add_model,
+    add_quiet,
+    add_simulate,
+    add_target,
+    count,
+    flag,
+    one_of,
+    option,
+    repeated,
+)
 from fmtsim.support.errors import ArgumentError, shown
 
 _IGNORE = "leave this layer, or what 're:PATTERN' matches, in high precision (default: the head of a language model)"
 
 
 def declare_observe(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_model(parser)
     add_formats(parser.add_argument_group("the formats to cast the operands to (the model itself is unchanged)"))
     option(parser, "--steps", "batches, each run forward and backward", 8)
@@ -29,7 +41,6 @@ def declare_observe(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_attribute(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_model(parser)
     add_formats(parser.add_argument_group("the formats to which the model's operands are rounded"))
     flag(parser, "--exact", "round operands one at a time, a pass for each, instead of an estimate from 8 passes")
@@ -43,7 +54,6 @@ def declare_attribute(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_mismatch(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_model(parser)
     sides = parser.add_argument_group("the two engines; --model may be a name such as llama-8b as well")
     for side in ("trainer", "rollout"):
@@ -57,7 +67,6 @@ def declare_mismatch(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_ptq(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     scheme = "a scheme of post-training quantisation, such as int8_static, or a JSON file; 'list' prints all names"
     option(parser, "--scheme", scheme, metavar="NAME", names=names.schemes, required=True)
     add_model(parser, required=False)
@@ -81,7 +90,6 @@ def check_ptq(arguments: argparse.Namespace) -> None:
 
 
 def declare_search(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_model(parser)
     option(parser, "--batches", "batches for calibration and measurement", 8)
     what = parser.add_argument_group("formats and budget (--bits or --budget)")
@@ -131,10 +139,50 @@ TRAIN_DEFAULTS: dict[str, Any] = {
 
 
 def declare_train(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    _add_scheme(parser.add_argument_group("what is simulated"))
-    _add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
-    _add_system(parser.add_argument_group("optimizer and ranks (default: those of the recipe)"))
+    group = parser.add_argument_group("what is simulated")
+    recipe = (
+        "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
+        "all names, and --target recipe is the GPU that it was designed for"
+    )
+    option(group, "--recipe", recipe, metavar="NAME", names=names.recipes)
+    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME", names=names.formats)
+    gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
+    option(group, "--grad-format", gradients, metavar="NAME", names=names.formats)
+    option(
+        group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE", names=names.roundings
+    )
+    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE",
+           names=names.roundings)  # fmt: skip
+    option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
+    scaling = (
+        "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
+        "block formats have blocks of their own"
+    )
+    option(group, "--scaling", scaling, choices=SCALINGS)
+    group = parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)")
+    add_target(group)
+    dtype = "dtype of operations other than linear layers, under torch.autocast (default: the recipe's, else none)"
+    option(group, "--autocast", dtype, choices=("bfloat16", "float16"))
+    fast = "use_fast_accum=True for a target's forward products; gradients promote their accumulators"
+    flag(group, "--fast-accum", fast)
+    flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
+    check = (
+        "native: instead of the comparison with a baseline, train with the device's own products and with emulated "
+        "ones in lockstep, and stop at the first bit of a loss, gradient or weight that differs (exit code 1)"
+    )
+    option(group, "--check", check, choices=("native",))
+    minutes = "with --check: start no step after this many minutes, and write the findings"
+    option(group, "--minutes", minutes, type=float)
+    group = parser.add_argument_group("optimizer and ranks (default: those of the recipe)")
+    option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
+    rule = "optimizer, such as madam (default adamw)"
+    option(group, "--optimizer", rule, metavar="NAME", names=names.optimizers, type=one_of(names.optimizers))
+    state = "format of its states, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
+    option(group, "--state", state, metavar="NAME", names=names.states)
+    reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
+    option(group, "--reduction", reduction, metavar="NAME", names=names.reductions)
+    ranks = "simulated ranks that share the windows of a step (default 2 with a low-precision reduction, else 1)"
+    count(group, "--ranks", ranks)
     how = parser.add_argument_group("model and training")
     model = "gpt, llama, or FILE.py:function that returns a torch.nn.Module; see docs/recipes.md"
     option(how, "--model", model, "gpt", "NAME", names.functions)
@@ -159,58 +207,7 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _add_scheme(group: argparse._ArgumentGroup) -> None:
-    recipe = (
-        "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
-        "all names, and --target recipe is the GPU that it was designed for"
-    )
-    option(group, "--recipe", recipe, metavar="NAME", names=names.recipes)
-    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME", names=names.formats)
-    gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
-    option(group, "--grad-format", gradients, metavar="NAME", names=names.formats)
-    option(
-        group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE", names=names.roundings
-    )
-    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE",
-           names=names.roundings)  # fmt: skip
-    option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
-    scaling = (
-        "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
-        "block formats have blocks of their own"
-    )
-    option(group, "--scaling", scaling, choices=SCALINGS)
-
-
-def _add_system(group: argparse._ArgumentGroup) -> None:
-    option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
-    rule = "optimizer, such as madam (default adamw)"
-    option(group, "--optimizer", rule, metavar="NAME", names=names.optimizers, type=one_of(names.optimizers))
-    state = "format of its states, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
-    option(group, "--state", state, metavar="NAME", names=names.states)
-    reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
-    option(group, "--reduction", reduction, metavar="NAME", names=names.reductions)
-    ranks = "simulated ranks that share the windows of a step (default 2 with a low-precision reduction, else 1)"
-    count(group, "--ranks", ranks)
-
-
-def _add_target(group: argparse._ArgumentGroup) -> None:
-    add_target(group)
-    dtype = "dtype of operations other than linear layers, under torch.autocast (default: the recipe's, else none)"
-    option(group, "--autocast", dtype, choices=("bfloat16", "float16"))
-    fast = "use_fast_accum=True for a target's forward products; gradients promote their accumulators"
-    flag(group, "--fast-accum", fast)
-    flag(group, "--fast-backward", "use_fast_accum=True for gradients as well")
-    check = (
-        "native: instead of the comparison with a baseline, train with the device's own products and with emulated "
-        "ones in lockstep, and stop at the first bit of a loss, gradient or weight that differs (exit code 1)"
-    )
-    option(group, "--check", check, choices=("native",))
-    minutes = "with --check: start no step after this many minutes, and write the findings"
-    option(group, "--minutes", minutes, type=float)
-
-
 def declare_report(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     option(parser, "folders", "folders that fmtsim train --out wrote", metavar="DIR", nargs="+", names=names.runs)
     option(parser, "--out", "the HTML report", "fmtsim-report.html", "FILE")
 
@@ -226,7 +223,6 @@ SWEEP_SIZES = {
 
 
 def declare_sweep(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     what = parser.add_argument_group("runs: every combination of these lists, such as 1,2,4 or 0..3")
     schemes = "recipes and formats; A/B computes forward as A and gradients as B"
     option(what, "--schemes", schemes, SWEEP_DEFAULTS["schemes"], "LIST", names.recipes_and_formats)
@@ -304,8 +300,16 @@ def declare_memory(parser: argparse.ArgumentParser) -> None:
     )
     flag(saved, "--dropout", "count dropout masks")
     flag(saved, "--quantize-early", "layers save codes that the forward pass made for the backward product")
-    _add_devices(parser.add_argument_group("devices"))
-    _add_serving(parser.add_argument_group("serving instead of training (with --weights and --devices)"))
+    devices = parser.add_argument_group("devices")
+    count(devices, "--devices", "number of devices (default 1)")
+    count(devices, "--zero", "ZeRO stage: 1 shards states, 2 gradients too, 3 weights too, as FSDP does (default 0)")
+    count(devices, "--tensor-parallel", "devices over which each layer is sharded")
+    flag(devices, "--sequence-parallel", "shard activations between layers, too")
+    served = parser.add_argument_group("serving instead of training (with --weights and --devices)")
+    flag(served, "--serve", "count weights and the KV cache")
+    count(served, "--context", "cached tokens per request")
+    count(served, "--requests", "concurrent requests (default 1)")
+    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", names=names.formats)
     flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
     add_json(parser)
 
@@ -314,17 +318,3 @@ def check_memory(arguments: argparse.Namespace) -> None:
     """Refuse both or neither of a model and a number of parameters."""
     if (arguments.model is None) == (arguments.params is None):
         raise ArgumentError("fmtsim memory needs a model; pass either --model llama-8b, a config.json, or --params 7B")
-
-
-def _add_devices(devices: argparse._ArgumentGroup) -> None:
-    count(devices, "--devices", "number of devices (default 1)")
-    count(devices, "--zero", "ZeRO stage: 1 shards states, 2 gradients too, 3 weights too, as FSDP does (default 0)")
-    count(devices, "--tensor-parallel", "devices over which each layer is sharded")
-    flag(devices, "--sequence-parallel", "shard activations between layers, too")
-
-
-def _add_serving(served: argparse._ArgumentGroup) -> None:
-    flag(served, "--serve", "count weights and the KV cache")
-    count(served, "--context", "cached tokens per request")
-    count(served, "--requests", "concurrent requests (default 1)")
-    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", names=names.formats)

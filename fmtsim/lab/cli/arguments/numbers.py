@@ -28,7 +28,6 @@ KINDS = ("float", "int", "codebook", "log", "block", "log_tile")
 
 
 def declare_formats(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     option(parser, "pattern", "names or aliases to list, such as 'mx*' (default: all)", metavar=None, nargs="?")
     option(parser, "--kind", "list one kind of format", choices=KINDS)
     codes = parser.add_argument_group("the codes of one format")
@@ -48,7 +47,6 @@ def check_formats(arguments: argparse.Namespace) -> None:
 
 
 def declare_cast(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument(
         "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
     )
@@ -67,7 +65,6 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def declare_explain(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument(
         "numbers", nargs="+", metavar="NUMBER",
         help="one number, or the consecutive numbers of a block; - reads them from standard input",
@@ -93,7 +90,6 @@ SLOW_EVERY = 128
 
 
 def declare_mm(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     for name in ("m", "n", "k"):
         parser.add_argument(name, type=int, metavar=name.upper(), help=f"{name.upper()} of [M, K] x [K, N]")
     how = parser.add_argument_group("simulated arithmetic (one of these)")
@@ -142,7 +138,6 @@ def check_mm(arguments: argparse.Namespace) -> None:
 
 
 def declare_identify(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     files = ".npy, .npz, .pt or .safetensors; FILE:NAME picks one tensor of a file"
     parser.add_argument("a", metavar="A", help=f"[M, K]: {files}")
     parser.add_argument("b", metavar="B", help="[K, N]")
@@ -173,7 +168,6 @@ def check_identify(arguments: argparse.Namespace) -> None:
 
 
 def declare_invariance(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     what = parser.add_argument_group("which products (default: the layers of gpt2)")
     add_layers(what, "bf16")
     option(what, "--sizes", "rows of the layers' input: a list (1,77,512) or a range (1..512)", "1..512", "LIST")
@@ -185,7 +179,6 @@ def declare_invariance(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     source = "the checkpoint: a folder, a .safetensors or a .gguf file; without --out also a block format"
     parser.add_argument("folder", metavar="FOLDER", help=source)
     option(parser, "--to", "the block format", metavar="FORMAT", names=names.formats, required=True)
@@ -201,7 +194,6 @@ def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_vectors(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     option(parser, "format", "any format that fmtsim.encode takes", metavar=None, names=names.formats, nargs="?")
     option(parser, "--out", "the folder to write; README.md there says how to use it", metavar="DIR", type=Path)
     count(parser, "--block-size", "numbers that share a scale")

@@ -1,18 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of the commands that compare and check results."""
+"""Arguments of the commands that compare and check results, and of those about this machine."""
 
 import argparse
 import re
 from pathlib import Path
 
 from fmtsim.lab.cli import names
-from fmtsim.lab.cli.model_options import MODEL, add_data, add_formats, add_model, add_simulate
-from fmtsim.lab.cli.options import EXECUTOR, SUFFIXES, add_json, add_target, count, flag, option, repeated, tensor_file
+from fmtsim.lab.cli.options import (
+    EXECUTOR,
+    MODEL,
+    SUFFIXES,
+    add_data,
+    add_formats,
+    add_json,
+    add_layers,
+    add_model,
+    add_simulate,
+    add_target,
+    add_tokens,
+    count,
+    flag,
+    option,
+    repeated,
+    tensor_file,
+)
 from fmtsim.support.errors import ArgumentError
 
 
+def declare_info(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+PLACES = {
+    "bash": "~/.local/share/bash-completion/completions/fmtsim",
+    "zsh": "a file that ~/.zshrc sources behind compinit",
+    "fish": "~/.config/fish/completions/fmtsim.fish",
+}
+
+
+def declare_completion(parser: argparse.ArgumentParser) -> None:
+    places = "; ".join(f"{place} ({shell})" for shell, place in PLACES.items())
+    parser.add_argument("shell", choices=PLACES, help=f"print the script for this shell; save it as {places}")
+
+
+def declare_doctor(parser: argparse.ArgumentParser) -> None:
+    dropped = "look for terms that the target's library omits, and for accumulation orders that are guesses"
+    flag(parser, "--gemm", dropped)
+    what = parser.add_argument_group("with --gemm: which products (default: the layers of gpt2)")
+    add_layers(what, "bf16")
+    add_tokens(what)
+    named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
+    option(what, "--target", named, metavar="NAME", names=names.targets)
+    add_json(parser)
+
+
+def declare_warmup(parser: argparse.ArgumentParser) -> None:
+    device = "cpu, cuda or cuda:1 (default: the CPU, and the current GPU where kernels run on it)"
+    option(parser, "--device", device, metavar="DEVICE")
+    flag(parser, "--quiet", "show no progress")
+    add_json(parser)
+
+
 def declare_trace(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     add_model(parser)
     option(parser, "--out", "the trace, a safetensors file", metavar="FILE")
     option(parser, "--level", "modules, or aten: every operator of torch", "modules", choices=("modules", "aten"))
@@ -25,7 +74,6 @@ def declare_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def declare_bisect(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("a", metavar="A", help=f"a trace (.safetensors); or {MODEL}")
     parser.add_argument("b", metavar="B", help="the run to compare with, in the same forms")
     add_data(parser)
@@ -56,7 +104,6 @@ def _is_trace(path: Path) -> bool:
 
 
 def declare_audit(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     option(parser, "trace", "a file of fmtsim trace --level aten --tensors all", metavar="TRACE", names=names.traces)
     option(parser, "--target", "hold it to this GPU, h200 or h100 (default: the trace's own)", metavar="GPU",
            names=names.simulated)  # fmt: skip
@@ -73,7 +120,6 @@ def check_audit(arguments: argparse.Namespace) -> None:
 
 
 def declare_compare(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     what = f"{', '.join(SUFFIXES)}; FILE:NAME picks one tensor of a file"
     parser.add_argument("actual", metavar="ACTUAL", help=f"a file of tensors: {what}")
     parser.add_argument("expected", metavar="EXPECTED", help="the file to compare with")
@@ -88,7 +134,6 @@ def check_compare(arguments: argparse.Namespace) -> None:
 
 
 def declare_verify(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
     parser.add_argument("what", nargs="?", choices=("casts", "gemm"),
                         help="casts (default), or matrix products; both where --device is given")  # fmt: skip
     device = (
