@@ -97,7 +97,15 @@ class Ranks:
         print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
         prints = self._prints(print_)
         if any(other != print_ for other in prints):
-            raise ArgumentError(self._disagreement(facts, prints))
+            texts = self.gather_objects([[repr(fact), str(fact)] for fact in facts], "the comparison of arguments")
+            other = next(rank for rank, value in enumerate(prints) if value != prints[0])
+            pairs = zip(texts[0], texts[other], strict=False)
+            mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (texts[0][0], texts[other][0]))
+            first, second = (mine[1], its[1]) if mine[1] != its[1] else (mine[0], its[0])
+            raise ArgumentError(
+                f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
+                "call the same collective with equal shapes, dtypes and records on all ranks"
+            )
         self._agreed.add(hashable)
 
     def present(self, what: str) -> None:
@@ -161,21 +169,11 @@ class Ranks:
 
     def _start(self, verb: Any, x: Tensor, rank: int, silent: list[tuple[int, RuntimeError]]) -> Any:
         try:
-            return verb(x, self._global(rank), self.group)
+            assert self.group is not None
+            return verb(x, dist.get_global_rank(self.group, rank), self.group)
         except RuntimeError as error:
             silent.append((rank, error))
             return None
-
-    def _disagreement(self, facts: tuple[Any, ...], prints: list[int]) -> str:
-        texts = self.gather_objects([[repr(fact), str(fact)] for fact in facts], "the comparison of arguments")
-        other = next(rank for rank, value in enumerate(prints) if value != prints[0])
-        pairs = zip(texts[0], texts[other], strict=False)
-        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (texts[0][0], texts[other][0]))
-        first, second = (mine[1], its[1]) if mine[1] != its[1] else (mine[0], its[0])
-        return (
-            f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
-            "call the same collective with equal shapes, dtypes and records on all ranks"
-        )
 
     def _reduce(self, x: Tensor, op: Any, what: str) -> Tensor:
         reduced = x.clone()
@@ -183,10 +181,6 @@ class Ranks:
             with self.answering(what):
                 dist.all_reduce(reduced, op, group=self.group)
         return reduced
-
-    def _global(self, rank: int) -> int:
-        assert self.group is not None
-        return dist.get_global_rank(self.group, rank)
 
     @contextmanager
     def answering(self, what: str) -> Iterator[None]:

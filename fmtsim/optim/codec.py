@@ -151,7 +151,17 @@ def encode(x: Tensor, fmt: StateFormat, previous: Mapping[str, Tensor], key: Ran
         scale = _scale(rows, fmt, fmt.scaling, previous.get("scale"))
         scaled = _scaled(rows, scale, fmt.scaling)
         parts["scale"] = scale.reshape(-1)
-    codes = _element_codes(scaled.reshape(-1)[: x.numel()], x, fmt, key)
+    # Codes of the scaled numbers y, flat; NaN takes code 0 of a codebook.
+    y = scaled.reshape(-1)[: x.numel()]
+    if isinstance(fmt.format, CodebookFormat):
+        bounds = _thresholds(fmt.format, fmt.ties, y.device)
+        codes = torch.searchsorted(bounds, torch.where(y == y, y, -math.inf), right=True)
+        if fmt.keep_sign:
+            zero = fmt.format.values.index(0.0)
+            codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
+    else:
+        spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
+        codes = encode_elements(y, spec, key if fmt.stochastic else None).codes
     return {"codes": packed(codes, fmt.format)} | parts
 
 
@@ -262,17 +272,3 @@ def _scaled(rows: Tensor, scale: Tensor, scaling: Scaling) -> Tensor:
     if scaling.arithmetic == "reciprocal":
         scale = torch.ones_like(scale) / scale.clamp(min=scaling.eps)
     return rows * scale
-
-
-def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None) -> Tensor:
-    """Round scaled numbers y, flat, to codes; NaN takes code 0 of a codebook."""
-    assert fmt.format is not None
-    if isinstance(fmt.format, CodebookFormat):
-        bounds = _thresholds(fmt.format, fmt.ties, y.device)
-        codes = torch.searchsorted(bounds, torch.where(y == y, y, -math.inf), right=True)
-        if fmt.keep_sign:
-            zero = fmt.format.values.index(0.0)
-            codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
-        return codes
-    spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
-    return encode_elements(y, spec, key if fmt.stochastic else None).codes

@@ -137,8 +137,20 @@ def quantize_matrix(
     # 1. what all blocks share
     working = FP64 if input_dtype == "float64" else FP32
     cast = _Cast(how, overflow or fmt.default_overflow, working, out_format, word)
-    # 2. block by block
-    blocks = _blocks(rows, fmt.block)
+    # 2. block by block: cut the matrix into rows of blocks, short at the far edges
+    height, width = len(rows), len(rows[0]) if rows else 0
+
+    def spans(extent: int, size: int | None) -> Iterator[range]:
+        step = size or extent
+        return (range(start, min(start + step, extent)) for start in (range(0, extent, step) if extent else ()))
+
+    def cut(rows_of: range, columns: range) -> _Block:
+        places = [(i, j) for i in rows_of for j in columns]
+        return _Block(places, [rows[i][j] for i, j in places])
+
+    blocks = [
+        [cut(rows_of, columns) for columns in spans(width, fmt.block[1])] for rows_of in spans(height, fmt.block[0])
+    ]
     levels = fmt if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
     shared: list[list[Any]] = (
         [[None] * len(row) for row in blocks] if levels is None else _shared_amaxes(blocks, levels)
@@ -164,26 +176,22 @@ def quantize_matrix(
     )
 
 
-def _blocks(rows: Matrix, block: tuple[int | None, int | None]) -> list[list[_Block]]:
-    """Cut a matrix into rows of blocks, short at the far edges."""
-    height, width = len(rows), len(rows[0]) if rows else 0
-
-    def spans(extent: int, size: int | None) -> Iterator[range]:
-        step = size or extent
-        return (range(start, min(start + step, extent)) for start in (range(0, extent, step) if extent else ()))
-
-    def cut(rows_of: range, columns: range) -> _Block:
-        places = [(i, j) for i in rows_of for j in columns]
-        return _Block(places, [rows[i][j] for i, j in places])
-
-    return [[cut(rows_of, columns) for columns in spans(width, block[1])] for rows_of in spans(height, block[0])]
-
-
 def _quantize_block(
     block: _Block, fmt: BlockFormat | LogTileFormat, cast: _Cast, shared_amax: Fraction | None
 ) -> _Result:
     if isinstance(fmt, LogTileFormat):
-        return _log_tile(block, fmt, cast)
+        magnitudes = [m for m in (clamped32(abs(Fraction(x))) for x in block.finite) if m]
+        low, step = _log_range(magnitudes, fmt) if magnitudes else (0.0, 0.0)
+        values = _log_values(low, step, fmt.max_code if magnitudes else 0)
+        sign_bit = 1 << (fmt.bits - 1)
+        codes = []
+        for place, x in zip(block.places, block.elements, strict=True):
+            negative = x == x and is_negative(x)
+            codes.append(_log_code(x, negative, values, cast.how, cast.word(*place)) | negative * sign_bit)
+        if block.has_nan:
+            return _Result(step, codes, [math.nan] * len(codes))
+        signed = [-values[code % sign_bit] if code & sign_bit else values[code] for code in codes]
+        return _Result(step, codes, [rounded(value, cast.out) for value in signed], offset=low)
     assert isinstance(fmt, BlockFormat)
     if fmt.zero_point:
         return _zero_point_block(block, fmt, cast)
@@ -201,7 +209,16 @@ def _quantize_block(
         scale = power_of_two(max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127)
         factor = 1 / scale
     else:
-        scale, factor = _real_scale(block, fmt)
+        m, a = rn32_or_infinite(Fraction(fmt.element.max)), clamped32(block.amax)
+        if a == 0:
+            scale, factor = scale_value(Fraction(1), fmt), Fraction(1)
+        elif fmt.arithmetic == "encode":
+            r0 = clamped32(m / a)
+            scale = scale_value(clamped32(1 / r0) if r0 else FLT_MAX, fmt)
+            factor = r0 if fmt.scale.bits == 32 else reciprocal(scale)
+        else:
+            scale = scale_value(max(clamped32(a / m), FLT_MIN), fmt)
+            factor = 1 / (scale or FLT_MIN) if fmt.arithmetic == "divide" else reciprocal(scale)
     return _scaled_block(block, fmt, cast, scale, factor)
 
 
@@ -251,18 +268,6 @@ def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
         return floor_log2(amax + half_place) - top
     product = rn32(clamped32(amax) * rn32(1 / Fraction(fmt.element.max)))
     return ceil_log2(product) if product else -127
-
-
-def _real_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
-    m, a = rn32_or_infinite(Fraction(fmt.element.max)), clamped32(block.amax)
-    if a == 0:
-        return scale_value(Fraction(1), fmt), Fraction(1)
-    if fmt.arithmetic == "encode":
-        r0 = clamped32(m / a)
-        scale = scale_value(clamped32(1 / r0) if r0 else FLT_MAX, fmt)
-        return scale, r0 if fmt.scale.bits == 32 else reciprocal(scale)
-    scale = scale_value(max(clamped32(a / m), FLT_MIN), fmt)
-    return scale, 1 / (scale or FLT_MIN) if fmt.arithmetic == "divide" else reciprocal(scale)
 
 
 # Section 6: block scales, and one of the tensor, of a row or of a window.
@@ -324,21 +329,6 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
 
 
 # Section 8: LogFMT tiles.
-
-
-def _log_tile(block: _Block, fmt: LogTileFormat, cast: _Cast) -> _Result:
-    magnitudes = [m for m in (clamped32(abs(Fraction(x))) for x in block.finite) if m]
-    low, step = _log_range(magnitudes, fmt) if magnitudes else (0.0, 0.0)
-    values = _log_values(low, step, fmt.max_code if magnitudes else 0)
-    sign_bit = 1 << (fmt.bits - 1)
-    codes = []
-    for place, x in zip(block.places, block.elements, strict=True):
-        negative = x == x and is_negative(x)
-        codes.append(_log_code(x, negative, values, cast.how, cast.word(*place)) | negative * sign_bit)
-    if block.has_nan:
-        return _Result(step, codes, [math.nan] * len(codes))
-    signed = [-values[code % sign_bit] if code & sign_bit else values[code] for code in codes]
-    return _Result(step, codes, [rounded(value, cast.out) for value in signed], offset=low)
 
 
 def _log_range(magnitudes: list[Fraction], fmt: LogTileFormat) -> tuple[float, float]:

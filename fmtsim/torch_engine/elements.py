@@ -178,50 +178,33 @@ def moves_up(
     odd = (rank & 1) == 1
     if rounding.mode == "stochastic":
         assert words is not None
-        up = _stochastic((y - lower) / (upper - lower), rounding, words)
+        # Decide by the fraction t in [0, 1]; scaling by a power of two and truncating to an integer are exact.
+        t = (y - lower) / (upper - lower)
+        t = torch.where(torch.isfinite(t), t, 0.0)
+        bits = rounding.bits + (rounding.variant == "b")
+        if rounding.variant == "b":
+            words = 2 * words + 1
+        scaled = t * float(1 << bits)
+        fraction = torch.round(scaled) if rounding.variant == "c" else torch.floor(scaled)  # torch rounds ties to even
+        up = fraction.to(torch.int64) + words >= (1 << bits)
     elif rounding.mode == "nearest_even":
         up = (y > middle) | ((y == middle) & odd)
     else:
-        up = _by_magnitude(y, lower, upper, odd, middle, negative, rounding, flipped)
+        # Decide by the table of modes: a magnitude moves from the inner value, the candidate, to the outer one.
+        # 1. which of the two values has the larger magnitude
+        below, above = lower.abs(), upper.abs()
+        same, crosses = below == above, (lower < 0) & (upper > 0)
+        outward = torch.where(same, ~negative, above > below)  # the outer value is the upper one
+        # 2. whether the magnitude moves, by its threshold
+        beyond = torch.where(outward, y > middle, y < middle)
+        moved = (lambda: torch.zeros_like(beyond), lambda: beyond, lambda: beyond | (y == middle), lambda: y != lower)
+        sign = ~outward if flipped is None else ~outward ^ flipped  # up and down go by the real line
+        moves = by_threshold(rounding.mode, lambda threshold: moved[threshold](), lambda: odd == outward, sign)
+        # 3. moving outward is up on the positive side and down on the negative one
+        up = moves == outward
+        if rounding.rule.ties_toward_zero:  # where no value lies toward zero, the one of the number's sign
+            up = torch.where(crosses & same & (y == middle) if rounding.rule.is_nearest else crosses, ~negative, up)
     return (up & inexact).to(torch.int64)
-
-
-def _by_magnitude(
-    y: torch.Tensor,
-    lower: torch.Tensor,
-    upper: torch.Tensor,
-    odd: torch.Tensor,
-    middle: torch.Tensor,
-    negative: torch.Tensor,
-    rounding: Rounding,
-    flipped: torch.Tensor | None,
-) -> torch.Tensor:
-    """Decide by the table of modes: a magnitude moves from the inner value, the candidate, to the outer one."""
-    # 1. which of the two values has the larger magnitude
-    below, above = lower.abs(), upper.abs()
-    same, crosses = below == above, (lower < 0) & (upper > 0)
-    outward = torch.where(same, ~negative, above > below)  # the outer value is the upper one
-    # 2. whether the magnitude moves, by its threshold
-    beyond = torch.where(outward, y > middle, y < middle)
-    moved = (lambda: torch.zeros_like(beyond), lambda: beyond, lambda: beyond | (y == middle), lambda: y != lower)
-    sign = ~outward if flipped is None else ~outward ^ flipped  # up and down go by the real line
-    moves = by_threshold(rounding.mode, lambda threshold: moved[threshold](), lambda: odd == outward, sign)
-    # 3. moving outward is up on the positive side and down on the negative one
-    up = moves == outward
-    if rounding.rule.ties_toward_zero:  # where no value lies toward zero, the one of the number's sign
-        up = torch.where(crosses & same & (y == middle) if rounding.rule.is_nearest else crosses, ~negative, up)
-    return up
-
-
-def _stochastic(t: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
-    """Decide by the fraction t in [0, 1]; scaling by a power of two and truncating to an integer are exact."""
-    t = torch.where(torch.isfinite(t), t, 0.0)
-    bits = rounding.bits + (rounding.variant == "b")
-    if rounding.variant == "b":
-        words = 2 * words + 1
-    scaled = t * float(1 << bits)
-    fraction = torch.round(scaled) if rounding.variant == "c" else torch.floor(scaled)  # torch rounds ties to even
-    return fraction.to(torch.int64) + words >= (1 << bits)
 
 
 def _patterns(codes: torch.Tensor, bits: int) -> torch.Tensor:

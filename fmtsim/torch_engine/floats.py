@@ -177,7 +177,15 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
     codes = codes.to(dtype)
     negative = _sign(codes, fmt)
     magnitude = codes & fmt.magnitude_mask
-    infinite, nan = _specials(codes, magnitude, fmt)
+    # where codes are infinite and where they are NaN
+    nothing = torch.zeros_like(magnitude, dtype=torch.bool)
+    infinite = nothing if fmt.inf_code is None else magnitude == fmt.inf_code
+    if fmt.nan == "none":
+        nan = nothing
+    elif fmt.nan == "negative_zero":
+        nan = (codes & (fmt.sign_mask | fmt.magnitude_mask)) == fmt.sign_mask
+    else:
+        nan = magnitude > (fmt.max_code if fmt.inf_code is None else fmt.inf_code)
     field = magnitude >> fmt.mantissa_bits
     if not fmt.has_zero:  # no mantissa either: every code is a power of two
         exponent = field - fmt.exponent_bias
@@ -188,13 +196,9 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
         significand = torch.where(field == 0, 0, significand)
     exponent = lifted - fmt.exponent_bias
     if normalise:
-        significand, exponent = _normalise(significand, exponent, fmt.mantissa_bits)
+        gap = fmt.mantissa_bits - floor_log2(significand.clamp(min=1))
+        significand, exponent = significand << gap, torch.where(significand == 0, _ZERO_EXPONENT, exponent - gap)
     return Parts(negative, significand, exponent, fmt.mantissa_bits, infinite, nan)
-
-
-def _normalise(significand: torch.Tensor, exponent: torch.Tensor, precision: int) -> tuple[torch.Tensor, torch.Tensor]:
-    gap = precision - floor_log2(significand.clamp(min=1))
-    return significand << gap, torch.where(significand == 0, _ZERO_EXPONENT, exponent - gap)
 
 
 def _sign(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -203,17 +207,6 @@ def _sign(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     if fmt.bits == 8 * codes.element_size():
         return codes < 0
     return (codes & fmt.sign_mask) != 0
-
-
-def _specials(codes: torch.Tensor, magnitude: torch.Tensor, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where codes are infinite and where they are NaN."""
-    nothing = torch.zeros_like(magnitude, dtype=torch.bool)
-    infinite = nothing if fmt.inf_code is None else magnitude == fmt.inf_code
-    if fmt.nan == "none":
-        return infinite, nothing
-    if fmt.nan == "negative_zero":
-        return infinite, (codes & (fmt.sign_mask | fmt.magnitude_mask)) == fmt.sign_mask
-    return infinite, magnitude > (fmt.max_code if fmt.inf_code is None else fmt.inf_code)
 
 
 def encode(
@@ -252,22 +245,42 @@ def convert(
         Codes of ``target`` in int32 or int64, non-negative unless the format has 64 bits. NaN gives ``nan_code``, or
         the code of the largest value in a format without NaN.
     """
-    dtype = _working_dtype(source, target)
+    # 1. int32 where no step can leave it, else int64
+    narrow = source.mantissa_bits <= 23 and source.bits <= 32
+    narrow = narrow and target.mantissa_bits <= 23 and target.exponent_bits + target.mantissa_bits <= 28
+    dtype = torch.int32 if narrow else torch.int64
     flushed_early = not target.has_subnormals and target.min_exponent <= source.min_exponent
     normalise = exponent is not None or target.min_exponent < source.min_exponent or flushed_early
     parts = unpack(codes, source, dtype, normalise)
     if exponent is not None:
         parts = parts._replace(exponent=parts.exponent - exponent.to(dtype))
     magnitude = _round(parts, target, rounding, words)
-    magnitude, nan = _limit(magnitude, parts, target, rounding, overflow)
-    return _finish(magnitude, parts.negative, nan, target)
-
-
-def _working_dtype(source: FloatFormat, target: FloatFormat) -> torch.dtype:
-    """Return int32 where no step can leave it, else int64."""
-    narrow = source.mantissa_bits <= 23 and source.bits <= 32
-    narrow = narrow and target.mantissa_bits <= 23 and target.exponent_bits + target.mantissa_bits <= 28
-    return torch.int32 if narrow else torch.int64
+    # 2. the overflow rule: the magnitudes, and where the result is NaN
+    largest, nan = target.max_code, parts.nan
+    if overflow == "saturate":
+        magnitude = torch.where(parts.infinite, largest, magnitude.clamp(max=largest))
+    else:
+        over = magnitude > largest
+        magnitude = magnitude.clamp(max=largest)
+        leaves = parts.infinite | (over & leaves_range(parts.negative, rounding))
+        if target.inf_code is not None:
+            magnitude = torch.where(leaves, target.inf_code, magnitude)
+        else:  # in a format without NaN either, NaN means the largest value; the sign is put back below
+            magnitude = torch.where(parts.infinite, largest, magnitude)
+            nan = nan | leaves if target.has_nan else nan
+        if not target.signed:
+            nonzero = parts.infinite | (parts.significand != 0)
+            nan = nan | (parts.negative & nonzero) if target.has_nan else nan
+    # 3. sign and NaN onto the magnitudes
+    negative = parts.negative
+    if not target.signed:
+        code = torch.where(negative, 0, magnitude)
+    else:
+        if not target.has_negative_zero:
+            negative = negative & (magnitude != 0)
+        sign = target.sign_mask if target.bits < 64 else -(1 << 63)
+        code = torch.where(negative, magnitude | sign, magnitude)
+    return torch.where(nan, target.max_code if target.nan_code is None else target.nan_code, code)
 
 
 def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
@@ -300,40 +313,7 @@ def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.T
     return code if target.has_subnormals else torch.where(flushed, quotient << mantissa_bits, code)
 
 
-def _limit(
-    magnitude: torch.Tensor, parts: Parts, target: FloatFormat, rounding: Rounding, overflow: Overflow
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the overflow rule; return the magnitudes and where the result is NaN."""
-    largest, nan = target.max_code, parts.nan
-    if overflow == "saturate":
-        return torch.where(parts.infinite, largest, magnitude.clamp(max=largest)), nan
-    over = magnitude > largest
-    magnitude = magnitude.clamp(max=largest)
-    leaves = parts.infinite | (over & leaves_range(parts.negative, rounding))
-    if target.inf_code is not None:
-        magnitude = torch.where(leaves, target.inf_code, magnitude)
-    else:  # in a format without NaN either, NaN means the largest value; the sign is put back in _finish
-        magnitude = torch.where(parts.infinite, largest, magnitude)
-        nan = nan | leaves if target.has_nan else nan
-    if not target.signed:
-        nonzero = parts.infinite | (parts.significand != 0)
-        nan = nan | (parts.negative & nonzero) if target.has_nan else nan
-    return magnitude, nan
-
-
 def leaves_range(negative: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """Return True where a finite value beyond the largest becomes an infinity under the IEEE rule."""
     plus, minus = (rounding.rule.leaves_range(sign) for sign in (False, True))
     return torch.full_like(negative, plus) if plus == minus else negative == minus
-
-
-def _finish(magnitude: torch.Tensor, negative: torch.Tensor, nan: torch.Tensor, target: FloatFormat) -> torch.Tensor:
-    """Put sign and NaN onto the magnitudes."""
-    if not target.signed:
-        code = torch.where(negative, 0, magnitude)
-    else:
-        if not target.has_negative_zero:
-            negative = negative & (magnitude != 0)
-        sign = target.sign_mask if target.bits < 64 else -(1 << 63)
-        code = torch.where(negative, magnitude | sign, magnitude)
-    return torch.where(nan, target.max_code if target.nan_code is None else target.nan_code, code)

@@ -203,22 +203,18 @@ def round_limbs(
     leading = digits.gather(0, highest[None])[0]
     first = torch.where(leading == 0, _NOWHERE, WIDTH * highest + floor_log2(leading.clamp(min=1)))
     if not (fmt.signed and fmt.has_zero and fmt.has_subnormals and fmt.mantissa_bits):
-        return round_value(_to_odd(x, first, base), fmt, rounding, words)
+        # The sums in float64, rounded to odd, for formats that lack something and have few bits.
+        significand = _read(x.digits, first - 52, 53) | _below(x, first - 52)
+        exponent = first + base
+        code = ((exponent.clamp(min=-1022) + 1022) << 52) + jam(significand, -1022 - exponent)
+        y = from_bits(torch.where(exponent > 1023, _INFINITE, code))
+        return round_value(torch.where(x.negative, -y, y), fmt, rounding, words)
     exponent = (first + base).clamp(min=fmt.min_exponent)
     position = (exponent - fmt.mantissa_bits - base).clamp(max=WIDTH * digits.shape[0] + 62)
     fraction = _read(digits, position - _FRACTION, _FRACTION) | _below(x, position - _FRACTION)
     whole = _read(digits, position, fmt.mantissa_bits + 1)
     whole = whole + round_off(fraction, torch.full_like(fraction, _FRACTION), x.negative, rounding, words, whole)
     return assembled(whole, exponent, x.negative, fmt, rounding)
-
-
-def _to_odd(x: Magnitude, first: torch.Tensor, base: torch.Tensor | int) -> torch.Tensor:
-    """Return the sums in float64, rounded to odd, for formats that lack something and have few bits."""
-    significand = _read(x.digits, first - 52, 53) | _below(x, first - 52)
-    exponent = first + base
-    code = ((exponent.clamp(min=-1022) + 1022) << 52) + jam(significand, -1022 - exponent)
-    y = from_bits(torch.where(exponent > 1023, _INFINITE, code))
-    return torch.where(x.negative, -y, y)
 
 
 def _read(digits: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:

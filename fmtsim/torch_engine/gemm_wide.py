@@ -52,7 +52,12 @@ class WideUnit:
         keeps_all = bits is None or bits - max(datapath.min_exponent or 0, 0) > _WIDEST
         self._fraction_bits = None if keeps_all else bits
         self._pair = keeps_all and longest == 1 and datapath.group == 1
-        top, bottom = self._range()
+        # Exponents between which all bits of products lie, scales included.
+        top, bottom = product_range(*self._formats)
+        bottom -= sum(fmt.mantissa_bits for fmt in self._formats)  # subnormals are kept with all their zeros
+        if self.datapath.scale is not None:
+            more, less = product_range(self.datapath.scale, self.datapath.scale)
+            top, bottom = top + more, bottom + less - 2 * self.datapath.scale.mantissa_bits
         more = longest.bit_length() + 2
         accumulator = addend or datapath.accumulator
         self._addend_bits = accumulator.mantissa_bits
@@ -71,15 +76,6 @@ class WideUnit:
         self._count = self._guard_limbs + bits // WIDTH + self._digits + 3
         self.weight = max(self._count, 2 * min(longest, self.span))
 
-    def _range(self) -> tuple[int, int]:
-        """Return exponents between which all bits of products lie, scales included."""
-        top, bottom = product_range(*self._formats)
-        bottom -= sum(fmt.mantissa_bits for fmt in self._formats)  # subnormals are kept with all their zeros
-        if self.datapath.scale is not None:
-            more, less = product_range(self.datapath.scale, self.datapath.scale)
-            top, bottom = top + more, bottom + less - 2 * self.datapath.scale.mantissa_bits
-        return top, bottom
-
     def _product_digits(self) -> int:
         scale = self.datapath.scale
         return sum(fmt.mantissa_bits // WIDTH + 1 for fmt in self._formats) + (
@@ -96,7 +92,12 @@ class WideUnit:
         self._add(sums, addend, base, mode)
         signs, since = Signs(state) if path.signed_zero else None, 1
         for piece in pieces:
-            terms = self._terms(piece, signed=mode is None and signs is None)
+            signed = mode is None and signs is None
+            a_number, b_number = self._number(piece, 0), self._number(piece, 1)
+            if signed and self.datapath.group == 1:
+                a_number, b_number = with_signs(a_number), with_signs(b_number)
+            products = multiply(a_number, b_number)
+            terms = products if self.datapath.group == 1 else self._grouped(products)
             if signs is not None and terms.negative is not None:
                 signs.see(terms.negative)
             since += terms.lowest.shape[0]
@@ -140,13 +141,6 @@ class WideUnit:
             return factor
         size = cleaned(exact(scale).abs(), rows.finite)
         return multiply(factor, number(parts_of(size), self.datapath.scale.mantissa_bits))
-
-    def _terms(self, rows: Rows, signed: bool) -> Number:
-        a_number, b_number = self._number(rows, 0), self._number(rows, 1)
-        if signed and self.datapath.group == 1:
-            a_number, b_number = with_signs(a_number), with_signs(b_number)
-        products = multiply(a_number, b_number)
-        return products if self.datapath.group == 1 else self._grouped(products)
 
     def _grouped(self, products: Number) -> Number:
         """Add the products of each group exactly."""

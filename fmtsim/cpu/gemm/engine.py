@@ -316,14 +316,10 @@ def _fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpe
     if job.c is not None:
         job.row_marks[~np.isfinite(job.c).all(1)] |= HAS_INF
     if job.row_marks.any() or job.column_marks.any():
-        _recompute_nonfinite(job, exact)
-
-
-def _recompute_nonfinite(job: Job, exact: Callable[..., None]) -> None:
-    """Compute what has NaN or Inf among its operands: NaN is the whole row's or column's, the rest one by one."""
-    rows, columns = job.row_marks, job.column_marks[: job.out.shape[1]]
-    infinite = [np.flatnonzero(marks == HAS_INF) for marks in (rows, columns)]
-    exact(rows=infinite[0])
-    exact(columns=infinite[1])
-    job.out[(rows & HAS_NAN) != 0] = np.nan
-    job.out[:, (columns & HAS_NAN) != 0] = np.nan
+        # Compute what has NaN or Inf among its operands: NaN is the whole row's or column's, the rest one by one.
+        rows, columns = job.row_marks, job.column_marks[: job.out.shape[1]]
+        infinite = [np.flatnonzero(marks == HAS_INF) for marks in (rows, columns)]
+        exact(rows=infinite[0])
+        exact(columns=infinite[1])
+        job.out[(rows & HAS_NAN) != 0] = np.nan
+        job.out[:, (columns & HAS_NAN) != 0] = np.nan

@@ -62,19 +62,16 @@ def kernel(function: Callable) -> Callable:
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = KernelCache(function)  # type: ignore[attr-defined]
     compiler = dispatcher._compiler  # type: ignore[attr-defined]
-    compiler.compile = _announced(compiler.compile, kernel_name(function))
-    return dispatcher
+    # compile below a line that says so where it takes long
+    name = kernel_name(function)
 
-
-def _announced(compile_: Callable, name: str) -> Callable:
-    """Return what compiles a kernel, below a line that says so where it takes long."""
-
-    @functools.wraps(compile_)
+    @functools.wraps(compiler.compile)
     def compiled(*arguments):  # type: ignore[no-untyped-def]
         with compiling(name, cache_folder()):
-            return compile_(*arguments)
+            return compiler.compile(*arguments)
 
-    return compiled
+    compiler.compile = compiled
+    return dispatcher
 
 
 def device(function: Callable) -> Callable:

@@ -19,8 +19,7 @@ import torch
 from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.general import cast_general
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
-from fmtsim.rounding.modes import Rule
+from fmtsim.formats.spec import CodebookFormat, FloatFormat, LogFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.replay.gpu import captures
 
@@ -128,7 +127,14 @@ def layout_of(spec: CastSpec) -> Layout | None:
         or (isinstance(fmt, FloatFormat) and not saturates)
     ):
         return None  # a mode such as to_odd has values that nothing beside them rounds to: two changes at one point
-    changes = _changes(fmt, rule)
+    # The points at which the result changes: midpoints of values for nearest modes, values for others.
+    values = sorted({value for value in code_values(fmt) if math.isfinite(value)})
+    if not rule.is_nearest:
+        changes = values
+    elif isinstance(fmt, LogFormat):
+        changes = [sign * point for point in fmt.thresholds for sign in (1.0, -1.0)]
+    else:
+        changes = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
     of_signs = [{_bits(x) for x in changes if x > 0}, {_bits(-x) for x in changes if x < 0}]
     narrow = 4 if fmt.bits <= 4 else 8
     if 0.0 not in changes:  # zero is a change in the first range, which narrow buckets cannot say
@@ -153,16 +159,6 @@ def _widest_ranges(of_signs: list[set[int]], most: int, narrow: int, at_least: i
         if count <= _MOST and all(len({bits >> shift for bits in part}) == len(part) for part in of_signs):
             return Layout(shift, low, count, narrow)
     return None
-
-
-def _changes(fmt: ElementFormat, rule: Rule) -> list[float]:
-    """Return the points at which the result changes: midpoints of values for nearest modes, values for others."""
-    values = sorted({value for value in code_values(fmt) if math.isfinite(value)})
-    if not rule.is_nearest:
-        return values
-    if isinstance(fmt, LogFormat):
-        return [sign * point for point in fmt.thresholds for sign in (1.0, -1.0)]
-    return [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
 
 
 def _bits(magnitude: float) -> int:

@@ -16,7 +16,6 @@ from fmtsim.cuda.cast.parameters import draw_of
 from fmtsim.cuda.optim.schemes import BLOCKS, ENTRIES, RULES, TYPES, WORDS, Kernels, kernels_of
 from fmtsim.formats.spec import LogFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.optimizer import (
     KIND_BITS,
     PARAMETER_BITS,
@@ -239,10 +238,31 @@ def launch(
         tensor_amaxes = list(torch.zeros((len(parts), ENTRIES * _FOUND), dtype=torch.int32, device=like.device))
     steps: Sequence[tuple[bytes, Tensor | None]]
     if isinstance(scalars, Hyperparameters):
-        steps = _live(parts, kernels, rule, scheme, scalars, like)
+        # Count the step on the device and work its scalars out there, in memory that struct Step of each launch names.
+        defines = kernels.scalars(rule, scheme)
+        count = runtime.kernel("optimizer_scalars.cu", "scalars", runtime.device_index(like), defines)
+        lr = scalars.lr if isinstance(scalars.lr, Tensor) else None
+        packed = struct.pack("<6d", 0.0 if lr is not None else scalars.lr, *scalars[1:])
+        packed += struct.pack(
+            "<Q2i", 0 if lr is None else lr.data_ptr(), lr is not None and lr.dtype is torch.float64, 0
+        )
+        scalars_bytes = torch.empty((len(parts), ENTRIES * _SCALARS), dtype=torch.uint8, device=like.device)
+        steps = []
+        for (table, entries, _), out in zip(parts, scalars_bytes, strict=True):
+            count(1, 32, table.tobytes(), np.int32(entries), packed, np.int32(PARAMETER_BITS + KIND_BITS), out)
+            steps.append((struct.pack("<12fQ2i", *[0.0] * 12, out.data_ptr(), scheme.nonfinite == "zero", 0), out))
     else:
         steps = [(_step(scalars, scheme), None)] * len(parts)
-    common, shared = _common(kernels, scheme, RULES[rule][1], like.device, key_of(seed, step, 0, "first"))
+    # struct Draw and struct Books, and the bytes of shared memory that codebooks take
+    key = key_of(seed, step, 0, "first")
+    draw = draw_of(Rounding(mode="stochastic") if kernels.draws else Rounding(), key)
+    if kernels.logs is not None:
+        common, shared = (draw, _octave(kernels.logs, like.device)[0]), 0
+    elif kernels.books:
+        books, there = _books(scheme, RULES[rule][1], like.device)
+        common, shared = (draw, books), 4 * there.numel()
+    else:
+        common, shared = (draw, _NO_BOOKS), 0
     for (table, entries, chunks), (scalar, _), amaxes in zip(parts, steps, tensor_amaxes, strict=True):
         more = () if kernels.file == "optimizer_expanded.cu" else (*common, amaxes)
         arguments = table.tobytes(), np.int32(entries), np.int64(chunks), scalar, *more, counter
@@ -253,41 +273,11 @@ def launch(
     torch.autograd.graph.increment_version(parameters)  # autograd may have saved them for a backward
 
 
-def _common(
-    kernels: Kernels, scheme: Scheme, names: tuple[str, ...], device: torch.device, key: RandomKey
-) -> tuple[tuple[bytes, bytes], int]:
-    """Return struct Draw and struct Books, and the bytes of shared memory that codebooks take."""
-    draw = draw_of(Rounding(mode="stochastic") if kernels.draws else Rounding(), key)
-    if kernels.logs is not None:
-        return (draw, _octave(kernels.logs, device)[0]), 0
-    if kernels.books:
-        books, there = _books(scheme, names, device)
-        return (draw, books), 4 * there.numel()
-    return (draw, _NO_BOOKS), 0
-
-
 def _step(numbers: Numbers, scheme: Scheme) -> bytes:
     """Return struct Step of scalars of the host."""
     # the correction is that of a beta below 1, or 1: never below the least that quotient() takes
     inverse = np.float32(1) / np.float32(numbers.correction)
     return struct.pack("<12fQ2i", *numbers, inverse, 0, scheme.nonfinite == "zero", 0)
-
-
-def _live(
-    parts: Sequence[Launch], kernels: Kernels, rule: str, scheme: Scheme, group: Hyperparameters, like: Tensor
-) -> list[tuple[bytes, Tensor]]:
-    """Count the step on the device and work its scalars out there; return struct Step of each launch, and these."""
-    defines = kernels.scalars(rule, scheme)
-    count = runtime.kernel("optimizer_scalars.cu", "scalars", runtime.device_index(like), defines)
-    lr = group.lr if isinstance(group.lr, Tensor) else None
-    packed = struct.pack("<6d", 0.0 if lr is not None else group.lr, *group[1:])
-    packed += struct.pack("<Q2i", 0 if lr is None else lr.data_ptr(), lr is not None and lr.dtype is torch.float64, 0)
-    scalars_bytes = torch.empty((len(parts), ENTRIES * _SCALARS), dtype=torch.uint8, device=like.device)
-    steps = []
-    for (table, entries, _), out in zip(parts, scalars_bytes, strict=True):
-        count(1, 32, table.tobytes(), np.int32(entries), packed, np.int32(PARAMETER_BITS + KIND_BITS), out)
-        steps.append((struct.pack("<12fQ2i", *[0.0] * 12, out.data_ptr(), scheme.nonfinite == "zero", 0), out))
-    return steps
 
 
 @lru_cache(maxsize=64)
