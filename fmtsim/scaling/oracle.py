@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantisation of a matrix with block scales in exact numbers: slow, obvious, and what engines are held to.
 
-Every step follows docs/semantics.md, sections 4 to 8. ``RN32`` and ``RN64`` are roundings of exact fractions by the
-rounding oracle; only ``ln`` and ``exp`` of LogFMT tiles are the fixed double sequences of elementary.py.
+Every step follows docs/semantics.md, sections 4 to 8; two levels of scales (section 6) take the orders of libraries.
+``RN32`` and ``RN64`` are roundings of exact fractions by the rounding oracle; only ``ln`` and ``exp`` of LogFMT tiles are the fixed double sequences of elementary.py.
 """
 
 import math
@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
+from operator import add, mul, sub, truediv
 from typing import Any, Literal, NamedTuple
+
+import torch
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
@@ -30,19 +33,65 @@ from fmtsim.rounding.oracle import (
     round_value,
     takes_upper,
 )
-from fmtsim.scaling.exact import (
-    FLT_MAX,
-    FLT_MIN,
-    ceil_log2,
-    clamped32,
-    reciprocal,
-    rn32,
-    rn32_or_infinite,
-    rounded,
-    scale_value,
-    times,
-)
-from fmtsim.scaling.level_oracle import candidate_error, two_levels
+from fmtsim.support.mufu import approximate_reciprocal
+
+FLT_MAX = Fraction((1 << 24) - 1) * power_of_two(104)
+FLT_MIN = power_of_two(-126)
+INFINITE = power_of_two(1024)  # in a quotient with a float32 number: 0, or more than FLT_MAX, once that is rounded
+
+
+def ceil_log2(x: Fraction) -> int:
+    """Return the exponent of the power of two that is not below x."""
+    e = floor_log2(x)
+    return e if x == power_of_two(e) else e + 1
+
+
+def rounded(x: Real, fmt: FloatFormat) -> float:
+    """Round to nearest even, by IEEE 754's rule beyond the largest number."""
+    return round_value(x, fmt, "nearest_even", "ieee")
+
+
+def rn32(x: Fraction) -> Fraction:
+    """Round to binary32 a number that stays within its range."""
+    return Fraction(rounded(x, FP32))
+
+
+def rn32_or_infinite(x: Fraction) -> Fraction:
+    """Round a positive number to binary32; beyond its range it is ``INFINITE``."""
+    value = rounded(x, FP32)
+    return Fraction(value) if math.isfinite(value) else INFINITE
+
+
+def clamped32(x: Fraction) -> Fraction:
+    """Return ``min(RN32(x), FLT_MAX)`` of a number that is not negative."""
+    return rn32(x) if x <= FLT_MAX else FLT_MAX
+
+
+def times(x: float, factor: Fraction, fmt: FloatFormat) -> float:
+    """Return ``x * factor`` rounded once; the factor is finite and not negative, Inf times 0 is NaN."""
+    if math.isinf(x) and factor == 0:
+        return math.nan
+    if x == 0 or not math.isfinite(x):
+        return x
+    return rounded(Fraction(x) * factor, fmt) if factor else math.copysign(0.0, x)
+
+
+def operated32(operation: Callable[[Any, Any], Any], a: float, b: float) -> float:
+    """Return the result of an arithmetic operation of floats rounded to binary32; the sign of a zero is lost."""
+    if math.isfinite(a) and math.isfinite(b):
+        return rounded(operation(Fraction(a), Fraction(b)), FP32)
+    return float(operation(a, b))
+
+
+def scale_value(x: Fraction, fmt: BlockFormat) -> Fraction:
+    """Round to the format that stores a format's scales."""
+    return Fraction(round_value(x, fmt.scale, "nearest_even", "saturate"))
+
+
+def reciprocal(scale: Fraction) -> Fraction:
+    """Return ``min(RN32(1 / scale), FLT_MAX)``."""
+    return clamped32(1 / scale) if scale else FLT_MAX
+
 
 InputDtype = Literal["float64", "float32", "bfloat16", "float16"]
 Matrix = Sequence[Sequence[float]]
@@ -367,3 +416,79 @@ def _log_code(x: float, negative: bool, values: list[float], how: Rounding, word
         middle = Fraction(round_value(sum(bounds) / 2, FP64, "nearest_even", "ieee"))
         goes_up = takes_upper(magnitude, *bounds, middle, odd, negative, how, word)
     return bisect_left(values, upper if goes_up else lower)
+
+
+def two_levels(
+    a: Fraction, amax: Fraction, fmt: BlockFormat, candidate: Fraction
+) -> tuple[Fraction, Fraction, Fraction]:
+    """Return the scale of a block, what its elements are multiplied with, and the scale of the second level.
+
+    a, amax: Largest magnitudes, of the block and of what shares the second level.
+    """
+    assert fmt.scaling.tensor is not None
+    order = fmt.scaling.tensor.order
+    m, c = _tops(fmt)
+    both = rn32_or_infinite(c * m)
+    over = rn32_or_infinite(a / m)
+    tensor = rn32_or_infinite(amax / both) or Fraction(1)
+    if order in ("te", "te_quotient", "fouroversix"):
+        raised = max(amax, rn32(Fraction(1e-12))) if order == "te_quotient" else amax
+        encode = (clamped32(both / raised) if raised else Fraction(1)) or Fraction(1)
+        s = clamped32(over * encode) if order == "fouroversix" else clamped32(a * clamped32(encode * rn32(1 / m)))
+        scale = scale_value(clamped32(s * candidate), fmt)
+        if order == "te_quotient":
+            return scale, clamped32(encode / scale) if scale else Fraction(0), tensor
+        decode = clamped32(1 / encode)
+        return scale, reciprocal(rn32(scale * decode)), decode
+    if order == "trtllm":
+        encode = (clamped32(both / amax) if amax else Fraction(1)) or Fraction(1)
+        scale = scale_value(clamped32(clamped32(encode * rn32(a * _approximate(m))) * candidate), fmt)
+        return scale, _approximate(rn32(scale * _approximate(encode))), clamped32(1 / encode)
+    if order == "compressed_tensors":
+        encode = rn32_or_infinite(rn32(1 / max(amax, FLT_MIN)) * both)
+        encode = encode if encode <= FLT_MAX else Fraction(1)
+        scale = scale_value(clamped32(clamped32(over * encode) * candidate), fmt) or Fraction(1, 8)
+        return scale, 1 / (rn32(scale / encode) or FLT_MIN), clamped32(1 / encode)
+    if order == "quartet2":
+        tensor = rn32(rn32(amax / c) / m) or Fraction(1)
+        scale = scale_value(clamped32(rn32(over * candidate) / tensor), fmt) or Fraction(1)
+        return scale, 1 / rn32(scale * tensor), tensor
+    least = Fraction(1, 512) if order == "modelopt" else Fraction(1, 64)
+    s = (clamped32(a / rn32(m * tensor)) or Fraction(1)) if order == "modelopt" else clamped32(over / tensor)
+    scale = scale_value(min(max(clamped32(s * candidate), least), c), fmt)
+    if order == "modelopt":
+        return scale, 1 / (rn32(scale * tensor) or FLT_MIN), tensor
+    return scale, clamped32(reciprocal(tensor) / scale), tensor
+
+
+def _approximate(x: Fraction) -> Fraction:
+    """Return rcp.approx.ftz.f32, at most FLT_MAX."""
+    return Fraction(min(float(approximate_reciprocal(torch.tensor(float(x)))), float(FLT_MAX)))
+
+
+def _tops(fmt: BlockFormat) -> tuple[Fraction, Fraction]:
+    assert fmt.scaling.tensor is not None
+    return rn32_or_infinite(Fraction(fmt.element.max)), rn32(Fraction(fmt.scaling.tensor.top or fmt.scale.max))
+
+
+def candidate_error(
+    rows: list[list[tuple[float, float]]], scale: float, amax: Fraction, fmt: BlockFormat, step: float
+) -> float:
+    """Return the error of a block's values by fouroversix: float32, along rows, then rows by halves.
+
+    rows: Elements and what was rounded from them, in steps.
+    """
+    m, c = _tops(fmt)
+    both, sums = float(rn32(c * m)), []
+    for row in rows:
+        total = 0.0
+        for x, q in row:
+            y = operated32(mul, operated32(mul, q, scale), float(amax))
+            off = operated32(sub, operated32(truediv, operated32(mul, y, step), both), x)
+            total = operated32(add, total, abs(off) if fmt.scaling.metric == "mae" else operated32(mul, off, off))
+        sums.append(total)
+    sums += [0.0] * ((1 << (len(sums) - 1).bit_length()) - len(sums))
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [operated32(add, *pair) for pair in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]

@@ -12,8 +12,7 @@ from fmtsim import GemmPlan, RandomKey, get_format, get_unit
 from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8, tiles
 from fmtsim.cpu.gemm.block_scaled import Groups
 from fmtsim.cpu.gemm.engine import supports_gemm
-from fmtsim.cpu.gemm.panels import Constants
-from fmtsim.cpu.gemm.slabs import SLOTS, slabs_of
+from fmtsim.cpu.gemm.panels import SLOTS, Constants, slabs_of
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype

@@ -30,12 +30,11 @@ from fmtsim.cpu.cast.codes import (
     table_of,
     values_of,
 )
-from fmtsim.cpu.cast.grid import Grid, grid_of
-from fmtsim.cpu.cast.words import fill_words, words_of
+from fmtsim.cpu.cast.grid import Grid, fill_words, grid_of, words_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, min32, prefetch, whole_part
 from fmtsim.cpu.runtime.pool import array_of, past_caches, scratch
-from fmtsim.cpu.runtime.strips import fence, put
+from fmtsim.cpu.runtime.simd import fence, put
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import ElementFormat, IntFormat
 from fmtsim.rounding.modes import RULES, Mode

@@ -6,8 +6,16 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.cpu.optim.moments import ALIGNMENT, step_codes, step_floats
-from fmtsim.cpu.optim.weights import BITS, decode_bytes, encode_bytes, step_logarithms, takes_bytes
+from fmtsim.cpu.optim.moments import (
+    ALIGNMENT,
+    BITS,
+    decode_bytes,
+    encode_bytes,
+    step_codes,
+    step_floats,
+    step_logarithms,
+    takes_bytes,
+)
 from fmtsim.formats.spec import CodebookFormat, LogFormat
 from fmtsim.spec.optimizer import Book, Counter, ParameterStep, Scheme, StateFormat, book_of
 

@@ -62,16 +62,19 @@ def kernel(function: Callable) -> Callable:
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = KernelCache(function)  # type: ignore[attr-defined]
     compiler = dispatcher._compiler  # type: ignore[attr-defined]
-    # compile below a line that says so where it takes long
-    name = kernel_name(function)
+    compiler.compile = _announced(compiler.compile, kernel_name(function))
+    return dispatcher
 
-    @functools.wraps(compiler.compile)
+
+def _announced(compile_: Callable, name: str) -> Callable:
+    """Return what compiles a kernel, below a line that says so where it takes long."""
+
+    @functools.wraps(compile_)
     def compiled(*arguments):  # type: ignore[no-untyped-def]
         with compiling(name, cache_folder()):
-            return compiler.compile(*arguments)
+            return compile_(*arguments)
 
-    compiler.compile = compiled
-    return dispatcher
+    return compiled
 
 
 def device(function: Callable) -> Callable:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.gemm.fast_path import FastPath, Packing
-from fmtsim.cuda.gemm.job import TILE, TYPES, Job, promotion_of
+from fmtsim.cuda.gemm.job import TILE, TYPES, FastPath, Job, Packing, promotion_of
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath

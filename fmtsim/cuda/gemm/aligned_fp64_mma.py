@@ -17,8 +17,19 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.gemm.fast_path import THREADS, FastPath, Packing, Plan, launch, panels_of
-from fmtsim.cuda.gemm.job import SINGLES, TYPES, Gpu, Job, layout_of
+from fmtsim.cuda.gemm.job import (
+    SINGLES,
+    THREADS,
+    TYPES,
+    FastPath,
+    Gpu,
+    Job,
+    Packing,
+    Plan,
+    launch,
+    layout_of,
+    panels_of,
+)
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
