@@ -2,7 +2,8 @@
 """Quantisation of a matrix with block scales in exact numbers: slow, obvious, and what engines are held to.
 
 Every step follows docs/semantics.md, sections 4 to 8; two levels of scales (section 6) take the orders of libraries.
-``RN32`` and ``RN64`` are roundings of exact fractions by the rounding oracle; only ``ln`` and ``exp`` of LogFMT tiles are the fixed double sequences of elementary.py.
+``RN32`` and ``RN64`` are roundings of exact fractions by the rounding oracle; only ``ln`` and ``exp`` of LogFMT tiles
+are the fixed double sequences of elementary.py.
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of a fused product: rows, groups of panels, slabs of K, and the share of each thread; batches of small products."""
+"""Tiles of a product: rows, groups of panels, slabs of K, the share of each thread; and batches of small products."""
 
 import math
 from collections.abc import Callable
