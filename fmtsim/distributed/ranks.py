@@ -227,7 +227,8 @@ def exchange(group: dist.ProcessGroup, note: str) -> list[str]:
     round_ = _ROUNDS[group] = _ROUNDS.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)
     keys = [f"fmtsim/{round_}/{other}" for other in range(size)]
-    limit = timeout_of(group)
+    # how long the group waits
+    limit: timedelta = group._get_backend(torch.device(group._device_types[0])).options._timeout
     try:
         store.set(keys[rank], note)
         try:
@@ -243,13 +244,6 @@ def exchange(group: dist.ProcessGroup, note: str) -> list[str]:
     except RuntimeError as error:
         raise AbsentError((), str(error)) from error
     return notes
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a group waits."""
-    device = group._device_types[0]
-    limit: timedelta = group._get_backend(torch.device(device)).options._timeout
-    return limit
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -55,7 +55,10 @@ def compress(x: Tensor, top_value: float, *, lanes: bool = False) -> tuple[Tenso
     # 2. The geometric mean of both.
     centre = square_root(top) * square_root(low)
     # 3. power = floor(16 * (ln 100352 / (ln top - ln low))) / 16; 1 where top = low.
-    power = power_of(top, low)
+    distance = _ln(top) - _ln(low)
+    safe = torch.where(distance > 0, distance, 1.0)
+    power = torch.floor(STEPS * (torch.full_like(safe, RANGE) / safe)) / STEPS
+    power = torch.where(distance == 0, 1.0, torch.where(top == top, power, math.nan)).to(torch.float32)
     # 4. scale = (top / centre) ** power / 448, so that the largest element becomes the format's largest value.
     scale = _raised(top, power, centre) / torch.full_like(top, top_value)
     # 5. z / scale with z = (|x| / centre) ** power and the sign of x; zero stays zero.
@@ -85,14 +88,6 @@ def _least_of_lanes(magnitude: Tensor) -> Tensor:
 
 def _lesser(magnitude: Tensor, compared: Tensor) -> Tensor:
     return torch.where(compared > 0, torch.minimum(magnitude, compared), magnitude)
-
-
-def power_of(top: Tensor, low: Tensor) -> Tensor:
-    """Return the power of groups with these extremes, float32."""
-    distance = _ln(top) - _ln(low)
-    safe = torch.where(distance > 0, distance, 1.0)
-    power = torch.floor(STEPS * (torch.full_like(safe, RANGE) / safe)) / STEPS
-    return torch.where(distance == 0, 1.0, torch.where(top == top, power, math.nan)).to(torch.float32)
 
 
 def expand(q: Tensor, scale: Tensor, power: Tensor, centre: Tensor) -> Tensor:

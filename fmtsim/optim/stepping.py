@@ -169,11 +169,6 @@ def _weights(step: ParameterStep, weight_format: StateFormat | None) -> Tensor:
     return codec.decode(parts_of(step.state, "weights"), weight_format, tuple(step.parameter.shape))
 
 
-def count_nonfinite(g: Tensor) -> Tensor:
-    """Return how many elements of a gradient are NaN or infinite, int64, 0-d, on its device."""
-    return (~torch.isfinite(g)).sum()
-
-
 def run_steps(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counter: Counter) -> bool:
     """Do steps; return whether the CUDA engine's kernels did all of them."""
     by_engine: dict[str, list[ParameterStep]] = {}
@@ -187,7 +182,8 @@ def run_steps(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counte
     for step in unsupported:
         if step.live is not None:
             step = _counted(step, rule, scheme)
-        counter(step.gradient.device).add_(count_nonfinite(step.gradient))
+        # count the gradient's NaN and infinities on its device
+        counter(step.gradient.device).add_((~torch.isfinite(step.gradient)).sum())
         run(step, rule, scheme.nonfinite)
     return bool(steps) and not unsupported and by_engine.keys() == {"cuda"}
 

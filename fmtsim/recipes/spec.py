@@ -2,7 +2,6 @@
 """The record of a recipe: how each layer's products run, which layers are excepted, and when; as a table, too."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Final, Literal
@@ -36,22 +35,6 @@ def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:
         if name in ("w_f", "w_d", "x_w") and out.format is not None:
             rows.append(("", product.partition(" ")[0], "the product", *_cells(out)[1:]))
     return rows
-
-
-def table_text(title: str, config: LinearConfig | None, facts: Iterable[tuple[str, str]]) -> str:
-    """Return a table of operands under a title, and facts by name, as text."""
-    lines = ["linear layers stay in high precision"]
-    if config is not None:
-        lines = aligned(filled(HEADINGS, operand_rows(config)))
-    return "\n".join([title, *lines, *(f"{name}: {text}" for name, text in facts)])
-
-
-def table_html(title: str, config: LinearConfig | None, facts: Iterable[tuple[str, str]]) -> str:
-    """Return the same as HTML."""
-    parts = [f"<b>{escape(title)}</b>"]
-    parts += [] if config is None else [html([HEADINGS, *operand_rows(config)])]
-    parts += [f"<div>{escape(name)}: {escape(text)}</div>" for name, text in facts]
-    return "".join(parts)
 
 
 def _cells(quantizer: Quantizer) -> tuple[str, ...]:
@@ -444,7 +427,13 @@ class Recipe:
 
     def __str__(self) -> str:
         title = self.name + (f" ({', '.join(self.aliases)})" if self.aliases else "")
-        return table_text(title, self.linear, self.facts())
+        lines = ["linear layers stay in high precision"]
+        if self.linear is not None:
+            lines = aligned(filled(HEADINGS, operand_rows(self.linear)))
+        return "\n".join([title, *lines, *(f"{name}: {text}" for name, text in self.facts())])
 
     def _repr_html_(self) -> str:
-        return table_html(self.name, self.linear, self.facts())
+        parts = [f"<b>{escape(self.name)}</b>"]
+        parts += [] if self.linear is None else [html([HEADINGS, *operand_rows(self.linear)])]
+        parts += [f"<div>{escape(name)}: {escape(text)}</div>" for name, text in self.facts()]
+        return "".join(parts)

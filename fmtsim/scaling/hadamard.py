@@ -39,7 +39,8 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
     blocks = x.contiguous().view(-1, size, across)
     target = out.view(blocks.shape)
     base = len(matrix)
-    plan = sum_plan(matrix, inverse, x.device) if base > 1 else ()
+    # for every four terms which of eight sums each result takes, int64 [b], and its sign, float32 [b, 1]
+    plan = _sum_plan(matrix.numpy().tobytes(), len(matrix), inverse, x.device) if base > 1 else ()
     factor = root(size)
     negated = None if flips is None else flips[:, None]
     for part in _parts(len(blocks), size, across, _MOST.get(x.device.type, _MOST_ELSEWHERE)):
@@ -90,11 +91,6 @@ def _orthogonal(data: bytes, order: int) -> bool:
     """Return True if ``B B^T = b I``; sums of +-1 are exact in float32, whatever their order."""
     base = tensor_of_bytes(data, torch.int8).view(order, order).float()
     return bool((base @ base.T == order * torch.eye(order, device="cpu")).all())
-
-
-def sum_plan(matrix: Tensor, inverse: bool, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return for every four terms which of eight sums each result takes, int64 [b], and its sign, float32 [b, 1]."""
-    return _sum_plan(matrix.numpy().tobytes(), len(matrix), inverse, device)
 
 
 @lru_cache(maxsize=64)

@@ -33,18 +33,6 @@ _FRACTION = 36  # binary places kept, the lowest of them sticky: more than the 3
 _BEYOND = 25  # numbers of this exponent and above saturate every format
 
 
-def encode_integer(
-    x: torch.Tensor,
-    fmt: IntFormat,
-    rounding: Rounding,
-    words: torch.Tensor | None = None,
-    exponent: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Round ``x / 2**exponent`` to codes, as unsigned bit patterns in int64; arguments as in ``floats.convert``."""
-    numbers = to_integers(x, fmt, rounding, words, exponent).clamp(fmt.min_code, fmt.max_code)
-    return numbers & ((1 << fmt.bits) - 1)
-
-
 def to_integers(
     x: torch.Tensor,
     fmt: IntFormat,
@@ -86,11 +74,6 @@ def to_numbers(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
     return (codes ^ top) - top
 
 
-def decode_integer(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
-    """Return the values of codes in float64, exact."""
-    return (float64(to_numbers(codes, fmt)) + 0.5 * fmt.half_offset) * fmt.eps
-
-
 # Codebooks and logarithmic systems.
 
 
@@ -119,35 +102,6 @@ def encode_codebook(
     elif overflow == "ieee":
         nan = nan | infinite
     return codes[rank] if fmt.nan_code is None else torch.where(nan, fmt.nan_code, codes[rank])
-
-
-def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
-    """Round float64 elements to the codes of a logarithmic system, int64; Inf saturates, NaN is the largest value."""
-    *patterns, first = _log_table(fmt, y.device)
-    values, thresholds = map(float64_of, patterns)
-    nan = torch.isnan(y)
-    negative = (bits_of(y) < 0) & ~nan
-    magnitude = torch.where(nan, values[-1], y.abs()).clamp(fmt.magnitudes[0], fmt.magnitudes[-1])
-    rank = torch.searchsorted(values, magnitude.contiguous(), right=True) - 1
-    last = values.numel() - 1
-    upper = values[(rank + 1).clamp(max=last)]
-    parity = first[rank]
-    up = moves_up(magnitude, values[rank], upper, parity, thresholds[rank], negative, rounding, words, flipped=negative)
-    magnitude_code = first[(rank + up).clamp(max=last)]
-    return torch.where(negative, magnitude_code | (1 << (fmt.bits - 1)), magnitude_code)
-
-
-def decode_codebook(codes: torch.Tensor, fmt: CodebookFormat) -> torch.Tensor:
-    """Return the values of codes in float64; zero is +0, codes beyond the list are NaN."""
-    values = [fmt.value(code) + 0.0 for code in range(len(fmt.values))]
-    values += [float("nan")] * ((1 << fmt.bits) - len(values))
-    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
-
-
-def decode_log(codes: torch.Tensor, fmt: LogFormat) -> torch.Tensor:
-    """Return the values of codes in float64."""
-    values = [*fmt.magnitudes, *(-value for value in fmt.magnitudes)]
-    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
 
 
 def moves_up(
@@ -254,11 +208,25 @@ def encode(
     if isinstance(fmt, FloatFormat):
         return floats.encode(x, fmt, rounding, overflow, words, exponent)
     if isinstance(fmt, IntFormat):
-        return encode_integer(x, fmt, rounding, words, exponent)
+        # codes of x / 2**exponent as unsigned bit patterns in int64
+        numbers = to_integers(x, fmt, rounding, words, exponent).clamp(fmt.min_code, fmt.max_code)
+        return numbers & ((1 << fmt.bits) - 1)
     y = widen(x) if exponent is None else tiny_kept(x, exponent)
     if isinstance(fmt, CodebookFormat):
         return encode_codebook(y, fmt, rounding, overflow, words)
-    return encode_log(y, fmt, rounding, words)
+    # logarithmic systems: Inf saturates, NaN is the largest value
+    *patterns, first = _log_table(fmt, y.device)
+    values, thresholds = map(float64_of, patterns)
+    nan = torch.isnan(y)
+    negative = (bits_of(y) < 0) & ~nan
+    magnitude = torch.where(nan, values[-1], y.abs()).clamp(fmt.magnitudes[0], fmt.magnitudes[-1])
+    rank = torch.searchsorted(values, magnitude.contiguous(), right=True) - 1
+    last = values.numel() - 1
+    upper = values[(rank + 1).clamp(max=last)]
+    parity = first[rank]
+    up = moves_up(magnitude, values[rank], upper, parity, thresholds[rank], negative, rounding, words, flipped=negative)
+    magnitude_code = first[(rank + up).clamp(max=last)]
+    return torch.where(negative, magnitude_code | (1 << (fmt.bits - 1)), magnitude_code)
 
 
 def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:
@@ -284,10 +252,14 @@ def value_bits(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> t
         exact = (to_numbers(codes, fmt).to(torch.float32) + 0.5 * fmt.half_offset) * fmt.eps
         return bits_of(exact) if dtype == torch.float32 else floats.encode(exact, LAYOUTS[dtype], NEAREST, "ieee")
     if isinstance(fmt, IntFormat):
-        return bits_of(narrow(decode_integer(codes, fmt), dtype))
+        return bits_of(narrow((float64(to_numbers(codes, fmt)) + 0.5 * fmt.half_offset) * fmt.eps, dtype))
     if isinstance(fmt, CodebookFormat):
-        return bits_of(narrow(decode_codebook(codes, fmt), dtype))
-    return bits_of(narrow(decode_log(codes, fmt), dtype))
+        # zero is +0, codes beyond the list are NaN
+        values = [fmt.value(code) + 0.0 for code in range(len(fmt.values))]
+        values += [float("nan")] * ((1 << fmt.bits) - len(values))
+        return bits_of(narrow(constants(values, codes.device)[_patterns(codes, fmt.bits)], dtype))
+    values = [*fmt.magnitudes, *(-value for value in fmt.magnitudes)]
+    return bits_of(narrow(constants(values, codes.device)[_patterns(codes, fmt.bits)], dtype))
 
 
 @lru_cache(maxsize=256)

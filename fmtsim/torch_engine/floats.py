@@ -175,7 +175,12 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
             smallest normal's exponent. Zero has significand 0 and, when normalised, an exponent below all others.
     """
     codes = codes.to(dtype)
-    negative = _sign(codes, fmt)
+    if not fmt.signed:
+        negative = torch.zeros_like(codes, dtype=torch.bool)
+    elif fmt.bits == 8 * codes.element_size():
+        negative = codes < 0
+    else:
+        negative = (codes & fmt.sign_mask) != 0
     magnitude = codes & fmt.magnitude_mask
     # where codes are infinite and where they are NaN
     nothing = torch.zeros_like(magnitude, dtype=torch.bool)
@@ -199,14 +204,6 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
         gap = fmt.mantissa_bits - floor_log2(significand.clamp(min=1))
         significand, exponent = significand << gap, torch.where(significand == 0, _ZERO_EXPONENT, exponent - gap)
     return Parts(negative, significand, exponent, fmt.mantissa_bits, infinite, nan)
-
-
-def _sign(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    if not fmt.signed:
-        return torch.zeros_like(codes, dtype=torch.bool)
-    if fmt.bits == 8 * codes.element_size():
-        return codes < 0
-    return (codes & fmt.sign_mask) != 0
 
 
 def encode(
@@ -245,46 +242,17 @@ def convert(
         Codes of ``target`` in int32 or int64, non-negative unless the format has 64 bits. NaN gives ``nan_code``, or
         the code of the largest value in a format without NaN.
     """
-    # 1. int32 where no step can leave it, else int64
+    # int32 where no step can leave it, else int64
     narrow = source.mantissa_bits <= 23 and source.bits <= 32
     narrow = narrow and target.mantissa_bits <= 23 and target.exponent_bits + target.mantissa_bits <= 28
     dtype = torch.int32 if narrow else torch.int64
+    # 1. sign, significand and exponent
     flushed_early = not target.has_subnormals and target.min_exponent <= source.min_exponent
     normalise = exponent is not None or target.min_exponent < source.min_exponent or flushed_early
     parts = unpack(codes, source, dtype, normalise)
     if exponent is not None:
         parts = parts._replace(exponent=parts.exponent - exponent.to(dtype))
-    magnitude = _round(parts, target, rounding, words)
-    # 2. the overflow rule: the magnitudes, and where the result is NaN
-    largest, nan = target.max_code, parts.nan
-    if overflow == "saturate":
-        magnitude = torch.where(parts.infinite, largest, magnitude.clamp(max=largest))
-    else:
-        over = magnitude > largest
-        magnitude = magnitude.clamp(max=largest)
-        leaves = parts.infinite | (over & leaves_range(parts.negative, rounding))
-        if target.inf_code is not None:
-            magnitude = torch.where(leaves, target.inf_code, magnitude)
-        else:  # in a format without NaN either, NaN means the largest value; the sign is put back below
-            magnitude = torch.where(parts.infinite, largest, magnitude)
-            nan = nan | leaves if target.has_nan else nan
-        if not target.signed:
-            nonzero = parts.infinite | (parts.significand != 0)
-            nan = nan | (parts.negative & nonzero) if target.has_nan else nan
-    # 3. sign and NaN onto the magnitudes
-    negative = parts.negative
-    if not target.signed:
-        code = torch.where(negative, 0, magnitude)
-    else:
-        if not target.has_negative_zero:
-            negative = negative & (magnitude != 0)
-        sign = target.sign_mask if target.bits < 64 else -(1 << 63)
-        code = torch.where(negative, magnitude | sign, magnitude)
-    return torch.where(nan, target.max_code if target.nan_code is None else target.nan_code, code)
-
-
-def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
-    """Return the magnitude's code as if the exponent field had no end, steps 2 to 4."""
+    # 2. the bits below the last place
     mantissa_bits, emin = target.mantissa_bits, target.min_exponent
     precision = max(parts.precision, mantissa_bits)
     significand = (
@@ -303,14 +271,41 @@ def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.T
         shift = shift.clamp(max=DEEPEST)
     else:
         shift = shift.clamp(max=precision + 2)  # deeper, the fraction is below 1/2 and not 0 either way
+    # 3. and 4. the magnitude's code as if the exponent field had no end
     parity = None
     if mantissa_bits == 0:
         parity = field if target.has_zero else field + 1
     quotient = round_off(significand, shift, parts.negative, rounding, words, parity)
     code = (field << mantissa_bits) + quotient
     if not target.has_zero:
-        return (code - 1).clamp(min=0)
-    return code if target.has_subnormals else torch.where(flushed, quotient << mantissa_bits, code)
+        magnitude = (code - 1).clamp(min=0)
+    else:
+        magnitude = code if target.has_subnormals else torch.where(flushed, quotient << mantissa_bits, code)
+    # 5. the overflow rule: the magnitudes, and where the result is NaN; then sign and NaN
+    largest, nan = target.max_code, parts.nan
+    if overflow == "saturate":
+        magnitude = torch.where(parts.infinite, largest, magnitude.clamp(max=largest))
+    else:
+        over = magnitude > largest
+        magnitude = magnitude.clamp(max=largest)
+        leaves = parts.infinite | (over & leaves_range(parts.negative, rounding))
+        if target.inf_code is not None:
+            magnitude = torch.where(leaves, target.inf_code, magnitude)
+        else:  # in a format without NaN either, NaN means the largest value; the sign is put back below
+            magnitude = torch.where(parts.infinite, largest, magnitude)
+            nan = nan | leaves if target.has_nan else nan
+        if not target.signed:
+            nonzero = parts.infinite | (parts.significand != 0)
+            nan = nan | (parts.negative & nonzero) if target.has_nan else nan
+    negative = parts.negative
+    if not target.signed:
+        code = torch.where(negative, 0, magnitude)
+    else:
+        if not target.has_negative_zero:
+            negative = negative & (magnitude != 0)
+        sign = target.sign_mask if target.bits < 64 else -(1 << 63)
+        code = torch.where(negative, magnitude | sign, magnitude)
+    return torch.where(nan, target.max_code if target.nan_code is None else target.nan_code, code)
 
 
 def leaves_range(negative: torch.Tensor, rounding: Rounding) -> torch.Tensor:

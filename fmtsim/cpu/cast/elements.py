@@ -128,7 +128,11 @@ def caster(spec: CastSpec, random: Random, shape: torch.Size) -> Cast | None:
         draws = stochastic_kernel(grid)
         return lambda piece, result, *at: draws(array_of(piece), result.numpy(), grid, words, *at)
     if mode == "nearest_even":
-        kernel = nearest_kernel(grid)
+        # The kernel that rounds to nearest even on a grid.
+        if grid.by_bits:
+            kernel = nearest_flushed if grid.flush_below else nearest_linear
+        else:
+            kernel = nearest_special if grid.special else nearest_saturating
         return lambda piece, result, _, streams: kernel(array_of(piece), result.numpy(), grid, streams)
     direction = direction_of(mode)
     return lambda piece, result, *_: directed_flat(array_of(piece), result.numpy(), grid, direction)
@@ -340,13 +344,6 @@ def _nearest(rounded, option):  # type: ignore[no-untyped-def]
 
 nearest_saturating, nearest_special = _nearest(nearest_magic, False), _nearest(nearest_magic, True)
 nearest_linear, nearest_flushed = _nearest(nearest_bits, False), _nearest(nearest_bits, True)
-
-
-def nearest_kernel(g):  # type: ignore[no-untyped-def]
-    """Return the kernel that rounds to nearest even on a grid."""
-    if g.by_bits:
-        return nearest_flushed if g.flush_below else nearest_linear
-    return nearest_special if g.special else nearest_saturating
 
 
 def _stochastic(rounded, special):  # type: ignore[no-untyped-def]

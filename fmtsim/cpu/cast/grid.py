@@ -229,18 +229,7 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
         return None
     if nearest and not (linear or flush) and fmt.max_exponent + 1 + 23 - mantissa_bits > 127:
         return None
-    return _build(fmt, overflow, shape, linear or flush, flush, natural, mode)
-
-
-def _build(
-    fmt: FloatFormat | IntFormat,
-    overflow: Overflow,
-    shape: Shape,
-    by_bits: bool,
-    flush: bool,
-    natural: bool,
-    mode: Mode,
-) -> Grid:
+    by_bits = linear or flush
     saturate = overflow == "saturate" or isinstance(fmt, IntFormat)
     drop = 23 - shape.mantissa_bits
     shift = drop << 23

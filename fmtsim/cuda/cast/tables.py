@@ -172,7 +172,35 @@ def _range_table(x: torch.Tensor, spec: CastSpec, layout: Layout) -> Table | Non
     """Return the table of ranges of a cast, which some hundred small kernels build at the first call."""
 
     def make() -> Table:
-        return _build(spec, layout, values_of(spec.format, x.device))  # type: ignore[arg-type]
+        # made on the device, without waiting for it
+        values, device = values_of(spec.format, x.device), x.device
+        bounds = torch.arange(layout.low, layout.low + layout.size + 1, device=device) << layout.shift
+        starts, ends = bounds[:-1].clone(), bounds[1:] - 1
+        starts[0], ends[-1] = 0, _INFINITY
+        signs = torch.arange(2, device=device)[:, None] << 31
+
+        def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
+            points = (magnitudes | signs).to(torch.int32).view(torch.float32)
+            codes = torch.empty(points.shape, dtype=torch.uint8, device=device)
+            cast_general(points, EncodedParts(codes), spec)
+            return codes.to(torch.int64)
+
+        first, last = codes_at(starts), codes_at(ends)
+        below, above = starts, ends
+        for _ in range(31):
+            middle = (below + above) >> 1
+            same = codes_at(middle) == first
+            below, above = torch.where(same, middle, below), torch.where(same, above, middle)
+        if layout.narrow:
+            offset = torch.where(first == last, (1 << layout.shift) - 1, below - starts) << 32 - layout.shift
+            codes = first | last << layout.narrow
+            buckets = (offset | codes).to(torch.int32).contiguous()
+        else:
+            change = torch.where(first == last, 0, above)
+            buckets = torch.stack([change, first | last << 16], dim=-1).to(torch.int32).contiguous()
+        nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
+        parameters = _TABLE.pack(buckets.data_ptr(), values.data_ptr(), *layout[:3], nan)
+        return Table(parameters, (buckets, values), layout.shared)
 
     return _remembered((spec, runtime.device_index(x)), x, make)
 
@@ -185,38 +213,6 @@ def _remembered(key: Hashable, x: torch.Tensor, make: Callable[[], Table]) -> Ta
         _tables[key] = make()
         runtime.finished(x)
     return _tables[key]
-
-
-def _build(spec: CastSpec, layout: Layout, values: torch.Tensor) -> Table:
-    """Make the table of a cast on the device of ``values``, its values by code, without waiting for it."""
-    device = values.device
-    bounds = torch.arange(layout.low, layout.low + layout.size + 1, device=device) << layout.shift
-    starts, ends = bounds[:-1].clone(), bounds[1:] - 1
-    starts[0], ends[-1] = 0, _INFINITY
-    signs = torch.arange(2, device=device)[:, None] << 31
-
-    def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
-        points = (magnitudes | signs).to(torch.int32).view(torch.float32)
-        codes = torch.empty(points.shape, dtype=torch.uint8, device=device)
-        cast_general(points, EncodedParts(codes), spec)
-        return codes.to(torch.int64)
-
-    first, last = codes_at(starts), codes_at(ends)
-    below, above = starts, ends
-    for _ in range(31):
-        middle = (below + above) >> 1
-        same = codes_at(middle) == first
-        below, above = torch.where(same, middle, below), torch.where(same, above, middle)
-    if layout.narrow:
-        offset = torch.where(first == last, (1 << layout.shift) - 1, below - starts) << 32 - layout.shift
-        codes = first | last << layout.narrow
-        buckets = (offset | codes).to(torch.int32).contiguous()
-    else:
-        change = torch.where(first == last, 0, above)
-        buckets = torch.stack([change, first | last << 16], dim=-1).to(torch.int32).contiguous()
-    nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
-    parameters = _TABLE.pack(buckets.data_ptr(), values.data_ptr(), *layout[:3], nan)
-    return Table(parameters, (buckets, values), layout.shared)
 
 
 @lru_cache(maxsize=64)

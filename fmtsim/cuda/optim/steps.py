@@ -115,7 +115,29 @@ def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
     moments = {name: getattr(scheme, name) for name in names}
     slots = {name: slot_of(fmt) for name, fmt in moments.items()}
     if None not in slots.values():
-        return _of_slots(scheme, moments, slots)
+        weight_format = scheme.weights
+        if any(fmt.stochastic for fmt in moments.values()):
+            return None
+        if weight_format is not None and (weight_format.format is None or scheme.minimum or scheme.whole_blocks):
+            return None
+        weights, logs = _weights_of(weight_format)
+        if weights is None:
+            return None
+        rows = weight_format is not None and weight_format.block == (1, None) and weight_format.scaling is not None
+        if rows and any(fmt.scaling is not None for fmt in moments.values()):
+            return None
+        every = [*moments.values(), FLOAT32 if weight_format is None or rows or logs else weight_format]
+        blocks = {fmt.block for fmt in every if fmt.scaling is not None}
+        outer, block = blocks.pop() if blocks else (1, 0)
+        by_tensor = outer is None
+        if blocks or not (by_tensor or block in (0, *BLOCKS)):
+            return None
+        draws = weight_format is not None and weight_format.stochastic
+        states = _states(block or 0, slots.get("first"), slots.get("second"), weights)
+        resident = 2 if rows else 3 if draws else 4
+        return Kernels(
+            "optimizer.cu", states, (), resident, False, by_tensor, weight_format is not None, rows, draws, logs
+        )
     if scheme.weights is not None:
         return None
     e4m3, every = get_format("e4m3"), list(moments.values())
@@ -126,30 +148,6 @@ def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
     if others or block[1] is None or any(book_of(fmt) is None for fmt in every):
         return None
     return Kernels("optimizer.cu", _books_of(block[1], bits, names), books=True)
-
-
-def _of_slots(scheme: Scheme, moments: dict[str, StateFormat], slots: dict[str, str | None]) -> Kernels | None:
-    weight_format = scheme.weights
-    if any(fmt.stochastic for fmt in moments.values()):
-        return None
-    if weight_format is not None and (weight_format.format is None or scheme.minimum or scheme.whole_blocks):
-        return None
-    weights, logs = _weights_of(weight_format)
-    if weights is None:
-        return None
-    rows = weight_format is not None and weight_format.block == (1, None) and weight_format.scaling is not None
-    if rows and any(fmt.scaling is not None for fmt in moments.values()):
-        return None
-    every = [*moments.values(), FLOAT32 if weight_format is None or rows or logs else weight_format]
-    blocks = {fmt.block for fmt in every if fmt.scaling is not None}
-    outer, block = blocks.pop() if blocks else (1, 0)
-    by_tensor = outer is None
-    if blocks or not (by_tensor or block in (0, *BLOCKS)):
-        return None
-    draws = weight_format is not None and weight_format.stochastic
-    states = _states(block or 0, slots.get("first"), slots.get("second"), weights)
-    resident = 2 if rows else 3 if draws else 4
-    return Kernels("optimizer.cu", states, (), resident, False, by_tensor, weight_format is not None, rows, draws, logs)
 
 
 def _weights_of(state: StateFormat | None) -> tuple[str | None, LogFormat | None]:
