@@ -81,17 +81,17 @@ def encode_value(
         # 3. the outermost values stand for infinities, which finite numbers reach where the rounding leaves the range
         leaves = overflow == "ieee" and (infinite or how.rule.leaves_range(is_negative(x)))
         return codes[min(max(rank, 1), last - 1) if fmt.infinities and not leaves else rank]
-    values, middles = _log_magnitudes(fmt), _log_thresholds(fmt)
-    top = len(values) - 1
+    magnitudes, thresholds = _log_magnitudes(fmt), _log_thresholds(fmt)
+    top = len(magnitudes) - 1
     negative = x == x and is_negative(x)
     sign = int(negative) << (fmt.bits - 1)
-    if x != x or x in (math.inf, -math.inf) or abs(Fraction(x)) >= values[top]:
-        return sign | bisect_left(values, values[top])  # the first of equal values
+    if x != x or x in (math.inf, -math.inf) or abs(Fraction(x)) >= magnitudes[top]:
+        return sign | bisect_left(magnitudes, magnitudes[top])  # the first of equal magnitudes
     magnitude = max(abs(Fraction(x)), Fraction(1))
-    k = bisect_right(values, magnitude) - 1
-    odd = bisect_left(values, values[k]) % 2 == 1
-    k += takes_upper(magnitude, values[k], values[k + 1], middles[k], odd, negative, how, word)
-    return sign | bisect_left(values, values[k])
+    k = bisect_right(magnitudes, magnitude) - 1
+    odd = bisect_left(magnitudes, magnitudes[k]) % 2 == 1
+    k += takes_upper(magnitude, magnitudes[k], magnitudes[k + 1], thresholds[k], odd, negative, how, word)
+    return sign | bisect_left(magnitudes, magnitudes[k])
 
 
 def decode_value(code: int, fmt: ElementFormat) -> float:

@@ -3,9 +3,9 @@
 
 A step is one pass: on moments that are bytes of a codebook, or float32, and on weights that are codes. The definition
 is fmtsim/optim: rules.py (the update), codec.py (scales and codes); the bits are the same. Vectors are those of
-``simd.py``. How a code is found is said at ``fmtsim.rounding.codebooks.Table``: one lookup by a number's leading 16 bits
-gives the only threshold that its other 16 bits can lie on either side of. Weights are bytes with a scale a row, float32
-during a step and rounded stochastically after it, or logarithms under Madam, moved in one pass.
+``simd.py``. How a code is found is said at ``fmtsim.rounding.codebooks.Table``: one lookup by a number's leading 16
+bits gives the only threshold that its other 16 bits can lie on either side of. Weights are bytes with a scale a row,
+float32 during a step and rounded stochastically after it, or logarithms under Madam, moved in one pass.
 """
 
 from collections.abc import Callable, Sequence
