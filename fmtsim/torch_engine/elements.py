@@ -104,6 +104,22 @@ def encode_codebook(
     return codes[rank] if fmt.nan_code is None else torch.where(nan, fmt.nan_code, codes[rank])
 
 
+def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
+    """Round float64 elements to the codes of a logarithmic system, int64; Inf saturates, NaN is the largest value."""
+    *patterns, first = _log_table(fmt, y.device)
+    values, thresholds = map(float64_of, patterns)
+    nan = torch.isnan(y)
+    negative = (bits_of(y) < 0) & ~nan
+    magnitude = torch.where(nan, values[-1], y.abs()).clamp(fmt.magnitudes[0], fmt.magnitudes[-1])
+    rank = torch.searchsorted(values, magnitude.contiguous(), right=True) - 1
+    last = values.numel() - 1
+    upper = values[(rank + 1).clamp(max=last)]
+    parity = first[rank]
+    up = moves_up(magnitude, values[rank], upper, parity, thresholds[rank], negative, rounding, words, flipped=negative)
+    magnitude_code = first[(rank + up).clamp(max=last)]
+    return torch.where(negative, magnitude_code | (1 << (fmt.bits - 1)), magnitude_code)
+
+
 def moves_up(
     y: torch.Tensor,
     lower: torch.Tensor,
@@ -214,19 +230,7 @@ def encode(
     y = widen(x) if exponent is None else tiny_kept(x, exponent)
     if isinstance(fmt, CodebookFormat):
         return encode_codebook(y, fmt, rounding, overflow, words)
-    # logarithmic systems: Inf saturates, NaN is the largest value
-    *patterns, first = _log_table(fmt, y.device)
-    values, thresholds = map(float64_of, patterns)
-    nan = torch.isnan(y)
-    negative = (bits_of(y) < 0) & ~nan
-    magnitude = torch.where(nan, values[-1], y.abs()).clamp(fmt.magnitudes[0], fmt.magnitudes[-1])
-    rank = torch.searchsorted(values, magnitude.contiguous(), right=True) - 1
-    last = values.numel() - 1
-    upper = values[(rank + 1).clamp(max=last)]
-    parity = first[rank]
-    up = moves_up(magnitude, values[rank], upper, parity, thresholds[rank], negative, rounding, words, flipped=negative)
-    magnitude_code = first[(rank + up).clamp(max=last)]
-    return torch.where(negative, magnitude_code | (1 << (fmt.bits - 1)), magnitude_code)
+    return encode_log(y, fmt, rounding, words)
 
 
 def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> torch.Tensor:

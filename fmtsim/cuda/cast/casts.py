@@ -120,12 +120,12 @@ def _fast_launch(cast: CastSpec | str, dtype: torch.dtype, out_dtype: torch.dtyp
     grid, rounding = fast_grid(spec, None), spec.rounding
     if grid is None or not (out_dtype == torch.float32 or is_representable(spec.format, out_dtype)):
         return None
-    cast, stochastic = launch_of(grid, rounding, dtype, out_dtype, index), rounding.mode == "stochastic"
+    elements, stochastic = launch_of(grid, rounding, dtype, out_dtype, index), rounding.mode == "stochastic"
 
     def launch(x: torch.Tensor, out: torch.Tensor, random: Random) -> bool:
         if isinstance(random, RandomKey) != stochastic:
             return False
-        cast(x, out, random, 0)
+        elements(x, out, random, 0)
         return True
 
     return launch
