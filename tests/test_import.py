@@ -236,7 +236,7 @@ def test_nothing_inside_an_engine_is_named_outside():
     ("source", "seen"),
     [
         ('load_engine("cuda.cast")', True),
-        ('importlib.import_module("fmtsim.cpu.optim.moments")', True),
+        ('importlib.import_module("fmtsim.cpu.optim.steps")', True),
         ("def f():\n    from fmtsim.cuda import runtime", True),
         ('load_engine("cuda")', False),
         ('"""The words of fmtsim.cuda.runtime."""', False),

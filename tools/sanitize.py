@@ -28,7 +28,7 @@ import torch
 import fmtsim
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import self_test
-from fmtsim.cuda.gemm.fast_path import FastPath
+from fmtsim.cuda.gemm.job import FastPath
 from fmtsim.cuda.runtime.program import variants
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.scaling import Scaling

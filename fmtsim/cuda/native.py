@@ -144,21 +144,7 @@ def torch_call(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scal
         return TorchCall("torch._int_mm", torch._int_mm, (a, b), {})
     if call.scaling in ("tensor", "row"):
         return _scaled(call, a, b, bias, scales)
-    return _block_scaled(call, a, b, bias, scales)
-
-
-def _scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
-    """Return torch._scaled_mm with one scale for each tensor, or for each row of a and column of b."""
-    shapes: tuple[tuple[int, ...], ...] = ((), ()) if call.scaling == "tensor" else ((a.shape[0], 1), (1, b.shape[1]))
-    pair = [_single(s, a) if shape == () else _vector(s, shape, a) for s, shape in zip(scales[:2], shapes, strict=True)]
-    options: dict[str, Any] = {"bias": bias, "out_dtype": call.out_dtype, "use_fast_accum": call.fast_accum}
-    if scales.result is not None and call.out_dtype.itemsize == 1:
-        options["scale_result"] = scales.result.reshape(())
-    return TorchCall("torch._scaled_mm", torch._scaled_mm, (a, b, *pair), options)
-
-
-def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
-    """Return torch.nn.functional.scaled_mm with blocks of 128 (Hopper), or with MX or NVFP4 scales (Blackwell)."""
+    # torch.nn.functional.scaled_mm with blocks of 128 (Hopper), or with MX or NVFP4 scales (Blackwell).
     if call.older and call.scaling in _SMALL and scales.tensor_scale_a is scales.tensor_scale_b is None:
         dtype = _SMALL[call.scaling][1]
         pair = [swizzled(s).view(dtype) for s in scales[:2]]  # type: ignore[arg-type]
@@ -192,6 +178,16 @@ def _block_scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, s
     }  # fmt: skip
     arguments = (a, b, lists[0], recipes[0], lists[1], recipes[1])
     return TorchCall("torch.nn.functional.scaled_mm", function, arguments, options)
+
+
+def _scaled(call: NativeCall, a: Tensor, b: Tensor, bias: Tensor | None, scales: NativeScales) -> TorchCall:
+    """Return torch._scaled_mm with one scale for each tensor, or for each row of a and column of b."""
+    shapes: tuple[tuple[int, ...], ...] = ((), ()) if call.scaling == "tensor" else ((a.shape[0], 1), (1, b.shape[1]))
+    pair = [_single(s, a) if shape == () else _vector(s, shape, a) for s, shape in zip(scales[:2], shapes, strict=True)]
+    options: dict[str, Any] = {"bias": bias, "out_dtype": call.out_dtype, "use_fast_accum": call.fast_accum}
+    if scales.result is not None and call.out_dtype.itemsize == 1:
+        options["scale_result"] = scales.result.reshape(())
+    return TorchCall("torch._scaled_mm", torch._scaled_mm, (a, b, *pair), options)
 
 
 def block_scales(scales: Tensor, rows_per_scale: int) -> Tensor:

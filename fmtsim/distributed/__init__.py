@@ -3,12 +3,11 @@
 
 from fmtsim.distributed.arithmetic import Counts
 from fmtsim.distributed.collective import Reduced, all_reduce, reduce_scatter
-from fmtsim.distributed.fsdp import hook_fsdp
+from fmtsim.distributed.fsdp import ReductionState, fp8_hook, hook_fsdp
 from fmtsim.distributed.gather import all_gather, dispatch, whole_tensors
 from fmtsim.distributed.parallel import TensorParallel, parallelize
 from fmtsim.distributed.reduction import REDUCTIONS, AutoFactor, Reduction, get_reduction
 from fmtsim.distributed.simulate import Simulated, simulate
-from fmtsim.distributed.state import ReductionState, fp8_hook
 
 __all__ = [
     "REDUCTIONS", "AutoFactor", "Counts", "Reduced", "Reduction", "ReductionState", "Simulated", "TensorParallel",

@@ -97,7 +97,15 @@ class Ranks:
         print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
         prints = self._prints(print_)
         if any(other != print_ for other in prints):
-            raise ArgumentError(self._disagreement(facts, prints))
+            texts = self.gather_objects([[repr(fact), str(fact)] for fact in facts], "the comparison of arguments")
+            other = next(rank for rank, value in enumerate(prints) if value != prints[0])
+            pairs = zip(texts[0], texts[other], strict=False)
+            mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (texts[0][0], texts[other][0]))
+            first, second = (mine[1], its[1]) if mine[1] != its[1] else (mine[0], its[0])
+            raise ArgumentError(
+                f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
+                "call the same collective with equal shapes, dtypes and records on all ranks"
+            )
         self._agreed.add(hashable)
 
     def present(self, what: str) -> None:
@@ -161,21 +169,11 @@ class Ranks:
 
     def _start(self, verb: Any, x: Tensor, rank: int, silent: list[tuple[int, RuntimeError]]) -> Any:
         try:
-            return verb(x, self._global(rank), self.group)
+            assert self.group is not None
+            return verb(x, dist.get_global_rank(self.group, rank), self.group)
         except RuntimeError as error:
             silent.append((rank, error))
             return None
-
-    def _disagreement(self, facts: tuple[Any, ...], prints: list[int]) -> str:
-        texts = self.gather_objects([[repr(fact), str(fact)] for fact in facts], "the comparison of arguments")
-        other = next(rank for rank, value in enumerate(prints) if value != prints[0])
-        pairs = zip(texts[0], texts[other], strict=False)
-        mine, its = next((pair for pair in pairs if pair[0] != pair[1]), (texts[0][0], texts[other][0]))
-        first, second = (mine[1], its[1]) if mine[1] != its[1] else (mine[0], its[0])
-        return (
-            f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
-            "call the same collective with equal shapes, dtypes and records on all ranks"
-        )
 
     def _reduce(self, x: Tensor, op: Any, what: str) -> Tensor:
         reduced = x.clone()
@@ -183,10 +181,6 @@ class Ranks:
             with self.answering(what):
                 dist.all_reduce(reduced, op, group=self.group)
         return reduced
-
-    def _global(self, rank: int) -> int:
-        assert self.group is not None
-        return dist.get_global_rank(self.group, rank)
 
     @contextmanager
     def answering(self, what: str) -> Iterator[None]:
@@ -233,7 +227,8 @@ def exchange(group: dist.ProcessGroup, note: str) -> list[str]:
     round_ = _ROUNDS[group] = _ROUNDS.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)
     keys = [f"fmtsim/{round_}/{other}" for other in range(size)]
-    limit = timeout_of(group)
+    # how long the group waits
+    limit: timedelta = group._get_backend(torch.device(group._device_types[0])).options._timeout
     try:
         store.set(keys[rank], note)
         try:
@@ -249,13 +244,6 @@ def exchange(group: dist.ProcessGroup, note: str) -> list[str]:
     except RuntimeError as error:
         raise AbsentError((), str(error)) from error
     return notes
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a group waits."""
-    device = group._device_types[0]
-    limit: timedelta = group._get_backend(torch.device(device)).options._timeout
-    return limit
 
 
 def named(ranks: Iterable[int]) -> str:

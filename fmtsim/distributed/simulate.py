@@ -73,7 +73,13 @@ def simulate(
     lists = [listed(one) for one in ranks]
     require_ranks(len(lists))
     batches = [batch_of(one) for one in lists]
-    _require_agreement(lists)
+    first = [(tuple(x.shape), x.dtype, str(x.device)) for x in lists[0]]
+    for rank, one in enumerate(lists):
+        other = [(tuple(x.shape), x.dtype, str(x.device)) for x in one]
+        if other != first:
+            raise ArgumentError(
+                f"ranks disagree: rank 0 reduces {first}, rank {rank} {other}; pass equal shapes, dtypes and devices"
+            )
     check_together(**{f"rank {rank}": batch.x for rank, batch in enumerate(batches)})
     values, counts = simulate_batches(batches, chosen, require_mu(chosen, mu, batches[0].x.device), call)
     return Simulated(split(values, batches[0], lists[0]), counts)
@@ -163,13 +169,3 @@ def tree(q: Tensor, hop: Hop, start: int = 0) -> Tensor:
         sums = sums.index_copy(0, receivers, added)
         distance, step = 2 * distance, step + 1
     return sums[0]
-
-
-def _require_agreement(lists: Sequence[Sequence[Tensor]]) -> None:
-    first = [(tuple(x.shape), x.dtype, str(x.device)) for x in lists[0]]
-    for rank, one in enumerate(lists):
-        other = [(tuple(x.shape), x.dtype, str(x.device)) for x in one]
-        if other != first:
-            raise ArgumentError(
-                f"ranks disagree: rank 0 reduces {first}, rank {rank} {other}; pass equal shapes, dtypes and devices"
-            )

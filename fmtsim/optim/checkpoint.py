@@ -76,7 +76,25 @@ def states(
         elif source is scheme:
             loaded.append(_same(index, saved, p, expected, rule))
         else:
-            loaded.append(_converted(index, saved, p, expected, rule, source, seed))
+            # Decode a saved state as its scheme says and encode it as this one does.
+            shape = tuple(p.shape)
+            values = _torch_values(index, saved, p, rule) if source is None else {}
+            if source is not None:
+                _check_shape(index, saved["shape"], p)
+                here = {
+                    name: value.to(p.device) if isinstance(value, Tensor) else value for name, value in saved.items()
+                }
+                for slot, fmt in source.formats(shape, rule.slots).items():
+                    if slot in here:
+                        values[slot] = codec.decode(stepping.parts_of(here, slot), fmt, shape)
+            step = int(saved["step"])
+            state = stepping.start(values.get("weights", p), expected, rule, seed, index)
+            for slot in rule.slots:
+                random_key = key_of(seed, step, index, slot)
+                stepping.put(state, slot, codec.encode(values[slot].contiguous(), expected[slot], {}, random_key))
+            loaded.append(
+                state | {"step": step} | {name: saved[name].to(p.device) for name in CONSTANTS if name in saved}
+            )
     return loaded
 
 
@@ -140,26 +158,6 @@ def _same(index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rul
         result[name] = value.detach().to(p.device).clone()
     _check_shape(index, saved["shape"], p)
     return result
-
-
-def _converted(
-    index: int, saved: Mapping[str, Any], p: Tensor, formats: Formats, rule: Rule, source: Scheme | None, seed: int
-) -> dict[str, Any]:
-    """Decode a saved state as its scheme says and encode it as this one does."""
-    shape = tuple(p.shape)
-    values = _torch_values(index, saved, p, rule) if source is None else {}
-    if source is not None:
-        _check_shape(index, saved["shape"], p)
-        here = {name: value.to(p.device) if isinstance(value, Tensor) else value for name, value in saved.items()}
-        for slot, fmt in source.formats(shape, rule.slots).items():
-            if slot in here:
-                values[slot] = codec.decode(stepping.parts_of(here, slot), fmt, shape)
-    step = int(saved["step"])
-    state = stepping.start(values.get("weights", p), formats, rule, seed, index)
-    for slot in rule.slots:
-        key = key_of(seed, step, index, slot)
-        stepping.put(state, slot, codec.encode(values[slot].contiguous(), formats[slot], {}, key))
-    return state | {"step": step} | {name: saved[name].to(p.device) for name in CONSTANTS if name in saved}
 
 
 def _torch_values(index: int, saved: Mapping[str, Any], p: Tensor, rule: Rule) -> dict[str, Tensor]:

@@ -55,7 +55,10 @@ def compress(x: Tensor, top_value: float, *, lanes: bool = False) -> tuple[Tenso
     # 2. The geometric mean of both.
     centre = square_root(top) * square_root(low)
     # 3. power = floor(16 * (ln 100352 / (ln top - ln low))) / 16; 1 where top = low.
-    power = power_of(top, low)
+    distance = _ln(top) - _ln(low)
+    safe = torch.where(distance > 0, distance, 1.0)
+    power = torch.floor(STEPS * (torch.full_like(safe, RANGE) / safe)) / STEPS
+    power = torch.where(distance == 0, 1.0, torch.where(top == top, power, math.nan)).to(torch.float32)
     # 4. scale = (top / centre) ** power / 448, so that the largest element becomes the format's largest value.
     scale = _raised(top, power, centre) / torch.full_like(top, top_value)
     # 5. z / scale with z = (|x| / centre) ** power and the sign of x; zero stays zero.
@@ -85,14 +88,6 @@ def _least_of_lanes(magnitude: Tensor) -> Tensor:
 
 def _lesser(magnitude: Tensor, compared: Tensor) -> Tensor:
     return torch.where(compared > 0, torch.minimum(magnitude, compared), magnitude)
-
-
-def power_of(top: Tensor, low: Tensor) -> Tensor:
-    """Return the power of groups with these extremes, float32."""
-    distance = _ln(top) - _ln(low)
-    safe = torch.where(distance > 0, distance, 1.0)
-    power = torch.floor(STEPS * (torch.full_like(safe, RANGE) / safe)) / STEPS
-    return torch.where(distance == 0, 1.0, torch.where(top == top, power, math.nan)).to(torch.float32)
 
 
 def expand(q: Tensor, scale: Tensor, power: Tensor, centre: Tensor) -> Tensor:
@@ -151,7 +146,17 @@ def encode(x: Tensor, fmt: StateFormat, previous: Mapping[str, Tensor], key: Ran
         scale = _scale(rows, fmt, fmt.scaling, previous.get("scale"))
         scaled = _scaled(rows, scale, fmt.scaling)
         parts["scale"] = scale.reshape(-1)
-    codes = _element_codes(scaled.reshape(-1)[: x.numel()], x, fmt, key)
+    # Codes of the scaled numbers y, flat; NaN takes code 0 of a codebook.
+    y = scaled.reshape(-1)[: x.numel()]
+    if isinstance(fmt.format, CodebookFormat):
+        bounds = _thresholds(fmt.format, fmt.ties, y.device)
+        codes = torch.searchsorted(bounds, torch.where(y == y, y, -math.inf), right=True)
+        if fmt.keep_sign:
+            zero = fmt.format.values.index(0.0)
+            codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
+    else:
+        spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
+        codes = encode_elements(y, spec, key if fmt.stochastic else None).codes
     return {"codes": packed(codes, fmt.format)} | parts
 
 
@@ -262,17 +267,3 @@ def _scaled(rows: Tensor, scale: Tensor, scaling: Scaling) -> Tensor:
     if scaling.arithmetic == "reciprocal":
         scale = torch.ones_like(scale) / scale.clamp(min=scaling.eps)
     return rows * scale
-
-
-def _element_codes(y: Tensor, x: Tensor, fmt: StateFormat, key: RandomKey | None) -> Tensor:
-    """Round scaled numbers y, flat, to codes; NaN takes code 0 of a codebook."""
-    assert fmt.format is not None
-    if isinstance(fmt.format, CodebookFormat):
-        bounds = _thresholds(fmt.format, fmt.ties, y.device)
-        codes = torch.searchsorted(bounds, torch.where(y == y, y, -math.inf), right=True)
-        if fmt.keep_sign:
-            zero = fmt.format.values.index(0.0)
-            codes = codes - ((codes == zero) & torch.signbit(x.reshape(-1))).to(codes.dtype)
-        return codes
-    spec = CastSpec(format=fmt.format, rounding=fmt.rounding, overflow="saturate")
-    return encode_elements(y, spec, key if fmt.stochastic else None).codes

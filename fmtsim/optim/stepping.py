@@ -61,17 +61,14 @@ def start(p: Tensor, formats: Mapping[str, StateFormat], rule: Rule, seed: int, 
     state: dict[str, Any] = {"step": 0, "shape": list(p.shape)}
     for slot, fmt in formats.items():
         if slot != "weights":
-            put(state, slot, _zeros(codec.encode(zero, fmt, {}, RandomKey(seed)), fmt))
+            # Give encoded zeros a scale of zero, so that formats without a zero decode them to zero, too.
+            parts = codec.encode(zero, fmt, {}, RandomKey(seed))
+            if fmt.rule == "amax" and not fmt.expand:
+                parts["scale"] = torch.zeros_like(parts["scale"])
+            put(state, slot, parts)
         elif not in_parameter(fmt, p.dtype):
             put(state, slot, codec.encode(values_of(p), fmt, {}, key_of(seed, 0, index, "weights")))
     return state | rule.constants(values_of(p))
-
-
-def _zeros(parts: codec.Parts, fmt: StateFormat) -> codec.Parts:
-    """Give encoded zeros a scale of zero, so that formats without a zero decode them to zero, too."""
-    if fmt.rule == "amax" and not fmt.expand:
-        parts["scale"] = torch.zeros_like(parts["scale"])
-    return parts
 
 
 def values_of(p: Tensor) -> Tensor:
@@ -115,7 +112,15 @@ def _run(step: ParameterStep, rule: Rule, nonfinite: str) -> None:
     constants = {name: step.state[name] for name in CONSTANTS if name in step.state}
     weight_format = step.formats.get("weights")
     if weight_format is not None and isinstance(weight_format.format, LogFormat) and rule.steps is not None:
-        codes, p, new = _logarithms(step, rule, g, old, weight_format)
+        # The codes of weights that are logarithms move by whole steps.
+        fmt, previous = weight_format.format, parts_of(step.state, "weights")
+        whole = codec.unpacked(previous["codes"], fmt, g.numel()).to(torch.int64).view(g.shape)
+        magnitude, negative = whole & fmt.max_code, whole & ~fmt.max_code
+        signs = torch.where(negative != 0, -1.0, 1.0)
+        falls, new = rule.steps(g, signs, old, step.numbers, fmt.gamma)
+        moved = (magnitude - falls).clamp(0, fmt.max_code) | negative
+        codes = codec.packed(moved.reshape(-1), fmt)
+        p = codec.decode(previous | {"codes": codes}, weight_format, tuple(g.shape))
     else:
         codes, p, new = None, *_updated(step, rule, _weights(step, weight_format), g, old | constants)
     if nonfinite != "propagate":  # leave out what gradients that are not finite would do: to their elements, or to all
@@ -164,26 +169,6 @@ def _weights(step: ParameterStep, weight_format: StateFormat | None) -> Tensor:
     return codec.decode(parts_of(step.state, "weights"), weight_format, tuple(step.parameter.shape))
 
 
-def _logarithms(
-    step: ParameterStep, rule: Rule, g: Tensor, old: dict[str, Tensor], weight_format: StateFormat
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Move the codes of weights that are logarithms; return them packed, their values and the new states."""
-    assert isinstance(weight_format.format, LogFormat) and rule.steps is not None
-    fmt, previous = weight_format.format, parts_of(step.state, "weights")
-    codes = codec.unpacked(previous["codes"], fmt, g.numel()).to(torch.int64).view(g.shape)
-    magnitude, negative = codes & fmt.max_code, codes & ~fmt.max_code
-    signs = torch.where(negative != 0, -1.0, 1.0)
-    falls, new = rule.steps(g, signs, old, step.numbers, fmt.gamma)
-    moved = (magnitude - falls).clamp(0, fmt.max_code) | negative
-    packed = codec.packed(moved.reshape(-1), fmt)
-    return packed, codec.decode(previous | {"codes": packed}, weight_format, tuple(g.shape)), new
-
-
-def count_nonfinite(g: Tensor) -> Tensor:
-    """Return how many elements of a gradient are NaN or infinite, int64, 0-d, on its device."""
-    return (~torch.isfinite(g)).sum()
-
-
 def run_steps(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counter: Counter) -> bool:
     """Do steps; return whether the CUDA engine's kernels did all of them."""
     by_engine: dict[str, list[ParameterStep]] = {}
@@ -197,7 +182,8 @@ def run_steps(steps: Sequence[ParameterStep], rule: Rule, scheme: Scheme, counte
     for step in unsupported:
         if step.live is not None:
             step = _counted(step, rule, scheme)
-        counter(step.gradient.device).add_(count_nonfinite(step.gradient))
+        # count the gradient's NaN and infinities on its device
+        counter(step.gradient.device).add_((~torch.isfinite(step.gradient)).sum())
         run(step, rule, scheme.nonfinite)
     return bool(steps) and not unsupported and by_engine.keys() == {"cuda"}
 

@@ -31,7 +31,11 @@ def recipe_to_dict(record: Any) -> dict[str, Any]:
 
 def _plain(hint: Any, value: Any) -> Any:
     if isinstance(value, Format):
-        return _format_text(value)
+        try:
+            catalogued = get_format(value.name)
+        except FormatError:
+            catalogued = None
+        return value.name if catalogued == value else format_to_dict(value)
     if isinstance(value, Arithmetic | GemmPlan):
         return record_to_dict(value)
     if isinstance(value, tuple):
@@ -40,14 +44,6 @@ def _plain(hint: Any, value: Any) -> Any:
         kind = {"kind": type(value).__name__} if len(kinds_of(hint)) > 1 else {}
         return kind | recipe_to_dict(value)
     return value
-
-
-def _format_text(fmt: Format) -> Any:
-    try:
-        catalogued = get_format(fmt.name)
-    except FormatError:
-        catalogued = None
-    return fmt.name if catalogued == fmt else format_to_dict(fmt)
 
 
 def recipe_from_dict(record: dict[str, Any]) -> Recipe | Any:

@@ -1,19 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a recipe: how each layer's products run, which layers are excepted, and when."""
+"""The record of a recipe: how each layer's products run, which layers are excepted, and when; as a table, too."""
 
 import re
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any, Final, Literal
 
-from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.scaling import block_text
+from fmtsim.gemm.layers.config import FORMULAS, LinearConfig, product_of
 from fmtsim.gemm.units.unit import is_unit, machine_name
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.build import SavedActivations
 from fmtsim.recipes.system import Level, OptimizerConfig, find_level
-from fmtsim.recipes.table import table_html, table_text
 from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_types, located
+from fmtsim.support.table import aligned, filled, html
+
+HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
+_SOURCES = {"original": "the tensor", "forward": "the forward codes", "requantised": "the forward codes, again",
+            "stored": "stored codes"}  # fmt: skip
+
+
+def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:
+    """Return a row for each operand, and for each product that is rounded, cells in the order of ``HEADINGS``."""
+    rows: list[tuple[str, ...]] = []
+    for name, quantizer in config.operands.items():
+        product = FORMULAS[product_of(name)]
+        shown = product if not rows or rows[-1][0] != product and all(row[0] != product for row in rows) else ""
+        rows.append((shown, name[0], *_cells(quantizer)))
+        out = getattr(config, product_of(name)).out
+        if name in ("w_f", "w_d", "x_w") and out.format is not None:
+            rows.append(("", product.partition(" ")[0], "the product", *_cells(out)[1:]))
+    return rows
+
+
+def _cells(quantizer: Quantizer) -> tuple[str, ...]:
+    if quantizer.source == "forward":
+        return (_SOURCES["forward"], *("",) * 5)
+    formats, scales, roundings = [], [], []
+    step: Quantizer | None = quantizer
+    while step is not None:
+        formats.append("high precision" if step.format is None else step.format.name)
+        scales.append(_scale(step))
+        roundings.append("" if step.format is None else str(step.rounding.mode) + _bits(step))
+        step = step.then
+    transforms = "; ".join(map(str, quantizer.transforms))
+    gradient = str(quantizer.gradient)
+    return (
+        _SOURCES[quantizer.source], transforms, " > ".join(formats), " > ".join(scales), " > ".join(roundings),
+        "" if gradient == "straight through" else gradient,
+    )  # fmt: skip
+
+
+def _bits(quantizer: Quantizer) -> str:
+    bits = quantizer.rounding.random_bits
+    return f" ({bits} bits)" if bits is not None else ""
+
+
+def _scale(quantizer: Quantizer) -> str:
+    if quantizer.scaling is not None:
+        return str(quantizer.scaling)
+    fmt: Format | None = quantizer.format
+    if not isinstance(fmt, BlockFormat):
+        return "" if fmt is None else "none"
+    return (
+        f"{block_text(fmt.block)}, {fmt.scale.name} by {fmt.scale_rule}{', tensor scale' if fmt.tensor_scale else ''}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +427,13 @@ class Recipe:
 
     def __str__(self) -> str:
         title = self.name + (f" ({', '.join(self.aliases)})" if self.aliases else "")
-        return table_text(title, self.linear, self.facts())
+        lines = ["linear layers stay in high precision"]
+        if self.linear is not None:
+            lines = aligned(filled(HEADINGS, operand_rows(self.linear)))
+        return "\n".join([title, *lines, *(f"{name}: {text}" for name, text in self.facts())])
 
     def _repr_html_(self) -> str:
-        return table_html(self.name, self.linear, self.facts())
+        parts = [f"<b>{escape(self.name)}</b>"]
+        parts += [] if self.linear is None else [html([HEADINGS, *operand_rows(self.linear)])]
+        parts += [f"<div>{escape(name)}: {escape(text)}</div>" for name, text in self.facts()]
+        return "".join(parts)

@@ -53,10 +53,45 @@ def encode_value(
     if isinstance(fmt, FloatFormat):
         return _encode_float(x, fmt, how, overflow or fmt.default_overflow, word)
     if isinstance(fmt, IntFormat):
-        return _encode_int(x, fmt, how, word)
+        number = fmt.max_code
+        if x == -math.inf:
+            number = fmt.min_code
+        elif x == x and x != math.inf:
+            number = round_to_integer(
+                Fraction(x) * power_of_two(fmt.fraction_bits) if x else x, how, word, fmt.half_offset
+            )
+            number = min(max(number, fmt.min_code), fmt.max_code)
+        return number % (1 << fmt.bits)
     if isinstance(fmt, CodebookFormat):
-        return _encode_codebook(x, fmt, how, overflow or fmt.default_overflow, word)
-    return _encode_log(x, fmt, how, word)
+        overflow = overflow or fmt.default_overflow
+        values, middles, codes = _codebook(fmt)
+        infinite, last = x in (math.inf, -math.inf), len(values) - 1
+        # 1. NaN, and Inf that has no code, under overflow "ieee"
+        lost = x != x or (infinite and overflow == "ieee" and not fmt.infinities)
+        if lost and fmt.nan_code is not None:
+            return fmt.nan_code
+        if x != x:
+            return codes[-1]
+        # 2. the rank to which x rounds; NaN counts as the rank below the lowest value
+        rank = max(bisect_right(values, x) - 1, 0)
+        if rank < last and x > values[0]:
+            neighbours = (Fraction(values[rank]), Fraction(values[rank + 1]), middles[rank])
+            odd = (rank + fmt.has_nan) % 2 == 1
+            rank += takes_upper(Fraction(x), *neighbours, odd, is_negative(x), how, word)
+        # 3. the outermost values stand for infinities, which finite numbers reach where the rounding leaves the range
+        leaves = overflow == "ieee" and (infinite or how.rule.leaves_range(is_negative(x)))
+        return codes[min(max(rank, 1), last - 1) if fmt.infinities and not leaves else rank]
+    magnitudes, thresholds = _log_magnitudes(fmt), _log_thresholds(fmt)
+    top = len(magnitudes) - 1
+    negative = x == x and is_negative(x)
+    sign = int(negative) << (fmt.bits - 1)
+    if x != x or x in (math.inf, -math.inf) or abs(Fraction(x)) >= magnitudes[top]:
+        return sign | bisect_left(magnitudes, magnitudes[top])  # the first of equal magnitudes
+    magnitude = max(abs(Fraction(x)), Fraction(1))
+    k = bisect_right(magnitudes, magnitude) - 1
+    odd = bisect_left(magnitudes, magnitudes[k]) % 2 == 1
+    k += takes_upper(magnitude, magnitudes[k], magnitudes[k + 1], thresholds[k], odd, negative, how, word)
+    return sign | bisect_left(magnitudes, magnitudes[k])
 
 
 def decode_value(code: int, fmt: ElementFormat) -> float:
@@ -64,7 +99,24 @@ def decode_value(code: int, fmt: ElementFormat) -> float:
     if not 0 <= code < (len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits):
         raise CodeError(f"code {code} is outside {fmt.name}; pass 0 to 2**{fmt.bits} - 1")
     if isinstance(fmt, FloatFormat):
-        return _decode_float(code, fmt)
+        negative = bool(fmt.signed and code >> (fmt.exponent_bits + fmt.mantissa_bits))
+        magnitude = code % (1 << (fmt.exponent_bits + fmt.mantissa_bits))
+        if negative and magnitude == 0 and fmt.nan == "negative_zero":
+            return math.nan
+        if magnitude > _max_code(fmt):
+            if fmt.infinities and magnitude == _max_code(fmt) + 1:
+                return -math.inf if negative else math.inf
+            return math.nan
+        field, mantissa = divmod(magnitude, 1 << fmt.mantissa_bits)
+        if field == 0 and fmt.has_zero:
+            value = (
+                mantissa * power_of_two(1 - fmt.exponent_bias - fmt.mantissa_bits)
+                if fmt.has_subnormals
+                else Fraction(0)
+            )
+        else:
+            value = (mantissa + (1 << fmt.mantissa_bits)) * power_of_two(field - fmt.exponent_bias - fmt.mantissa_bits)
+        return -_exact(value) if negative else _exact(value)
     if isinstance(fmt, IntFormat):
         number = code - (1 << fmt.bits) if fmt.signed and code >> (fmt.bits - 1) else code
         return _exact(Fraction(2 * number + fmt.half_offset, 2 << fmt.fraction_bits))
@@ -176,15 +228,7 @@ def _encode_float(x: Real, fmt: FloatFormat, how: Rounding, overflow: Overflow, 
     magnitude = abs(Fraction(x))
     if not fmt.has_zero:
         magnitude = max(magnitude, power_of_two(fmt.min_exponent))
-    code = _round_magnitude(magnitude, fmt, negative, how, word)
-    if code <= _max_code(fmt):
-        return _signed_code(fmt, code, negative)
-    leaves = overflow == "ieee" and how.rule.leaves_range(negative)
-    return _special_code(fmt, "inf" if leaves else "max", negative)
-
-
-def _round_magnitude(magnitude: Fraction, fmt: FloatFormat, negative: bool, how: Rounding, word: int | None) -> int:
-    """Round to a code without sign, in a format whose exponent field has no upper end."""
+    # a code without sign, in a format whose exponent field has no upper end:
     # 1. the last place 2**u, and the magnitude as n of them and a rest
     e = floor_log2(magnitude)
     flushed = e < fmt.min_exponent and not fmt.has_subnormals
@@ -198,7 +242,11 @@ def _round_magnitude(magnitude: Fraction, fmt: FloatFormat, negative: bool, how:
         return n * first if flushed else (u + fmt.mantissa_bits + fmt.exponent_bias) * first + n - first
 
     # 2. n, or one more
-    return code(n + rounds_away(rest, whole, code(n) % 2 == 1, negative, how, word))
+    rounded_code = code(n + rounds_away(rest, whole, code(n) % 2 == 1, negative, how, word))
+    if rounded_code <= _max_code(fmt):
+        return _signed_code(fmt, rounded_code, negative)
+    leaves = overflow == "ieee" and how.rule.leaves_range(negative)
+    return _special_code(fmt, "inf" if leaves else "max", negative)
 
 
 def _max_code(fmt: FloatFormat) -> int:
@@ -228,36 +276,7 @@ def _special_code(fmt: FloatFormat, kind: str, negative: bool) -> int:
     return ones if fmt.nan == "top" else ones + 1
 
 
-def _decode_float(code: int, fmt: FloatFormat) -> float:
-    negative = bool(fmt.signed and code >> (fmt.exponent_bits + fmt.mantissa_bits))
-    magnitude = code % (1 << (fmt.exponent_bits + fmt.mantissa_bits))
-    if negative and magnitude == 0 and fmt.nan == "negative_zero":
-        return math.nan
-    if magnitude > _max_code(fmt):
-        if fmt.infinities and magnitude == _max_code(fmt) + 1:
-            return -math.inf if negative else math.inf
-        return math.nan
-    field, mantissa = divmod(magnitude, 1 << fmt.mantissa_bits)
-    if field == 0 and fmt.has_zero:
-        value = (
-            mantissa * power_of_two(1 - fmt.exponent_bias - fmt.mantissa_bits) if fmt.has_subnormals else Fraction(0)
-        )
-    else:
-        value = (mantissa + (1 << fmt.mantissa_bits)) * power_of_two(field - fmt.exponent_bias - fmt.mantissa_bits)
-    return -_exact(value) if negative else _exact(value)
-
-
 # Integers, codebooks and logarithmic formats: section 3.
-
-
-def _encode_int(x: Real, fmt: IntFormat, how: Rounding, word: int | None) -> int:
-    number = fmt.max_code
-    if x == -math.inf:
-        number = fmt.min_code
-    elif x == x and x != math.inf:
-        number = round_to_integer(Fraction(x) * power_of_two(fmt.fraction_bits) if x else x, how, word, fmt.half_offset)
-        number = min(max(number, fmt.min_code), fmt.max_code)
-    return number % (1 << fmt.bits)
 
 
 def round_to_integer(x: Real, how: Rounding, word: int | None, half_offset: bool = False) -> int:
@@ -272,40 +291,6 @@ def round_to_integer(x: Real, how: Rounding, word: int | None, half_offset: bool
     if half_offset and n == 0 and how.rule.ties_toward_zero:
         return number(1)  # no neighbour lies toward zero: the value of x's sign
     return number(n + rounds_away(rest, magnitude.denominator, number(n) % 2 == 1, negative, how, word))
-
-
-def _encode_codebook(x: Real, fmt: CodebookFormat, how: Rounding, overflow: Overflow, word: int | None) -> int:
-    values, middles, codes = _codebook(fmt)
-    infinite, last = x in (math.inf, -math.inf), len(values) - 1
-    # 1. NaN, and Inf that has no code, under overflow "ieee"
-    lost = x != x or (infinite and overflow == "ieee" and not fmt.infinities)
-    if lost and fmt.nan_code is not None:
-        return fmt.nan_code
-    if x != x:
-        return codes[-1]
-    # 2. the rank to which x rounds; NaN counts as the rank below the lowest value
-    rank = max(bisect_right(values, x) - 1, 0)
-    if rank < last and x > values[0]:
-        neighbours = (Fraction(values[rank]), Fraction(values[rank + 1]), middles[rank])
-        odd = (rank + fmt.has_nan) % 2 == 1
-        rank += takes_upper(Fraction(x), *neighbours, odd, is_negative(x), how, word)
-    # 3. the outermost values stand for infinities, which finite numbers reach where the rounding leaves the range
-    leaves = overflow == "ieee" and (infinite or how.rule.leaves_range(is_negative(x)))
-    return codes[min(max(rank, 1), last - 1) if fmt.infinities and not leaves else rank]
-
-
-def _encode_log(x: Real, fmt: LogFormat, how: Rounding, word: int | None) -> int:
-    values, middles = _log_magnitudes(fmt), _log_thresholds(fmt)
-    top = len(values) - 1
-    negative = x == x and is_negative(x)
-    sign = int(negative) << (fmt.bits - 1)
-    if x != x or x in (math.inf, -math.inf) or abs(Fraction(x)) >= values[top]:
-        return sign | bisect_left(values, values[top])  # the first of equal values
-    magnitude = max(abs(Fraction(x)), Fraction(1))
-    k = bisect_right(values, magnitude) - 1
-    odd = bisect_left(values, values[k]) % 2 == 1
-    k += takes_upper(magnitude, values[k], values[k + 1], middles[k], odd, negative, how, word)
-    return sign | bisect_left(values, values[k])
 
 
 @cache

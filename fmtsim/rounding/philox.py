@@ -65,10 +65,6 @@ def random_integer(rounding: Rounding, key: Sequence[int], index: int) -> int:
     if bits == 8:  # four elements share a word: byte 1, byte 0 backwards, byte 3, byte 2 backwards
         word = random_word(key, index >> 2)
         byte = word >> 8 * (1, 0, 3, 2)[index & 3] & 0xFF
-        return _reverse_byte(byte) if index & 1 else byte
+        return int(f"{byte:08b}"[::-1], 2) if index & 1 else byte
     half = random_word(key, index >> 1) >> 16 * (index & 1)  # two elements share a word, a half each
     return half & ((1 << bits) - 1)
-
-
-def _reverse_byte(byte: int) -> int:
-    return int(f"{byte:08b}"[::-1], 2)

@@ -38,7 +38,14 @@ from fmtsim.support.float64 import float64
 def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Tensor | None]:
     """Return a matrix after a transform, and what clamping removed, or None."""
     if isinstance(transform, Clamp):
-        return _clamped(x, transform)
+        # Clamp to the sorted elements at places ``int((1 - level) n)`` and ``int(level n)``, in x's dtype.
+        rows = x.reshape(1, -1) if transform.per == "tensor" else x
+        n = rows.shape[1]
+        places = [min(max(int(part * n), 0), n - 1) for part in (1 - transform.level, transform.level)]
+        ordered = rows.sort(dim=1).values
+        low, high = (ordered[:, place : place + 1] for place in places)
+        y = rows.clamp(low, high).reshape(x.shape)
+        return y, x.float() - y.float() if transform.compensate else None
     if isinstance(transform, Sparsity):
         return torch.where(_in_tiles(x) if transform.tiles else _in_rows(x), x, 0.0), None
     y = rotated(x, transform, signs)
@@ -55,17 +62,6 @@ def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False
     size = transform.size or x.shape[dim]
     mask = random_signs(size, signs) if transform.signs == "random" else transform.signs
     return hadamard(x, size, mask, dim=dim, inverse=inverse)
-
-
-def _clamped(x: Tensor, transform: Clamp) -> tuple[Tensor, Tensor | None]:
-    """Clamp to the sorted elements at places ``int((1 - level) n)`` and ``int(level n)``, in x's dtype."""
-    rows = x.reshape(1, -1) if transform.per == "tensor" else x
-    n = rows.shape[1]
-    places = [min(max(int(part * n), 0), n - 1) for part in (1 - transform.level, transform.level)]
-    ordered = rows.sort(dim=1).values
-    low, high = (ordered[:, place : place + 1] for place in places)
-    y = rows.clamp(low, high).reshape(x.shape)
-    return y, x.float() - y.float() if transform.compensate else None
 
 
 def _in_rows(x: Tensor) -> Tensor:

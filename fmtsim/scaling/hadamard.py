@@ -39,7 +39,8 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
     blocks = x.contiguous().view(-1, size, across)
     target = out.view(blocks.shape)
     base = len(matrix)
-    plan = sum_plan(matrix, inverse, x.device) if base > 1 else ()
+    # for every four terms which of eight sums each result takes, int64 [b], and its sign, float32 [b, 1]
+    plan = _sum_plan(matrix.numpy().tobytes(), len(matrix), inverse, x.device) if base > 1 else ()
     factor = root(size)
     negated = None if flips is None else flips[:, None]
     for part in _parts(len(blocks), size, across, _MOST.get(x.device.type, _MOST_ELSEWHERE)):
@@ -50,7 +51,17 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
             y = torch.where(negated, -y, y)
         y = _butterflies(y, size // base)
         if plan:
-            y = _base_sums(y.view(base, -1), plan).view(size, -1)
+            # Add the terms of the base matrix, four by four; z is [b, rest]. Of the sixteen signs that four terms can
+            # have, eight are the negated others, and +0 before the first sum makes the sign of a sum of zero
+            # meaningless: eight sums serve all results.
+            z = y.view(base, -1)
+            sums = torch.zeros_like(z)
+            for (a, b, c, d), (index, sign) in zip(z.view(len(plan), 4, -1), plan, strict=True):
+                first = torch.stack((a + b, a - b))[:, None]
+                second = torch.stack((c + d, c - d))
+                eight = torch.stack((first + second, first - second)).view(8, -1)
+                sums.addcmul_(eight[index], sign)  # the product by +-1 is exact, fused or not
+            y = sums.view(size, -1)
         y = y * factor
         if negated is not None and inverse:
             y = torch.where(negated, -y, y)
@@ -82,11 +93,6 @@ def _orthogonal(data: bytes, order: int) -> bool:
     return bool((base @ base.T == order * torch.eye(order, device="cpu")).all())
 
 
-def sum_plan(matrix: Tensor, inverse: bool, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return for every four terms which of eight sums each result takes, int64 [b], and its sign, float32 [b, 1]."""
-    return _sum_plan(matrix.numpy().tobytes(), len(matrix), inverse, device)
-
-
 @lru_cache(maxsize=64)
 def _sum_plan(data: bytes, order: int, inverse: bool, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
     matrix = tensor_of_bytes(data, torch.int8).view(order, order)
@@ -110,21 +116,6 @@ def _butterflies(y: Tensor, length: int) -> Tensor:
         y = results.view(y.shape)
         distance *= 2
     return y
-
-
-def _base_sums(z: Tensor, plan: tuple[tuple[Tensor, Tensor], ...]) -> Tensor:
-    """Add the terms of the base matrix, four by four; z is [b, rest].
-
-    Of the sixteen signs that four terms can have, eight are the negated others, and +0 before the first sum makes the
-    sign of a sum of zero meaningless: eight sums serve all results.
-    """
-    sums = torch.zeros_like(z)
-    for (a, b, c, d), (index, sign) in zip(z.view(len(plan), 4, -1), plan, strict=True):
-        first = torch.stack((a + b, a - b))[:, None]
-        second = torch.stack((c + d, c - d))
-        eight = torch.stack((first + second, first - second)).view(8, -1)
-        sums.addcmul_(eight[index], sign)  # the product by +-1 is exact, fused or not
-    return sums
 
 
 def _parts(count: int, size: int, across: int, limit: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -199,7 +190,14 @@ def hadamard(
     >>> hadamard(torch.tensor([4.0, 0.0, 0.0, 0.0]), 4), hadamard(torch.ones(12), "full").count_nonzero()
     (tensor([2., 2., 2., 2.]), tensor(1))
     """
-    dim = _inner(x, dim)
+    # dim as a negative number
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
+    rank = max(x.dim(), 1)
+    if type(dim) is not int or not -rank <= dim < rank:
+        shape = tuple(x.shape)
+        raise ArgumentError(f"dim={shown(dim)} is not a dimension of x of shape {shape}; choose {-rank} to {rank - 1}")
+    dim = dim - rank if dim >= 0 else dim
     length = x.shape[dim] if size in (None, "full") and x.dim() else size
     check_hadamard(x, length, signs, dim, matrix)
     if round_to not in (None, torch.bfloat16, torch.float16, torch.float32):
@@ -222,31 +220,18 @@ def check_hadamard(
     if matrix is None:
         base_of(size)
     else:
-        _check_matrix(matrix, size)
+        if not isinstance(matrix, Tensor) or matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) % 4:
+            kind = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
+            raise ArgumentError(f"matrix is {kind}; pass a tensor [b, b] of +1 and -1, b a multiple of 4")
+        doublings, rest = divmod(size, len(matrix)) if type(size) is int and len(matrix) else (0, 1)
+        if rest or doublings < 1 or doublings & (doublings - 1):
+            raise ArgumentError(
+                f"size={shown(size)} is not the order of matrix {tuple(matrix.shape)} times a power of two"
+            )
     if x.shape[dim] % size:
         where = "the last dimension" if dim == -1 else f"dimension {dim}"
         raise ArgumentError(f"size={size} does not divide {where} of x {tuple(x.shape)}; pad x or choose less")
     check_signs(signs, size)
-
-
-def _check_matrix(matrix: Tensor, size: Any) -> None:
-    if not isinstance(matrix, Tensor) or matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) % 4:
-        kind = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
-        raise ArgumentError(f"matrix is {kind}; pass a tensor [b, b] of +1 and -1, b a multiple of 4")
-    doublings, rest = divmod(size, len(matrix)) if type(size) is int and len(matrix) else (0, 1)
-    if rest or doublings < 1 or doublings & (doublings - 1):
-        raise ArgumentError(f"size={shown(size)} is not the order of matrix {tuple(matrix.shape)} times a power of two")
-
-
-def _inner(x: Tensor, dim: int) -> int:
-    """Return a dimension as a negative number."""
-    if not isinstance(x, Tensor):
-        raise DtypeError(f"x is {type(x).__name__}, not a tensor; pass torch.tensor(x)")
-    rank = max(x.dim(), 1)
-    if type(dim) is not int or not -rank <= dim < rank:
-        shape = tuple(x.shape)
-        raise ArgumentError(f"dim={shown(dim)} is not a dimension of x of shape {shape}; choose {-rank} to {rank - 1}")
-    return dim - rank if dim >= 0 else dim
 
 
 def _rounded(y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -183,31 +183,23 @@ def _paley(how: Construction) -> Tensor:
     q = how.field
     core = torch.ones(q + 1, q + 1, dtype=torch.int8)
     core[0, 0] = 0
-    core[1:, 1:] = _character(q)
-    if how.kind == "paley_one":
-        core[1:, 0] = -1
-        return core + torch.eye(q + 1, dtype=torch.int8)
-    signs, zeros = (torch.tensor(block, dtype=torch.int8) for block in (((1, 1), (1, -1)), ((1, -1), (-1, -1))))
-    return torch.kron(core, signs) + torch.kron(torch.eye(q + 1, dtype=torch.int8), zeros)
-
-
-def _character(q: int) -> Tensor:
-    """Return ``chi(a_i - a_j)`` for all elements of GF(q), int8 [q, q]: 1 for squares, -1 for others, 0 for 0."""
-    p, degree, modulus = _field(q)
+    # 1. the prime p, the modulus and the degree of GF(q); ``z`` serves for prime fields
+    p = next(d for d in range(2, q + 1) if q % d == 0)
+    modulus: tuple[int, ...] = (0, 1) if p == q else MODULI[q]
+    degree = len(modulus) - 1
+    # 2. ``chi(a_i - a_j)`` for all elements of GF(q), int8 [q, q]: 1 for squares, -1 for others, 0 for 0
     digits = torch.tensor([[a // p**k % p for k in range(degree)] for a in range(q)])
     weights = torch.tensor([p**k for k in range(degree)])
     chi = torch.full((q,), -1, dtype=torch.int8)
     chi[[_square(row, p, modulus) for row in digits.tolist()]] = 1
     chi[0] = 0
     differences = (digits[:, None] - digits) % p @ weights
-    return chi[differences]
-
-
-def _field(q: int) -> tuple[int, int, tuple[int, ...]]:
-    """Return the prime p, the degree and the modulus of GF(q); ``z`` serves for prime fields."""
-    p = next(d for d in range(2, q + 1) if q % d == 0)
-    modulus = (0, 1) if p == q else MODULI[q]
-    return p, len(modulus) - 1, modulus
+    core[1:, 1:] = chi[differences]
+    if how.kind == "paley_one":
+        core[1:, 0] = -1
+        return core + torch.eye(q + 1, dtype=torch.int8)
+    signs, zeros = (torch.tensor(block, dtype=torch.int8) for block in (((1, 1), (1, -1)), ((1, -1), (-1, -1))))
+    return torch.kron(core, signs) + torch.kron(torch.eye(q + 1, dtype=torch.int8), zeros)
 
 
 def _square(a: list[int], p: int, modulus: tuple[int, ...]) -> int:
@@ -253,7 +245,17 @@ def random_signs(size: int, generator: int | Sequence[int] | torch.Generator) ->
     """
     if type(size) is not int or size < 1:
         raise ArgumentError(f"size={shown(size)} is not a number of signs; choose an int of 1 or more")
-    key = _key(generator)
+    # seed and offset
+    if isinstance(generator, torch.Generator):
+        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=generator.device)
+        key = int(draw), 0
+    else:
+        pair = (generator, 0) if type(generator) is int else generator
+        if not (isinstance(pair, Sequence) and len(pair) == 2 and all(type(number) is int for number in pair)):
+            raise ArgumentError(
+                f"generator={shown(generator)} is not one; pass an int seed, a RandomKey or a torch.Generator"
+            )
+        key = pair[0], pair[1]
     mask = 0
     for start in range(0, size, 32):
         mask |= random_word(key, start // 32) << start
@@ -301,19 +303,6 @@ def check_signs(signs: Signs, size: int) -> None:
             raise ArgumentError(f"signs have shape {tuple(signs.shape)}; pass one for each of {size} elements")
     elif signs is not None and (type(signs) is not int or not 0 <= signs < 1 << size):
         raise ArgumentError(f"signs={shown(signs)} is not a mask of {size} bits; pass an int from 0 to 2**{size} - 1")
-
-
-def _key(generator: object) -> tuple[int, int]:
-    """Return seed and offset."""
-    if isinstance(generator, torch.Generator):
-        draw = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), generator=generator, device=generator.device)
-        return int(draw), 0
-    pair = (generator, 0) if type(generator) is int else generator
-    if not (isinstance(pair, Sequence) and len(pair) == 2 and all(type(number) is int for number in pair)):
-        raise ArgumentError(
-            f"generator={shown(generator)} is not one; pass an int seed, a RandomKey or a torch.Generator"
-        )
-    return pair[0], pair[1]
 
 
 def _shown(signs: int | Tensor) -> str:

@@ -138,16 +138,12 @@ def _scales(bits: Tensor, scaling: Scaling, element: FloatFormat) -> Scales:
 
 def _on_grid(bits: Tensor, fmt: FloatFormat) -> Tensor:
     """Round magnitudes, float32 by their bits, to a format: nearest even, saturating; NaN becomes the largest value."""
-    top, least = (_bits(x) for x in (float(fmt.max), fmt.min_normal))
+    top, least = (int(np.float32(x).view(np.int32)) for x in (float(fmt.max), fmt.min_normal))
     bits = bits.clamp(max=top)
     # a power of two whose last place is the format's: adding and subtracting it rounds (the magic addition)
     step = (bits & _INFINITY).clamp(min=least) + (_PLACES - fmt.mantissa_bits << _PLACES)
     anchor = step.view(torch.float32)
     return (bits.view(torch.float32) + anchor) - anchor
-
-
-def _bits(x: float) -> int:
-    return int(np.float32(x).view(np.int32))
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantisation of a matrix with block scales in exact numbers: slow, obvious, and what engines are held to.
 
-Every step follows docs/semantics.md, sections 4 to 8. ``RN32`` and ``RN64`` are roundings of exact fractions by the
-rounding oracle; only ``ln`` and ``exp`` of LogFMT tiles are the fixed double sequences of elementary.py.
+Every step follows docs/semantics.md, sections 4 to 8; two levels of scales (section 6) take the orders of libraries.
+``RN32`` and ``RN64`` are roundings of exact fractions by the rounding oracle; only ``ln`` and ``exp`` of LogFMT tiles
+are the fixed double sequences of elementary.py.
 """
 
 import math
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
+from operator import add, mul, sub, truediv
 from typing import Any, Literal, NamedTuple
+
+import torch
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
@@ -30,19 +34,65 @@ from fmtsim.rounding.oracle import (
     round_value,
     takes_upper,
 )
-from fmtsim.scaling.exact import (
-    FLT_MAX,
-    FLT_MIN,
-    ceil_log2,
-    clamped32,
-    reciprocal,
-    rn32,
-    rn32_or_infinite,
-    rounded,
-    scale_value,
-    times,
-)
-from fmtsim.scaling.level_oracle import candidate_error, two_levels
+from fmtsim.support.mufu import approximate_reciprocal
+
+FLT_MAX = Fraction((1 << 24) - 1) * power_of_two(104)
+FLT_MIN = power_of_two(-126)
+INFINITE = power_of_two(1024)  # in a quotient with a float32 number: 0, or more than FLT_MAX, once that is rounded
+
+
+def ceil_log2(x: Fraction) -> int:
+    """Return the exponent of the power of two that is not below x."""
+    e = floor_log2(x)
+    return e if x == power_of_two(e) else e + 1
+
+
+def rounded(x: Real, fmt: FloatFormat) -> float:
+    """Round to nearest even, by IEEE 754's rule beyond the largest number."""
+    return round_value(x, fmt, "nearest_even", "ieee")
+
+
+def rn32(x: Fraction) -> Fraction:
+    """Round to binary32 a number that stays within its range."""
+    return Fraction(rounded(x, FP32))
+
+
+def rn32_or_infinite(x: Fraction) -> Fraction:
+    """Round a positive number to binary32; beyond its range it is ``INFINITE``."""
+    value = rounded(x, FP32)
+    return Fraction(value) if math.isfinite(value) else INFINITE
+
+
+def clamped32(x: Fraction) -> Fraction:
+    """Return ``min(RN32(x), FLT_MAX)`` of a number that is not negative."""
+    return rn32(x) if x <= FLT_MAX else FLT_MAX
+
+
+def times(x: float, factor: Fraction, fmt: FloatFormat) -> float:
+    """Return ``x * factor`` rounded once; the factor is finite and not negative, Inf times 0 is NaN."""
+    if math.isinf(x) and factor == 0:
+        return math.nan
+    if x == 0 or not math.isfinite(x):
+        return x
+    return rounded(Fraction(x) * factor, fmt) if factor else math.copysign(0.0, x)
+
+
+def operated32(operation: Callable[[Any, Any], Any], a: float, b: float) -> float:
+    """Return the result of an arithmetic operation of floats rounded to binary32; the sign of a zero is lost."""
+    if math.isfinite(a) and math.isfinite(b):
+        return rounded(operation(Fraction(a), Fraction(b)), FP32)
+    return float(operation(a, b))
+
+
+def scale_value(x: Fraction, fmt: BlockFormat) -> Fraction:
+    """Round to the format that stores a format's scales."""
+    return Fraction(round_value(x, fmt.scale, "nearest_even", "saturate"))
+
+
+def reciprocal(scale: Fraction) -> Fraction:
+    """Return ``min(RN32(1 / scale), FLT_MAX)``."""
+    return clamped32(1 / scale) if scale else FLT_MAX
+
 
 InputDtype = Literal["float64", "float32", "bfloat16", "float16"]
 Matrix = Sequence[Sequence[float]]
@@ -137,8 +187,20 @@ def quantize_matrix(
     # 1. what all blocks share
     working = FP64 if input_dtype == "float64" else FP32
     cast = _Cast(how, overflow or fmt.default_overflow, working, out_format, word)
-    # 2. block by block
-    blocks = _blocks(rows, fmt.block)
+    # 2. block by block: cut the matrix into rows of blocks, short at the far edges
+    height, width = len(rows), len(rows[0]) if rows else 0
+
+    def spans(extent: int, size: int | None) -> Iterator[range]:
+        step = size or extent
+        return (range(start, min(start + step, extent)) for start in (range(0, extent, step) if extent else ()))
+
+    def cut(rows_of: range, columns: range) -> _Block:
+        places = [(i, j) for i in rows_of for j in columns]
+        return _Block(places, [rows[i][j] for i, j in places])
+
+    blocks = [
+        [cut(rows_of, columns) for columns in spans(width, fmt.block[1])] for rows_of in spans(height, fmt.block[0])
+    ]
     levels = fmt if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
     shared: list[list[Any]] = (
         [[None] * len(row) for row in blocks] if levels is None else _shared_amaxes(blocks, levels)
@@ -164,26 +226,22 @@ def quantize_matrix(
     )
 
 
-def _blocks(rows: Matrix, block: tuple[int | None, int | None]) -> list[list[_Block]]:
-    """Cut a matrix into rows of blocks, short at the far edges."""
-    height, width = len(rows), len(rows[0]) if rows else 0
-
-    def spans(extent: int, size: int | None) -> Iterator[range]:
-        step = size or extent
-        return (range(start, min(start + step, extent)) for start in (range(0, extent, step) if extent else ()))
-
-    def cut(rows_of: range, columns: range) -> _Block:
-        places = [(i, j) for i in rows_of for j in columns]
-        return _Block(places, [rows[i][j] for i, j in places])
-
-    return [[cut(rows_of, columns) for columns in spans(width, block[1])] for rows_of in spans(height, block[0])]
-
-
 def _quantize_block(
     block: _Block, fmt: BlockFormat | LogTileFormat, cast: _Cast, shared_amax: Fraction | None
 ) -> _Result:
     if isinstance(fmt, LogTileFormat):
-        return _log_tile(block, fmt, cast)
+        magnitudes = [m for m in (clamped32(abs(Fraction(x))) for x in block.finite) if m]
+        low, step = _log_range(magnitudes, fmt) if magnitudes else (0.0, 0.0)
+        values = _log_values(low, step, fmt.max_code if magnitudes else 0)
+        sign_bit = 1 << (fmt.bits - 1)
+        codes = []
+        for place, x in zip(block.places, block.elements, strict=True):
+            negative = x == x and is_negative(x)
+            codes.append(_log_code(x, negative, values, cast.how, cast.word(*place)) | negative * sign_bit)
+        if block.has_nan:
+            return _Result(step, codes, [math.nan] * len(codes))
+        signed = [-values[code % sign_bit] if code & sign_bit else values[code] for code in codes]
+        return _Result(step, codes, [rounded(value, cast.out) for value in signed], offset=low)
     assert isinstance(fmt, BlockFormat)
     if fmt.zero_point:
         return _zero_point_block(block, fmt, cast)
@@ -201,7 +259,16 @@ def _quantize_block(
         scale = power_of_two(max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127)
         factor = 1 / scale
     else:
-        scale, factor = _real_scale(block, fmt)
+        m, a = rn32_or_infinite(Fraction(fmt.element.max)), clamped32(block.amax)
+        if a == 0:
+            scale, factor = scale_value(Fraction(1), fmt), Fraction(1)
+        elif fmt.arithmetic == "encode":
+            r0 = clamped32(m / a)
+            scale = scale_value(clamped32(1 / r0) if r0 else FLT_MAX, fmt)
+            factor = r0 if fmt.scale.bits == 32 else reciprocal(scale)
+        else:
+            scale = scale_value(max(clamped32(a / m), FLT_MIN), fmt)
+            factor = 1 / (scale or FLT_MIN) if fmt.arithmetic == "divide" else reciprocal(scale)
     return _scaled_block(block, fmt, cast, scale, factor)
 
 
@@ -251,18 +318,6 @@ def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
         return floor_log2(amax + half_place) - top
     product = rn32(clamped32(amax) * rn32(1 / Fraction(fmt.element.max)))
     return ceil_log2(product) if product else -127
-
-
-def _real_scale(block: _Block, fmt: BlockFormat) -> tuple[Fraction, Fraction]:
-    m, a = rn32_or_infinite(Fraction(fmt.element.max)), clamped32(block.amax)
-    if a == 0:
-        return scale_value(Fraction(1), fmt), Fraction(1)
-    if fmt.arithmetic == "encode":
-        r0 = clamped32(m / a)
-        scale = scale_value(clamped32(1 / r0) if r0 else FLT_MAX, fmt)
-        return scale, r0 if fmt.scale.bits == 32 else reciprocal(scale)
-    scale = scale_value(max(clamped32(a / m), FLT_MIN), fmt)
-    return scale, 1 / (scale or FLT_MIN) if fmt.arithmetic == "divide" else reciprocal(scale)
 
 
 # Section 6: block scales, and one of the tensor, of a row or of a window.
@@ -326,21 +381,6 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
 # Section 8: LogFMT tiles.
 
 
-def _log_tile(block: _Block, fmt: LogTileFormat, cast: _Cast) -> _Result:
-    magnitudes = [m for m in (clamped32(abs(Fraction(x))) for x in block.finite) if m]
-    low, step = _log_range(magnitudes, fmt) if magnitudes else (0.0, 0.0)
-    values = _log_values(low, step, fmt.max_code if magnitudes else 0)
-    sign_bit = 1 << (fmt.bits - 1)
-    codes = []
-    for place, x in zip(block.places, block.elements, strict=True):
-        negative = x == x and is_negative(x)
-        codes.append(_log_code(x, negative, values, cast.how, cast.word(*place)) | negative * sign_bit)
-    if block.has_nan:
-        return _Result(step, codes, [math.nan] * len(codes))
-    signed = [-values[code % sign_bit] if code & sign_bit else values[code] for code in codes]
-    return _Result(step, codes, [rounded(value, cast.out) for value in signed], offset=low)
-
-
 def _log_range(magnitudes: list[Fraction], fmt: LogTileFormat) -> tuple[float, float]:
     """Return the lowest logarithm and the step, both float32."""
     high = ln(float(max(magnitudes)))
@@ -377,3 +417,79 @@ def _log_code(x: float, negative: bool, values: list[float], how: Rounding, word
         middle = Fraction(round_value(sum(bounds) / 2, FP64, "nearest_even", "ieee"))
         goes_up = takes_upper(magnitude, *bounds, middle, odd, negative, how, word)
     return bisect_left(values, upper if goes_up else lower)
+
+
+def two_levels(
+    a: Fraction, amax: Fraction, fmt: BlockFormat, candidate: Fraction
+) -> tuple[Fraction, Fraction, Fraction]:
+    """Return the scale of a block, what its elements are multiplied with, and the scale of the second level.
+
+    a, amax: Largest magnitudes, of the block and of what shares the second level.
+    """
+    assert fmt.scaling.tensor is not None
+    order = fmt.scaling.tensor.order
+    m, c = _tops(fmt)
+    both = rn32_or_infinite(c * m)
+    over = rn32_or_infinite(a / m)
+    tensor = rn32_or_infinite(amax / both) or Fraction(1)
+    if order in ("te", "te_quotient", "fouroversix"):
+        raised = max(amax, rn32(Fraction(1e-12))) if order == "te_quotient" else amax
+        encode = (clamped32(both / raised) if raised else Fraction(1)) or Fraction(1)
+        s = clamped32(over * encode) if order == "fouroversix" else clamped32(a * clamped32(encode * rn32(1 / m)))
+        scale = scale_value(clamped32(s * candidate), fmt)
+        if order == "te_quotient":
+            return scale, clamped32(encode / scale) if scale else Fraction(0), tensor
+        decode = clamped32(1 / encode)
+        return scale, reciprocal(rn32(scale * decode)), decode
+    if order == "trtllm":
+        encode = (clamped32(both / amax) if amax else Fraction(1)) or Fraction(1)
+        scale = scale_value(clamped32(clamped32(encode * rn32(a * _approximate(m))) * candidate), fmt)
+        return scale, _approximate(rn32(scale * _approximate(encode))), clamped32(1 / encode)
+    if order == "compressed_tensors":
+        encode = rn32_or_infinite(rn32(1 / max(amax, FLT_MIN)) * both)
+        encode = encode if encode <= FLT_MAX else Fraction(1)
+        scale = scale_value(clamped32(clamped32(over * encode) * candidate), fmt) or Fraction(1, 8)
+        return scale, 1 / (rn32(scale / encode) or FLT_MIN), clamped32(1 / encode)
+    if order == "quartet2":
+        tensor = rn32(rn32(amax / c) / m) or Fraction(1)
+        scale = scale_value(clamped32(rn32(over * candidate) / tensor), fmt) or Fraction(1)
+        return scale, 1 / rn32(scale * tensor), tensor
+    least = Fraction(1, 512) if order == "modelopt" else Fraction(1, 64)
+    s = (clamped32(a / rn32(m * tensor)) or Fraction(1)) if order == "modelopt" else clamped32(over / tensor)
+    scale = scale_value(min(max(clamped32(s * candidate), least), c), fmt)
+    if order == "modelopt":
+        return scale, 1 / (rn32(scale * tensor) or FLT_MIN), tensor
+    return scale, clamped32(reciprocal(tensor) / scale), tensor
+
+
+def _approximate(x: Fraction) -> Fraction:
+    """Return rcp.approx.ftz.f32, at most FLT_MAX."""
+    return Fraction(min(float(approximate_reciprocal(torch.tensor(float(x)))), float(FLT_MAX)))
+
+
+def _tops(fmt: BlockFormat) -> tuple[Fraction, Fraction]:
+    assert fmt.scaling.tensor is not None
+    return rn32_or_infinite(Fraction(fmt.element.max)), rn32(Fraction(fmt.scaling.tensor.top or fmt.scale.max))
+
+
+def candidate_error(
+    rows: list[list[tuple[float, float]]], scale: float, amax: Fraction, fmt: BlockFormat, step: float
+) -> float:
+    """Return the error of a block's values by fouroversix: float32, along rows, then rows by halves.
+
+    rows: Elements and what was rounded from them, in steps.
+    """
+    m, c = _tops(fmt)
+    both, sums = float(rn32(c * m)), []
+    for row in rows:
+        total = 0.0
+        for x, q in row:
+            y = operated32(mul, operated32(mul, q, scale), float(amax))
+            off = operated32(sub, operated32(truediv, operated32(mul, y, step), both), x)
+            total = operated32(add, total, abs(off) if fmt.scaling.metric == "mae" else operated32(mul, off, off))
+        sums.append(total)
+    sums += [0.0] * ((1 << (len(sums) - 1).bit_length()) - len(sums))
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [operated32(add, *pair) for pair in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]

@@ -131,18 +131,12 @@ def _place() -> _Place:
     if not hooks:
         return _Place()
     pack = inspect.unwrap(hooks[0])
-    cells = _cells(pack)
+    # the variables that the hook has from around it
+    names, closure = getattr(getattr(pack, "__code__", None), "co_freevars", ()), getattr(pack, "__closure__", None)
+    cells = {name: cell.cell_contents for name, cell in zip(names, closure or (), strict=False)}
     owner = getattr(pack, "__qualname__", "").split(".")[0]
     if owner == "_checkpoint_hook":
         return _Place(cells.get("frame"))
     if owner == "_recomputation_hook" and "target_frame_ref" in cells:
         return _Place(cells["target_frame_ref"](), hooks[0])
     return _Place()
-
-
-def _cells(function: Any) -> dict[str, Any]:
-    """Return the variables that a function has from around it."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or cells is None:
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}

@@ -64,12 +64,25 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
     """
     # 1. the statistic, raised by eps, and what it becomes in the element format
     empty = a == 0
-    a = _raised(a, scaling)
+    if scaling.eps_rule == "statistic":
+        a = a.clamp(min=scaling.eps)
+    elif scaling.eps_rule == "sum":
+        a = (a + float32(scaling.eps)).clamp(max=FLT_MAX)
     empty = empty & (a == 0)
     top32 = float32(float32(top if scaling.top is None else scaling.top) * 2.0**-scaling.margin)
     # 2. the scale as a real number, or the r = 1 / s that it is made of
     if scaling.arithmetic in ("encode", "double") and scaling.factor is None:
-        s, r = _encoding(a, scaling, top32, empty, dtype)
+        # s, and the r = top / a that it is the reciprocal of
+        r = (top32 / float64(a)).float() if scaling.arithmetic == "double" else quotient(torch.full_like(a, top32), a)
+        r = torch.where(empty, 1.0, r.clamp(max=FLT_MAX))
+        if scaling.power_of_two == "log2":
+            r = torch.where(empty, 1.0, _power_by_log2(a, top32, dtype))
+        elif scaling.power_of_two is not None:
+            r = torch.where(empty, 1.0, power_of_two(r, up=scaling.power_of_two == "floor"))
+        s = reciprocal(r)
+        if scaling.multiplier != 1:
+            s = s * float32(scaling.multiplier)
+            r = reciprocal(s)
     else:
         s, r = _decoding(a, scaling, top32, empty, store), None
     if scaling.allowed:
@@ -198,27 +211,6 @@ def float32(x: float) -> float:
 def times_float32(s: Tensor, times: float) -> Tensor:
     """Return scales times a candidate, rounded to float32."""
     return s if times == 1 else s * float32(times)
-
-
-def _raised(a: Tensor, scaling: Scaling) -> Tensor:
-    if scaling.eps_rule == "statistic":
-        return a.clamp(min=scaling.eps)
-    return (a + float32(scaling.eps)).clamp(max=FLT_MAX) if scaling.eps_rule == "sum" else a
-
-
-def _encoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return s and the r = top / a that it is the reciprocal of."""
-    r = (top / float64(a)).float() if scaling.arithmetic == "double" else quotient(torch.full_like(a, top), a)
-    r = torch.where(empty, 1.0, r.clamp(max=FLT_MAX))
-    if scaling.power_of_two == "log2":
-        r = torch.where(empty, 1.0, _power_by_log2(a, top, dtype))
-    elif scaling.power_of_two is not None:
-        r = torch.where(empty, 1.0, power_of_two(r, up=scaling.power_of_two == "floor"))
-    s = reciprocal(r)
-    if scaling.multiplier != 1:
-        s = s * float32(scaling.multiplier)
-        r = reciprocal(s)
-    return s, r
 
 
 def _decoding(a: Tensor, scaling: Scaling, top: float, empty: Tensor, store: Store) -> Tensor:

@@ -32,18 +32,6 @@ _FRACTION = 36  # binary places kept, the lowest of them sticky: more than the 3
 _BEYOND = 25  # numbers of this exponent and above saturate every format
 
 
-def encode_integer(
-    x: torch.Tensor,
-    fmt: IntFormat,
-    rounding: Rounding,
-    words: torch.Tensor | None = None,
-    exponent: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Round ``x / 2**exponent`` to codes, as unsigned bit patterns in int64; arguments as in ``floats.convert``."""
-    numbers = to_integers(x, fmt, rounding, words, exponent).clamp(fmt.min_code, fmt.max_code)
-    return numbers & ((1 << fmt.bits) - 1)
-
-
 def to_integers(
     x: torch.Tensor,
     fmt: IntFormat,
@@ -83,11 +71,6 @@ def to_numbers(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
         return codes
     top = 1 << (fmt.bits - 1)
     return (codes ^ top) - top
-
-
-def decode_integer(codes: torch.Tensor, fmt: IntFormat) -> torch.Tensor:
-    """Return the values of codes in float64, exact."""
-    return (float64(to_numbers(codes, fmt)) + 0.5 * fmt.half_offset) * fmt.eps
 
 
 # Codebooks and logarithmic systems.
@@ -134,19 +117,6 @@ def encode_log(y: torch.Tensor, fmt: LogFormat, rounding: Rounding, words: torch
     return torch.where(negative, magnitude_code | (1 << (fmt.bits - 1)), magnitude_code)
 
 
-def decode_codebook(codes: torch.Tensor, fmt: CodebookFormat) -> torch.Tensor:
-    """Return the values of codes in float64; zero is +0, codes beyond the list are NaN."""
-    values = [fmt.value(code) + 0.0 for code in range(len(fmt.values))]
-    values += [float("nan")] * ((1 << fmt.bits) - len(values))
-    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
-
-
-def decode_log(codes: torch.Tensor, fmt: LogFormat) -> torch.Tensor:
-    """Return the values of codes in float64."""
-    values = [*fmt.magnitudes, *(-value for value in fmt.magnitudes)]
-    return constants(values, codes.device)[_patterns(codes, fmt.bits)]
-
-
 def moves_up(
     y: torch.Tensor,
     lower: torch.Tensor,
@@ -175,50 +145,33 @@ def moves_up(
     odd = (rank & 1) == 1
     if rounding.mode == "stochastic":
         assert words is not None
-        up = _stochastic((y - lower) / (upper - lower), rounding, words)
+        # Decide by the fraction t in [0, 1]; scaling by a power of two and truncating to an integer are exact.
+        t = (y - lower) / (upper - lower)
+        t = torch.where(torch.isfinite(t), t, 0.0)
+        bits = rounding.bits + (rounding.variant == "b")
+        if rounding.variant == "b":
+            words = 2 * words + 1
+        scaled = t * float(1 << bits)
+        fraction = torch.round(scaled) if rounding.variant == "c" else torch.floor(scaled)  # torch rounds ties to even
+        up = fraction.to(torch.int64) + words >= (1 << bits)
     elif rounding.mode == "nearest_even":
         up = (y > middle) | ((y == middle) & odd)
     else:
-        up = _by_magnitude(y, lower, upper, odd, middle, negative, rounding, flipped)
+        # Decide by the table of modes: a magnitude moves from the inner value, the candidate, to the outer one.
+        # 1. which of the two values has the larger magnitude
+        below, above = lower.abs(), upper.abs()
+        same, crosses = below == above, (lower < 0) & (upper > 0)
+        outward = torch.where(same, ~negative, above > below)  # the outer value is the upper one
+        # 2. whether the magnitude moves, by its threshold
+        beyond = torch.where(outward, y > middle, y < middle)
+        moved = (lambda: torch.zeros_like(beyond), lambda: beyond, lambda: beyond | (y == middle), lambda: y != lower)
+        sign = ~outward if flipped is None else ~outward ^ flipped  # up and down go by the real line
+        moves = by_threshold(rounding.mode, lambda threshold: moved[threshold](), lambda: odd == outward, sign)
+        # 3. moving outward is up on the positive side and down on the negative one
+        up = moves == outward
+        if rounding.rule.ties_toward_zero:  # where no value lies toward zero, the one of the number's sign
+            up = torch.where(crosses & same & (y == middle) if rounding.rule.is_nearest else crosses, ~negative, up)
     return (up & inexact).to(torch.int64)
-
-
-def _by_magnitude(
-    y: torch.Tensor,
-    lower: torch.Tensor,
-    upper: torch.Tensor,
-    odd: torch.Tensor,
-    middle: torch.Tensor,
-    negative: torch.Tensor,
-    rounding: Rounding,
-    flipped: torch.Tensor | None,
-) -> torch.Tensor:
-    """Decide by the table of modes: a magnitude moves from the inner value, the candidate, to the outer one."""
-    # 1. which of the two values has the larger magnitude
-    below, above = lower.abs(), upper.abs()
-    same, crosses = below == above, (lower < 0) & (upper > 0)
-    outward = torch.where(same, ~negative, above > below)  # the outer value is the upper one
-    # 2. whether the magnitude moves, by its threshold
-    beyond = torch.where(outward, y > middle, y < middle)
-    moved = (lambda: torch.zeros_like(beyond), lambda: beyond, lambda: beyond | (y == middle), lambda: y != lower)
-    sign = ~outward if flipped is None else ~outward ^ flipped  # up and down go by the real line
-    moves = by_threshold(rounding.mode, lambda threshold: moved[threshold](), lambda: odd == outward, sign)
-    # 3. moving outward is up on the positive side and down on the negative one
-    up = moves == outward
-    if rounding.rule.ties_toward_zero:  # where no value lies toward zero, the one of the number's sign
-        up = torch.where(crosses & same & (y == middle) if rounding.rule.is_nearest else crosses, ~negative, up)
-    return up
-
-
-def _stochastic(t: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
-    """Decide by the fraction t in [0, 1]; scaling by a power of two and truncating to an integer are exact."""
-    t = torch.where(torch.isfinite(t), t, 0.0)
-    bits = rounding.bits + (rounding.variant == "b")
-    if rounding.variant == "b":
-        words = 2 * words + 1
-    scaled = t * float(1 << bits)
-    fraction = torch.round(scaled) if rounding.variant == "c" else torch.floor(scaled)  # torch rounds ties to even
-    return fraction.to(torch.int64) + words >= (1 << bits)
 
 
 def _patterns(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -268,7 +221,9 @@ def encode(
     if isinstance(fmt, FloatFormat):
         return floats.encode(x, fmt, rounding, overflow, words, exponent)
     if isinstance(fmt, IntFormat):
-        return encode_integer(x, fmt, rounding, words, exponent)
+        # codes of x / 2**exponent as unsigned bit patterns in int64
+        numbers = to_integers(x, fmt, rounding, words, exponent).clamp(fmt.min_code, fmt.max_code)
+        return numbers & ((1 << fmt.bits) - 1)
     y = widen(x) if exponent is None else tiny_kept(x, exponent)
     if isinstance(fmt, CodebookFormat):
         return encode_codebook(y, fmt, rounding, overflow, words)
@@ -298,10 +253,14 @@ def value_bits(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype) -> t
         exact = (to_numbers(codes, fmt).to(torch.float32) + 0.5 * fmt.half_offset) * fmt.eps
         return bits_of(exact) if dtype == torch.float32 else floats.encode(exact, LAYOUTS[dtype], NEAREST, "ieee")
     if isinstance(fmt, IntFormat):
-        return bits_of(narrow(decode_integer(codes, fmt), dtype))
+        return bits_of(narrow((float64(to_numbers(codes, fmt)) + 0.5 * fmt.half_offset) * fmt.eps, dtype))
     if isinstance(fmt, CodebookFormat):
-        return bits_of(narrow(decode_codebook(codes, fmt), dtype))
-    return bits_of(narrow(decode_log(codes, fmt), dtype))
+        # zero is +0, codes beyond the list are NaN
+        values = [fmt.value(code) + 0.0 for code in range(len(fmt.values))]
+        values += [float("nan")] * ((1 << fmt.bits) - len(values))
+        return bits_of(narrow(constants(values, codes.device)[_patterns(codes, fmt.bits)], dtype))
+    values = [*fmt.magnitudes, *(-value for value in fmt.magnitudes)]
+    return bits_of(narrow(constants(values, codes.device)[_patterns(codes, fmt.bits)], dtype))
 
 
 @lru_cache(maxsize=256)

@@ -175,9 +175,22 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
             smallest normal's exponent. Zero has significand 0 and, when normalised, an exponent below all others.
     """
     codes = codes.to(dtype)
-    negative = _sign(codes, fmt)
+    if not fmt.signed:
+        negative = torch.zeros_like(codes, dtype=torch.bool)
+    elif fmt.bits == 8 * codes.element_size():
+        negative = codes < 0
+    else:
+        negative = (codes & fmt.sign_mask) != 0
     magnitude = codes & fmt.magnitude_mask
-    infinite, nan = _specials(codes, magnitude, fmt)
+    # where codes are infinite and where they are NaN
+    nothing = torch.zeros_like(magnitude, dtype=torch.bool)
+    infinite = nothing if fmt.inf_code is None else magnitude == fmt.inf_code
+    if fmt.nan == "none":
+        nan = nothing
+    elif fmt.nan == "negative_zero":
+        nan = (codes & (fmt.sign_mask | fmt.magnitude_mask)) == fmt.sign_mask
+    else:
+        nan = magnitude > (fmt.max_code if fmt.inf_code is None else fmt.inf_code)
     field = magnitude >> fmt.mantissa_bits
     if not fmt.has_zero:  # no mantissa either: every code is a power of two
         exponent = field - fmt.exponent_bias
@@ -188,32 +201,9 @@ def unpack(codes: torch.Tensor, fmt: FloatFormat, dtype: torch.dtype, normalise:
         significand = torch.where(field == 0, 0, significand)
     exponent = lifted - fmt.exponent_bias
     if normalise:
-        significand, exponent = _normalise(significand, exponent, fmt.mantissa_bits)
+        gap = fmt.mantissa_bits - floor_log2(significand.clamp(min=1))
+        significand, exponent = significand << gap, torch.where(significand == 0, _ZERO_EXPONENT, exponent - gap)
     return Parts(negative, significand, exponent, fmt.mantissa_bits, infinite, nan)
-
-
-def _normalise(significand: torch.Tensor, exponent: torch.Tensor, precision: int) -> tuple[torch.Tensor, torch.Tensor]:
-    gap = precision - floor_log2(significand.clamp(min=1))
-    return significand << gap, torch.where(significand == 0, _ZERO_EXPONENT, exponent - gap)
-
-
-def _sign(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    if not fmt.signed:
-        return torch.zeros_like(codes, dtype=torch.bool)
-    if fmt.bits == 8 * codes.element_size():
-        return codes < 0
-    return (codes & fmt.sign_mask) != 0
-
-
-def _specials(codes: torch.Tensor, magnitude: torch.Tensor, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where codes are infinite and where they are NaN."""
-    nothing = torch.zeros_like(magnitude, dtype=torch.bool)
-    infinite = nothing if fmt.inf_code is None else magnitude == fmt.inf_code
-    if fmt.nan == "none":
-        return infinite, nothing
-    if fmt.nan == "negative_zero":
-        return infinite, (codes & (fmt.sign_mask | fmt.magnitude_mask)) == fmt.sign_mask
-    return infinite, magnitude > (fmt.max_code if fmt.inf_code is None else fmt.inf_code)
 
 
 def encode(
@@ -252,26 +242,17 @@ def convert(
         Codes of ``target`` in int32 or int64, non-negative unless the format has 64 bits. NaN gives ``nan_code``, or
         the code of the largest value in a format without NaN.
     """
-    dtype = _working_dtype(source, target)
+    # int32 where no step can leave it, else int64
+    narrow = source.mantissa_bits <= 23 and source.bits <= 32
+    narrow = narrow and target.mantissa_bits <= 23 and target.exponent_bits + target.mantissa_bits <= 28
+    dtype = torch.int32 if narrow else torch.int64
+    # 1. sign, significand and exponent
     flushed_early = not target.has_subnormals and target.min_exponent <= source.min_exponent
     normalise = exponent is not None or target.min_exponent < source.min_exponent or flushed_early
     parts = unpack(codes, source, dtype, normalise)
     if exponent is not None:
         parts = parts._replace(exponent=parts.exponent - exponent.to(dtype))
-    magnitude = _round(parts, target, rounding, words)
-    magnitude, nan = _limit(magnitude, parts, target, rounding, overflow)
-    return _finish(magnitude, parts.negative, nan, target)
-
-
-def _working_dtype(source: FloatFormat, target: FloatFormat) -> torch.dtype:
-    """Return int32 where no step can leave it, else int64."""
-    narrow = source.mantissa_bits <= 23 and source.bits <= 32
-    narrow = narrow and target.mantissa_bits <= 23 and target.exponent_bits + target.mantissa_bits <= 28
-    return torch.int32 if narrow else torch.int64
-
-
-def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.Tensor | None) -> torch.Tensor:
-    """Return the magnitude's code as if the exponent field had no end, steps 2 to 4."""
+    # 2. the bits below the last place
     mantissa_bits, emin = target.mantissa_bits, target.min_exponent
     precision = max(parts.precision, mantissa_bits)
     significand = (
@@ -290,45 +271,33 @@ def _round(parts: Parts, target: FloatFormat, rounding: Rounding, words: torch.T
         shift = shift.clamp(max=DEEPEST)
     else:
         shift = shift.clamp(max=precision + 2)  # deeper, the fraction is below 1/2 and not 0 either way
+    # 3. and 4. the magnitude's code as if the exponent field had no end
     parity = None
     if mantissa_bits == 0:
         parity = field if target.has_zero else field + 1
     quotient = round_off(significand, shift, parts.negative, rounding, words, parity)
     code = (field << mantissa_bits) + quotient
     if not target.has_zero:
-        return (code - 1).clamp(min=0)
-    return code if target.has_subnormals else torch.where(flushed, quotient << mantissa_bits, code)
-
-
-def _limit(
-    magnitude: torch.Tensor, parts: Parts, target: FloatFormat, rounding: Rounding, overflow: Overflow
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the overflow rule; return the magnitudes and where the result is NaN."""
+        magnitude = (code - 1).clamp(min=0)
+    else:
+        magnitude = code if target.has_subnormals else torch.where(flushed, quotient << mantissa_bits, code)
+    # 5. the overflow rule: the magnitudes, and where the result is NaN; then sign and NaN
     largest, nan = target.max_code, parts.nan
     if overflow == "saturate":
-        return torch.where(parts.infinite, largest, magnitude.clamp(max=largest)), nan
-    over = magnitude > largest
-    magnitude = magnitude.clamp(max=largest)
-    leaves = parts.infinite | (over & leaves_range(parts.negative, rounding))
-    if target.inf_code is not None:
-        magnitude = torch.where(leaves, target.inf_code, magnitude)
-    else:  # in a format without NaN either, NaN means the largest value; the sign is put back in _finish
-        magnitude = torch.where(parts.infinite, largest, magnitude)
-        nan = nan | leaves if target.has_nan else nan
-    if not target.signed:
-        nonzero = parts.infinite | (parts.significand != 0)
-        nan = nan | (parts.negative & nonzero) if target.has_nan else nan
-    return magnitude, nan
-
-
-def leaves_range(negative: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return True where a finite value beyond the largest becomes an infinity under the IEEE rule."""
-    plus, minus = (rounding.rule.leaves_range(sign) for sign in (False, True))
-    return torch.full_like(negative, plus) if plus == minus else negative == minus
-
-
-def _finish(magnitude: torch.Tensor, negative: torch.Tensor, nan: torch.Tensor, target: FloatFormat) -> torch.Tensor:
-    """Put sign and NaN onto the magnitudes."""
+        magnitude = torch.where(parts.infinite, largest, magnitude.clamp(max=largest))
+    else:
+        over = magnitude > largest
+        magnitude = magnitude.clamp(max=largest)
+        leaves = parts.infinite | (over & leaves_range(parts.negative, rounding))
+        if target.inf_code is not None:
+            magnitude = torch.where(leaves, target.inf_code, magnitude)
+        else:  # in a format without NaN either, NaN means the largest value; the sign is put back below
+            magnitude = torch.where(parts.infinite, largest, magnitude)
+            nan = nan | leaves if target.has_nan else nan
+        if not target.signed:
+            nonzero = parts.infinite | (parts.significand != 0)
+            nan = nan | (parts.negative & nonzero) if target.has_nan else nan
+    negative = parts.negative
     if not target.signed:
         code = torch.where(negative, 0, magnitude)
     else:
@@ -337,3 +306,9 @@ def _finish(magnitude: torch.Tensor, negative: torch.Tensor, nan: torch.Tensor, 
         sign = target.sign_mask if target.bits < 64 else -(1 << 63)
         code = torch.where(negative, magnitude | sign, magnitude)
     return torch.where(nan, target.max_code if target.nan_code is None else target.nan_code, code)
+
+
+def leaves_range(negative: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    """Return True where a finite value beyond the largest becomes an infinity under the IEEE rule."""
+    plus, minus = (rounding.rule.leaves_range(sign) for sign in (False, True))
+    return torch.full_like(negative, plus) if plus == minus else negative == minus

@@ -79,7 +79,12 @@ def gemm(
         draw = _drawer(random, rounding, rows * columns, first, count, (m.stop - m.start, n.stop - n.start), out.device)
         operands, scales = _operands(a[m], b[n], scale_a, scale_b, m, n, spec, finite)
         sums = summation(operands, None if c is None else exact(c[m, n]), draw, scales)
-        out[m, n] = _final(sums, out.dtype)
+        # float64 sums as the output's dtype, with the one NaN
+        if out.dtype == torch.float64:
+            out[m, n] = from_bits(torch.where(torch.isnan(sums), NAN64, sums.view(torch.int64)))
+        else:
+            bits = narrow(sums, torch.float32).view(torch.int32)
+            out[m, n] = torch.where(torch.isnan(sums), NAN32, bits).view(torch.float32)
 
 
 def _operands(
@@ -100,14 +105,6 @@ def _operands(
     if isinstance(spec.datapath, Datapath) and spec.datapath.scale is not None:
         return Rows(a_t, b_t, scale_a_t, scale_b_t, spec.datapath.scale_block, finite), None
     return Rows(a_t, b_t, finite=finite), (exact(scale_a_t), exact(scale_b_t))
-
-
-def _final(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float64 sums as the output's dtype, with the one NaN."""
-    if dtype == torch.float64:
-        return from_bits(torch.where(torch.isnan(sums), NAN64, sums.view(torch.int64)))
-    bits = narrow(sums, torch.float32).view(torch.int32)
-    return torch.where(torch.isnan(sums), NAN32, bits).view(torch.float32)
 
 
 def _drawer(

@@ -71,7 +71,17 @@ class AlignedUnit:
         total = integral(state * unit, path.term_rounding)
         signs = Signs(state) if path.signed_zero else None
         for a, b in loaded or map(load, pieces):
-            total = total + integral(self._terms(a, b, signs).mul_(unit), path.term_rounding).sum(0)
+            terms = products = a.value * b.value
+            if self.datapath.group > 1:
+                terms = grouped(products, self.datapath.group, 0.0).sum(1)
+            if signs is not None:
+                minus = torch.signbit(products)
+                if self.datapath.group > 1:  # a group of -0 alone is -0
+                    minus = (terms < 0) | (
+                        (terms == 0) & grouped(minus & (products == 0), self.datapath.group, True).all(1)
+                    )
+                signs.see(minus)
+            total = total + integral(terms.mul_(unit), path.term_rounding).sum(0)
         result = total * power_of_two(top - path.fraction_bits)
         rounded = round_value(result, path.accumulator, path.rounding, words)
         return settle(path, rounded, result == 0, signs, pieces, state, natural=True)
@@ -88,19 +98,6 @@ class AlignedUnit:
                 value, exponent = value * size, exponent + lifted
             sides.append(Factor(value, exponent))
         return sides[0], sides[1]
-
-    def _terms(self, a: Factor, b: Factor, signs: Signs | None) -> torch.Tensor:
-        terms = products = a.value * b.value
-        if self.datapath.group > 1:
-            terms = grouped(products, self.datapath.group, 0.0).sum(1)
-        if signs is not None:
-            minus = torch.signbit(products)
-            if self.datapath.group > 1:  # a group of -0 alone is -0
-                minus = (terms < 0) | (
-                    (terms == 0) & grouped(minus & (products == 0), self.datapath.group, True).all(1)
-                )
-            signs.see(minus)
-        return terms
 
 
 class FusedAddUnit:

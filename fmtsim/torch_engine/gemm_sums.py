@@ -12,7 +12,7 @@ from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, FmaDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.schedule import ZERO, Chain, Part, combination, schedule
+from fmtsim.spec.schedule import ZERO, Chain, combination, schedule
 from fmtsim.support.float64 import from_bits
 from fmtsim.torch_engine.floats import FP64
 from fmtsim.torch_engine.gemm_blocks import AlignedUnit, FusedAddUnit
@@ -93,31 +93,21 @@ class Summation:
 
         def of_part(i: int) -> torch.Tensor:
             start = c if c is not None and i == 0 and not in_place else zero
-            return self._part(self._parts[i], rows, start, zero, draw, scales, blocks[i])
+            part = self._parts[i]
+            block = blocks[i]
+            if self._promote is None:
+                (chain,) = part  # only promotions divide a slice into chains
+                return self._chain(chain, rows, start, draw, block)
+            total = start
+            for chain in part:
+                result = self._chain(chain, rows, zero, draw, block)
+                block += len(chain.blocks)
+                total = self._promoted(self._promote, result, total, self._scales(chain, scales))
+            return total
 
         if in_place:
             return self._in_place([of_part(i) for i in range(len(self._parts))], c)
         return combined(self._combination, lambda i: zero if i == ZERO else self._rounded(of_part(i)), self._sum)
-
-    def _part(
-        self,
-        part: Part,
-        rows: Rows,
-        start: torch.Tensor,
-        zero: torch.Tensor,
-        draw: Draw,
-        scales: tuple[torch.Tensor, torch.Tensor] | None,
-        block: int,
-    ) -> torch.Tensor:
-        if self._promote is None:
-            (chain,) = part  # only promotions divide a slice into chains
-            return self._chain(chain, rows, start, draw, block)
-        total = start
-        for chain in part:
-            result = self._chain(chain, rows, zero, draw, block)
-            block += len(chain.blocks)
-            total = self._promoted(self._promote, result, total, self._scales(chain, scales))
-        return total
 
     def _chain(self, chain: Chain, rows: Rows, state: torch.Tensor, draw: Draw, block: int) -> torch.Tensor:
         for i, indices in enumerate(chain.blocks):

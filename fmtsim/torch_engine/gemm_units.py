@@ -90,7 +90,10 @@ class TwoStageUnit:
     def step(self, pieces: Sequence[Rows], state: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
         """Return the running sum after one block, float64."""
         path, rows = self.datapath, pieces[0]
-        products, exponent = self._products(rows)
+        values = [cleaned(exact(x), rows.finite) for x in (rows.a, rows.b)]
+        first, second = (exponents(x, lowest) for x, lowest in zip(values, self._lowest, strict=True))
+        products = values[0] * values[1]
+        exponent = torch.where(products == 0, _ZERO, first + second).to(torch.int64)
         large = products.abs() >= 2.0**128
         if not path.parity:
             total, top = self._aligned(torch.where(large, 0.0, products), exponent)
@@ -105,12 +108,6 @@ class TwoStageUnit:
             infinite = torch.copysign(torch.full_like(products, torch.inf), products)
             special = special + torch.where(large, infinite, 0.0).sum(0)
         return torch.where(torch.isfinite(special), result, special)
-
-    def _products(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        values = [cleaned(exact(x), rows.finite) for x in (rows.a, rows.b)]
-        first, second = (exponents(x, lowest) for x, lowest in zip(values, self._lowest, strict=True))
-        products = values[0] * values[1]
-        return products, torch.where(products == 0, _ZERO, first + second).to(torch.int64)
 
     def _aligned(self, products: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the products truncated at ``2**(top - fraction_bits)``, in those units, and top."""

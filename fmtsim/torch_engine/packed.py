@@ -48,7 +48,21 @@ def encode(x: Tensor, spec: CastSpec, fits: Any = search) -> EncodedParts:
             break
         if not fmt.has_nan and not all(bool(bound.isfinite()) for bound in rows_of_x.aminmax()):
             raise ArgumentError(f"x holds NaN or Inf (as float32), which {fmt.name} does not encode; remove them first")
-        _pack(_ENCODERS[fmt.encoder](rows_of_x, fmt, *([] if fits is search else [fits])), fmt, rows_of_out)
+        # the fields of blocks, and then their bytes, uint8 [blocks, bytes]
+        numbers = _ENCODERS[fmt.encoder](rows_of_x, fmt, *([] if fits is search else [fits]))
+        for field, part in zip(fmt.layout, rows_of_out.split([field.size for field in fmt.layout], 1), strict=True):
+            values, (bits, width) = numbers[field.low], (field.bits, field.width)
+            if bits >= 8:
+                part.copy_(values.contiguous().view(torch.uint8))
+            elif not width:
+                part.copy_((_k_bytes if field.name == "scales" else _trit_bytes)(values))
+            else:
+                values = values >> fmt.bits_of(field.low) if field.name != field.low else values
+                planes = _lanes((values & (1 << bits) - 1).contiguous().view(len(rows_of_out), -1, 8 // bits, width))
+                packed = planes[:, :, 0].clone()
+                for i in range(1, 8 // bits):
+                    packed |= planes[:, :, i] << bits * i
+                part.copy_(packed.view(torch.uint8).flatten(1))
     return EncodedParts(out.view(*rows.shape[:-1], rows.shape[-1] // fmt.elements * fmt.bytes))
 
 
@@ -71,33 +85,6 @@ def _pieces(rows: Tensor, fmt: PackedFormat) -> tuple[Tensor, ...]:
 
 
 # Bytes.
-
-
-def _pack(numbers: Numbers, fmt: PackedFormat, out: Tensor) -> None:
-    """Write the fields of blocks into their bytes, uint8 [blocks, bytes]."""
-    for field, part in zip(fmt.layout, out.split([field.size for field in fmt.layout], 1), strict=True):
-        values, (bits, width) = numbers[field.low], (field.bits, field.width)
-        if bits >= 8:
-            part.copy_(values.contiguous().view(torch.uint8))
-        elif not width:
-            part.copy_((_k_bytes if field.name == "scales" else _trit_bytes)(values))
-        else:
-            values = values >> fmt.bits_of(field.low) if field.name != field.low else values
-            planes = _lanes((values & (1 << bits) - 1).contiguous().view(len(out), -1, 8 // bits, width))
-            packed = planes[:, :, 0].clone()
-            for i in range(1, 8 // bits):
-                packed |= planes[:, :, i] << bits * i
-            part.copy_(packed.view(torch.uint8).flatten(1))
-
-
-def _unpack(blocks: Tensor, fmt: PackedFormat) -> Numbers:
-    """Return the fields of blocks, uint8 [blocks, bytes]."""
-    parts = blocks.split([field.size for field in fmt.layout], 1)
-    numbers = {field.name: _numbers(part, field) for field, part in zip(fmt.layout, parts, strict=True)}
-    for low in ("codes", "scales"):
-        if (high := numbers.pop(f"high_{low}", None)) is not None:
-            numbers[low] = numbers[low] | high << fmt.bits_of(low)
-    return numbers
 
 
 def _numbers(part: Tensor, field: Field) -> Tensor:
@@ -165,7 +152,12 @@ def _write_values(blocks: Tensor, fmt: PackedFormat, out: Tensor) -> None:
         out.copy_(torch.from_numpy(numpy_values))
         out.masked_fill_(out.isnan(), torch.nan)
         return
-    numbers = _unpack(blocks, fmt)
+    # the fields of blocks, uint8 [blocks, bytes]
+    parts = blocks.split([field.size for field in fmt.layout], 1)
+    numbers = {field.name: _numbers(part, field) for field, part in zip(fmt.layout, parts, strict=True)}
+    for low in ("codes", "scales"):
+        if (high := numbers.pop(f"high_{low}", None)) is not None:
+            numbers[low] = numbers[low] | high << fmt.bits_of(low)
     # 1. elements as whole numbers
     codes = numbers["codes"]
     if fmt.values:

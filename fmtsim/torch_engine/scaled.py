@@ -77,7 +77,10 @@ def _element_codes(
             y = y * float32(element.max / fmt.element.max) if element is fmt.alternative else y
         drawn = None if words is None else words[rows, columns]
         if offsets is not None:
-            piece = _shifted(y, fmt, spec, drawn, offsets[rows])
+            # Round to integers, add the zero points and clamp.
+            assert isinstance(fmt.element, IntFormat)
+            numbers = elements.to_integers(y, fmt.element, spec.rounding, drawn) + offsets[rows]
+            piece = numbers.clamp(0, fmt.element.max_code)
         else:
             piece = elements.encode(y, element, spec.rounding, spec.overflow, drawn, shift)
         codes[rows, columns] = piece.to(codes.dtype)
@@ -150,15 +153,6 @@ def _stored(s: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return elements.decode(floats.encode(s, fmt, NEAREST, "saturate"), fmt, torch.float32)
 
 
-def _shifted(
-    x: torch.Tensor, fmt: BlockFormat, spec: CastSpec, words: torch.Tensor | None, offsets: torch.Tensor
-) -> torch.Tensor:
-    """Round to integers, add the zero points and clamp."""
-    assert isinstance(fmt.element, IntFormat)
-    numbers = elements.to_integers(x, fmt.element, spec.rounding, words) + offsets
-    return numbers.clamp(0, fmt.element.max_code)
-
-
 # LogFMT tiles.
 
 _OCTAVES = 32 * 0.6931471805599453  # the double nearest to 32 ln 2: a tile spans at most 2**32
@@ -177,7 +171,21 @@ def encode_tiles(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) ->
     blocks = blocks_of(tuple(x.shape), spec.dim, fmt.block)
     folded = blocks.fold(x)
     folded_words = None if words is None else blocks.fold(words)
-    low, step, empty = _tile_ranges(folded, fmt)
+
+    # Low and step of each tile, float32 values in float64 [tiles, 1], and which are empty.
+    def measured(x: torch.Tensor) -> torch.Tensor:
+        return magnitudes(x).float().clamp(max=FLT_MAX)
+
+    def closeness(x: torch.Tensor) -> torch.Tensor:
+        magnitude = measured(x)
+        return torch.where(magnitude > 0, -magnitude, -torch.inf)
+
+    high, near = (largest(folded, measure).unsqueeze(1) for measure in (measured, closeness))
+    empty = high == 0
+    top, smallest = (ln(torch.where(empty, 1.0, float64(part))) for part in (high, -near))
+    low = round32(torch.maximum(smallest, top - _OCTAVES))
+    step = round32(divide((top - low).clamp(min=0), float(fmt.max_code - 1)))
+    low, step = torch.where(empty, 0.0, low), torch.where(empty, 0.0, step)
     codes = torch.empty(folded.shape, dtype=code_dtype(fmt.bits), device=x.device)
     width = folded.shape[1]
     limit = max(1, chunk_size(x.device) * width // max(width, fmt.max_code + 1))  # a row brings its table along
@@ -211,24 +219,6 @@ def tile_values(low: torch.Tensor, step: torch.Tensor, rank: torch.Tensor) -> to
     """Return the magnitudes of ranks in float64: 0 for rank 0, else ``RN32(exp(low + step (rank - 1)))``."""
     value = round32(exp(low + step * float64(rank - 1)))
     return torch.where((rank == 0) & ~torch.isnan(low), 0.0, value)
-
-
-def _tile_ranges(folded: torch.Tensor, fmt: LogTileFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return low and step of each tile, float32 values in float64 [tiles, 1], and which are empty."""
-
-    def measured(x: torch.Tensor) -> torch.Tensor:
-        return magnitudes(x).float().clamp(max=FLT_MAX)
-
-    def closeness(x: torch.Tensor) -> torch.Tensor:
-        magnitude = measured(x)
-        return torch.where(magnitude > 0, -magnitude, -torch.inf)
-
-    high, near = (largest(folded, measure).unsqueeze(1) for measure in (measured, closeness))
-    empty = high == 0
-    top, smallest = (ln(torch.where(empty, 1.0, float64(part))) for part in (high, -near))
-    low = round32(torch.maximum(smallest, top - _OCTAVES))
-    step = round32(divide((top - low).clamp(min=0), float(fmt.max_code - 1)))
-    return torch.where(empty, 0.0, low), torch.where(empty, 0.0, step), empty
 
 
 def _ranks(

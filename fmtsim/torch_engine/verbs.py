@@ -50,7 +50,16 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     if isinstance(fmt, BlockFormat | LogTileFormat):
         if not x.numel():
             return _empty_parts(x, spec)
-        words = _all_words(random, spec, x)
+        # The random integers of a whole tensor in its shape, None for the deterministic modes.
+        if spec.rounding.mode != "stochastic":
+            words = None
+        else:
+            words = torch.empty(x.numel(), dtype=torch.int64, device=x.device)
+            for piece in _pieces(words):
+                words_piece = _words(random, spec, piece, x.device)
+                assert words_piece is not None
+                words[piece] = words_piece
+            words = words.view(x.shape)
         parts = (scaled.encode if isinstance(fmt, BlockFormat) else scaled.encode_tiles)(x, spec, words)
         # contiguous, as the operator's shapes tell compilers
         return EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # type: ignore[arg-type]
@@ -95,18 +104,6 @@ def _words(random: Random, spec: CastSpec, piece: slice, device: torch.device) -
     if isinstance(random, RandomKey):
         return random_integers(random, spec.rounding, piece.start, piece.stop - piece.start, device)
     return random.reshape(-1)[piece].to(torch.int64)
-
-
-def _all_words(random: Random, spec: CastSpec, x: torch.Tensor) -> torch.Tensor | None:
-    """Return the random integers of a whole tensor in its shape, None for the deterministic modes."""
-    if spec.rounding.mode != "stochastic":
-        return None
-    words = torch.empty(x.numel(), dtype=torch.int64, device=x.device)
-    for piece in _pieces(words):
-        words_piece = _words(random, spec, piece, x.device)
-        assert words_piece is not None
-        words[piece] = words_piece
-    return words.view(x.shape)
 
 
 def _empty_parts(x: torch.Tensor, spec: CastSpec) -> EncodedParts:

@@ -14,7 +14,7 @@ from numba import typeof
 
 import fmtsim.cpu
 from fmtsim.cpu.cast.elements import nearest_saturating
-from fmtsim.cpu.gemm.packing import contiguous
+from fmtsim.cpu.gemm.operands import contiguous
 from fmtsim.cpu.runtime import kernel_cache as keys
 from fmtsim.cpu.runtime.jit import device, kernel
 

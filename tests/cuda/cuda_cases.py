@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fmtsim import Datapath, get_unit
 from fmtsim.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA
-from fmtsim.cuda.gemm.fast_path import FastPath
+from fmtsim.cuda.gemm.job import FastPath
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from tests.support.gemm_engine import gemm_spec

@@ -11,8 +11,7 @@ import torch
 
 import fmtsim
 from fmtsim.cuda import runtime
-from fmtsim.cuda.optim.schemes import kernels_of
-from fmtsim.cuda.optim.steps import launches
+from fmtsim.cuda.optim.steps import kernels_of, launches
 from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, stepping
 from fmtsim.spec.optimizer import Numbers
 from fmtsim.support.errors import DeviceError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu.optim import elementary as cpu_elementary
+from fmtsim.cpu.cast import logarithmic as cpu_elementary
 from fmtsim.optim import StateFormat, codec
 from fmtsim.rounding import elementary
 from fmtsim.torch_engine import reals as torch_elementary

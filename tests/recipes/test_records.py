@@ -19,7 +19,7 @@ from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.registry import _registered, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
-from fmtsim.recipes.table import HEADINGS
+from fmtsim.recipes.spec import HEADINGS
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
 

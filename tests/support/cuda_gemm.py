@@ -11,8 +11,7 @@ from fmtsim.cpu.gemm.engine import gemm as cpu_gemm
 from fmtsim.cpu.gemm.engine import supports_gemm as cpu_supports
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import self_test
-from fmtsim.cuda.gemm.fast_path import FastPath, Plan
-from fmtsim.cuda.gemm.job import TILE, Gpu, Job, accumulation_order, gpu_of
+from fmtsim.cuda.gemm.job import TILE, FastPath, Gpu, Job, Plan, accumulation_order, gpu_of
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec

@@ -12,7 +12,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
-from fmtsim.torch_engine import gemm_limbs as limbs
+from fmtsim.torch_engine import gemm_wide as limbs
 from tests.support.casts import ROUNDINGS, words_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -30,12 +30,11 @@ from fmtsim.cpu.cast.codes import (
     table_of,
     values_of,
 )
-from fmtsim.cpu.cast.grid import Grid, grid_of
-from fmtsim.cpu.cast.words import fill_words, words_of
+from fmtsim.cpu.cast.grid import Grid, fill_words, grid_of, words_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, min32, prefetch, whole_part
 from fmtsim.cpu.runtime.pool import array_of, past_caches, scratch
-from fmtsim.cpu.runtime.strips import fence, put
+from fmtsim.cpu.runtime.simd import fence, put
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.spec import ElementFormat, IntFormat
 from fmtsim.rounding.modes import RULES, Mode
@@ -129,7 +128,11 @@ def caster(spec: CastSpec, random: Random, shape: torch.Size) -> Cast | None:
         draws = stochastic_kernel(grid)
         return lambda piece, result, *at: draws(array_of(piece), result.numpy(), grid, words, *at)
     if mode == "nearest_even":
-        kernel = nearest_kernel(grid)
+        # The kernel that rounds to nearest even on a grid.
+        if grid.by_bits:
+            kernel = nearest_flushed if grid.flush_below else nearest_linear
+        else:
+            kernel = nearest_special if grid.special else nearest_saturating
         return lambda piece, result, _, streams: kernel(array_of(piece), result.numpy(), grid, streams)
     direction = direction_of(mode)
     return lambda piece, result, *_: directed_flat(array_of(piece), result.numpy(), grid, direction)
@@ -341,13 +344,6 @@ def _nearest(rounded, option):  # type: ignore[no-untyped-def]
 
 nearest_saturating, nearest_special = _nearest(nearest_magic, False), _nearest(nearest_magic, True)
 nearest_linear, nearest_flushed = _nearest(nearest_bits, False), _nearest(nearest_bits, True)
-
-
-def nearest_kernel(g):  # type: ignore[no-untyped-def]
-    """Return the kernel that rounds to nearest even on a grid."""
-    if g.by_bits:
-        return nearest_flushed if g.flush_below else nearest_linear
-    return nearest_special if g.special else nearest_saturating
 
 
 def _stochastic(rounded, special):  # type: ignore[no-untyped-def]

@@ -2,7 +2,7 @@
 """Fused products of units that add groups of products exactly and scale each group (Blackwell's 4-bit formats).
 
 A group's sum is exact in float32; times its two scales it is one term, truncated by the perturbed floor of
-aligned_truncate.py. Its sign is the sum's, so the count of negative terms needs no masks.
+aligned.py. Its sign is the sum's, so the count of negative terms needs no masks.
 """
 
 import math
@@ -11,16 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import end_block
-from fmtsim.cpu.gemm.aligned_rounding import constant_of, round_rows, words_of
-from fmtsim.cpu.gemm.aligned_truncate import finish64, place_of, start64
-from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Source, limits_of, pitch_of
-from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN, TINY64
+from fmtsim.cpu.gemm.aligned import constant_of, finish64, place_of, round_rows, start64, words_of
+from fmtsim.cpu.gemm.operands import EMPTY, HAS_INF, HAS_NAN, TINY64, TOP_BYTE, Source, limits_of, pitch_of
 from fmtsim.cpu.runtime.jit import device, subroutine
-from fmtsim.cpu.runtime.packed import add_products
 from fmtsim.cpu.runtime.simd import (
     LANES,
     NEAREST_EVEN,
     TOWARD_ZERO,
+    add_products,
     as_f64,
     as_i32,
     as_i64,

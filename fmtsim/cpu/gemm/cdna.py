@@ -12,7 +12,7 @@ from torch import Tensor
 from fmtsim.cpu.gemm.accumulate import end_block
 from fmtsim.cpu.gemm.fma_chain import Scales, Step, run_chains
 from fmtsim.cpu.gemm.operands import pitch_of
-from fmtsim.cpu.gemm.slabs import Slabs
+from fmtsim.cpu.gemm.panels import Slabs
 from fmtsim.cpu.runtime.jit import bits32, device, float64_of, fma32, kernel
 from fmtsim.cpu.runtime.simd import LANES
 from fmtsim.formats.representable import is_representable

@@ -14,18 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cpu.cast.words import key_words
+from fmtsim.cpu.cast.grid import key_words
 from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8
 from fmtsim.cpu.gemm.accumulate import Promotion, Reduction, grid_of, promotion_of, reduction_of
-from fmtsim.cpu.gemm.aligned_rounding import FLOOR, NEAREST, TRUNCATE, Unit
-from fmtsim.cpu.gemm.aligned_truncate import Draw, Nearby
-from fmtsim.cpu.gemm.batch import is_small, run_batch
+from fmtsim.cpu.gemm.aligned import FLOOR, NEAREST, TRUNCATE, Draw, Nearby, Unit
 from fmtsim.cpu.gemm.block_scaled import Groups, groups_of
-from fmtsim.cpu.gemm.operands import EMPTY, Source, is_fixed, limits_of, read_array, source_of
-from fmtsim.cpu.gemm.packing import HAS_INF, HAS_NAN
-from fmtsim.cpu.gemm.panels import Constants
-from fmtsim.cpu.gemm.slabs import SLOTS, Slabs, chain_scales, slabs_of
-from fmtsim.cpu.gemm.tiles import Job, run_tiles
+from fmtsim.cpu.gemm.operands import EMPTY, HAS_INF, HAS_NAN, Source, is_fixed, limits_of, read_array, source_of
+from fmtsim.cpu.gemm.panels import SLOTS, Constants, Slabs, chain_scales, slabs_of
+from fmtsim.cpu.gemm.tiles import Job, is_small, run_batch, run_tiles
 from fmtsim.cpu.runtime.pool import get_num_threads
 from fmtsim.cpu.runtime.simd import LANES
 from fmtsim.formats.representable import is_representable
@@ -316,14 +312,10 @@ def _fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpe
     if job.c is not None:
         job.row_marks[~np.isfinite(job.c).all(1)] |= HAS_INF
     if job.row_marks.any() or job.column_marks.any():
-        _recompute_nonfinite(job, exact)
-
-
-def _recompute_nonfinite(job: Job, exact: Callable[..., None]) -> None:
-    """Compute what has NaN or Inf among its operands: NaN is the whole row's or column's, the rest one by one."""
-    rows, columns = job.row_marks, job.column_marks[: job.out.shape[1]]
-    infinite = [np.flatnonzero(marks == HAS_INF) for marks in (rows, columns)]
-    exact(rows=infinite[0])
-    exact(columns=infinite[1])
-    job.out[(rows & HAS_NAN) != 0] = np.nan
-    job.out[:, (columns & HAS_NAN) != 0] = np.nan
+        # Compute what has NaN or Inf among its operands: NaN is the whole row's or column's, the rest one by one.
+        rows, columns = job.row_marks, job.column_marks[: job.out.shape[1]]
+        infinite = [np.flatnonzero(marks == HAS_INF) for marks in (rows, columns)]
+        exact(rows=infinite[0])
+        exact(columns=infinite[1])
+        job.out[(rows & HAS_NAN) != 0] = np.nan
+        job.out[:, (columns & HAS_NAN) != 0] = np.nan

@@ -21,7 +21,7 @@ from fmtsim.cpu.gemm.accumulate import (
     reduction_of,
 )
 from fmtsim.cpu.gemm.operands import read_array
-from fmtsim.cpu.gemm.slabs import Slabs, chain_scales, slabs_of, stacked
+from fmtsim.cpu.gemm.panels import Slabs, chain_scales, slabs_of, stacked
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import kernel, overload
 from fmtsim.cpu.runtime.numbers import number

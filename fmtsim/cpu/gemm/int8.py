@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fmtsim.cpu.gemm.accumulate import PART_END
 from fmtsim.cpu.gemm.fma_chain import Scales, Tile, each_tile
-from fmtsim.cpu.gemm.slabs import slabs_of
+from fmtsim.cpu.gemm.panels import slabs_of
 from fmtsim.cpu.runtime.jit import device, kernel
 from fmtsim.cpu.runtime.pool import scratch
 from fmtsim.cpu.runtime.simd import (

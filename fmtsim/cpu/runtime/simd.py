@@ -4,6 +4,9 @@
 numba's own loops over small arrays keep sums in memory. A value of type ``Vector`` is an LLVM vector instead, so a row
 of 64 running sums stays in registers from the first product to the last, and every operation below is one LLVM
 instruction, which the compiler splits into as many machine instructions as the registers ask for.
+
+The lanes also hold vectors of bytes and of pairs of 16 bits. Strips are 16 numbers of 32 bits, a cache line: stores
+that LLVM's own vectors of loops do not have, and maxima.
 """
 
 from collections.abc import Callable
@@ -14,6 +17,88 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 from numba.np import arrayobj
+
+_STRIP = 16
+
+
+def _strip(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """Return the address of array[index], of a contiguous array of 32-bit numbers, as that of a vector."""
+    address = builder.gep(arrayobj.make_array(kind)(context, builder, array).data, [index])
+    number = ir.FloatType() if kind.dtype == types.float32 else ir.IntType(32)
+    return builder.bitcast(address, ir.VectorType(number, _STRIP).as_pointer())
+
+
+@intrinsic
+def put(typing_context, values, first, array, index, streams):  # type: ignore[no-untyped-def]
+    """Copy 16 float32 from values[first] on to array[index] and on; ``streams`` sends them past the caches.
+
+    Streamed ones go to a whole cache line, and need a ``fence`` in the end. Before it no atomic operation should run,
+    such as counting references to a slice of an array: each waits for the stores.
+    """
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        numbers = builder.load(_strip(context, builder, signature.args[0], *args[:2]), align=4)
+        target = _strip(context, builder, signature.args[2], *args[2:4])
+        with builder.if_else(args[4]) as (streamed, plain):
+            with streamed:
+                once = builder.module.add_metadata([ir.IntType(32)(1)])
+                builder.store(numbers, target, align=64).set_metadata("nontemporal", once)
+            with plain:
+                builder.store(numbers, target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64, array, types.int64, types.boolean), generate
+
+
+@intrinsic
+def repeat(typing_context, number, array, index):  # type: ignore[no-untyped-def]
+    """Write a number to array[index] and the 15 places behind it."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        target = _strip(context, builder, signature.args[1], *args[1:])
+        whole = ir.Constant(target.type.pointee, ir.Undefined)
+        for lane in range(_STRIP):
+            whole = builder.insert_element(whole, args[0], ir.IntType(32)(lane))
+        builder.store(whole, target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(number, array, types.int64), generate
+
+
+@intrinsic
+def strip_amaxes(typing_context, x, first, amaxes, strip):  # type: ignore[no-untyped-def]
+    """Write the largest magnitudes, as bits, of 16 strips of float32 from x[first] on to amaxes[strip] and on."""
+    vector = ir.VectorType(ir.IntType(32), _STRIP)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        source = builder.bitcast(_strip(context, builder, signature.args[0], *args[:2]), vector.as_pointer())
+        smax = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 2), "llvm.smax.v16i32")
+
+        def folded(start: int, count: int) -> Any:
+            """Return ``count`` strips folded to 16 lanes, 16 / count of each, in order."""
+            if count == 1:
+                bits = builder.load(builder.gep(source, [ir.IntType(64)(start)]), align=4)
+                return builder.and_(bits, vector([0x7FFFFFFF] * _STRIP))
+            both = folded(start, count // 2), folded(start + count // 2, count // 2)
+            halves = (builder.shuffle_vector(*both, vector(list(range(odd, 2 * _STRIP, 2)))) for odd in (0, 1))
+            return builder.call(smax, list(halves))
+
+        builder.store(folded(0, _STRIP), _strip(context, builder, signature.args[2], *args[2:]), align=4)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, amaxes, types.int64), generate
+
+
+@intrinsic
+def fence(typing_context):  # type: ignore[no-untyped-def]
+    """Let no thread see what follows before streamed stores."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
 
 LANES = 64
 TOWARD_ZERO, NEAREST_EVEN = 0, 1  # what set_rounding takes
@@ -344,3 +429,105 @@ def set_rounding(typing_context, mode):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def pack_bytes(typing_context, numbers):  # type: ignore[no-untyped-def]
+    """Return numbers of 0 to 255 in int32 lanes as bytes, in the order that ``bytes_shifted`` reads."""
+    vector = Vector(types.int8, LANES)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind, undefined = ir.VectorType(ir.IntType(32), LANES // 4), ir.Constant(args[0].type, ir.Undefined)
+        packed = None
+        for part in range(4):
+            lanes = ir.Constant(kind, [LANES // 4 * part + lane for lane in range(LANES // 4)])
+            quarter = builder.shuffle_vector(args[0], undefined, lanes)
+            quarter = builder.shl(quarter, ir.Constant(kind, [8 * part] * kind.count))
+            packed = quarter if packed is None else builder.or_(packed, quarter)
+        return builder.bitcast(packed, vector.llvm)
+
+    return vector(numbers), generate
+
+
+@intrinsic
+def weave(typing_context, a):  # type: ignore[no-untyped-def]
+    """Return int32 lanes, or bytes in the order of ``pack_bytes``, in the order of ``woven_high_words``."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        words = ir.VectorType(ir.IntType(32), LANES // 4 if a.dtype == types.int8 else LANES)
+        order = ir.Constant(words, WOVEN[: words.count])  # the same in each 16 lanes, so of words of four bytes
+        woven = builder.shuffle_vector(builder.bitcast(args[0], words), ir.Constant(words, ir.Undefined), order)
+        return builder.bitcast(woven, a.llvm)
+
+    return a(a), generate
+
+
+def _bytes_shifted(shift: int) -> Callable:
+    """Return what makes int32 lanes of packed bytes, unsigned and shifted to the left: two instructions a register."""
+
+    @intrinsic
+    def widen(typing_context, a):  # type: ignore[no-untyped-def]
+        vector = Vector(types.int32, LANES)
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            kind = ir.VectorType(ir.IntType(32), LANES // 4)
+            words, quarters = builder.bitcast(args[0], kind), []
+            for part in range(4):
+                distance = shift - 8 * part
+                by = ir.Constant(kind, [abs(distance)] * kind.count)
+                moved = builder.shl(words, by) if distance >= 0 else builder.lshr(words, by)
+                quarters.append(builder.and_(moved, ir.Constant(kind, [255 << shift] * kind.count)))
+            return _joined(builder, quarters)
+
+        return vector(a), generate
+
+    return widen
+
+
+def _joined(builder: Any, vectors: list) -> Any:
+    """Return the lanes of a power of two of vectors, one after the other."""
+    while len(vectors) > 1:
+        lanes = ir.VectorType(ir.IntType(32), 2 * vectors[0].type.count)
+        order = ir.Constant(lanes, list(range(lanes.count)))
+        vectors = [builder.shuffle_vector(*vectors[i : i + 2], order) for i in range(0, len(vectors), 2)]
+    return vectors[0]
+
+
+bytes_shifted20, bytes_shifted23 = _bytes_shifted(20), _bytes_shifted(23)
+
+
+@intrinsic
+def add_products(typing_context, total, a, b):  # type: ignore[no-untyped-def]
+    """Return int32 lanes plus the two products of the int16 halves of a and b, which are int32 lanes as well.
+
+    Where the machine has an instruction for pairs of products, it is used.
+    """
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        total, a, b = args
+        features = context.codegen()._tm_features
+        width, name = next((w, n) for feature, w, n in _PAIRS if feature in features)
+        word, half = ir.IntType(32), ir.VectorType(ir.IntType(16), 2 * width)
+        kind, sums = ir.VectorType(word, width), []
+        for start in range(0, LANES, width):
+            order = ir.Constant(kind, list(range(start, start + width)))
+            x, y = (builder.shuffle_vector(v, ir.Constant(v.type, ir.Undefined), order) for v in (a, b))
+            if name:
+                function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [half, half]), name)
+                sums.append(builder.call(function, [builder.bitcast(x, half), builder.bitcast(y, half)]))
+                continue
+            by = ir.Constant(kind, [16] * width)
+            high = builder.mul(builder.ashr(x, by), builder.ashr(y, by))
+            low = builder.mul(builder.ashr(builder.shl(x, by), by), builder.ashr(builder.shl(y, by), by))
+            sums.append(builder.add(low, high))
+        return builder.add(total, _joined(builder, sums))
+
+    return total(total, a, b), generate
+
+
+# x86 instructions that add the products of pairs: the feature of the machine, lanes, the name; none takes any machine
+_PAIRS = (
+    ("+avx512bw", 16, "llvm.x86.avx512.pmaddw.d.512"),
+    ("+avx2", 8, "llvm.x86.avx2.pmadd.wd"),
+    ("", 16, ""),
+)

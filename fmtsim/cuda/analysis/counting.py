@@ -76,7 +76,8 @@ def _prepared(
     if fmt is not None:  # whose rule of scales alone is looked at
         spec = CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow)
         cast.append(cast_bytes(spec, None, torch.device("cpu")))
-    start = kernel(_FILE, "count_cast", index, _defines(*dtypes, scaled_of(fmt)))
+    scaled = 0 if fmt is None else 1 if fmt.power_of_two else 2
+    start = kernel(_FILE, "count_cast", index, _defines(*dtypes, scaled))
     return min(tiles, 4 * multiprocessors(index)), start.bound(_THREADS, 6, *sizes, *bounds, *cast)
 
 
@@ -92,11 +93,6 @@ def across_of(block: tuple[int, int]) -> int | None:
     fits = wide % _VECTOR == 0 if wide > 1 else high > 1
     whole = (across * _VECTOR) % wide == 0 and across * _VECTOR * (_HIGH // across) <= _MOST_BLOCKS * high * wide
     return across if fits and whole else None
-
-
-def scaled_of(fmt: BlockFormat | None) -> int:
-    """Return the macro SCALED."""
-    return 0 if fmt is None else 1 if fmt.power_of_two else 2
 
 
 @lru_cache(maxsize=256)

@@ -117,19 +117,15 @@ def _fast_launch(cast: CastSpec | str, dtype: torch.dtype, out_dtype: torch.dtyp
         return None  # NaN raises an error: numbers have to be read
     if isinstance(spec.format, BlockFormat):
         return _fast_blocks(spec, spec.format, dtype, out_dtype, index)
-    return _fast_elements(spec, dtype, out_dtype, index)
-
-
-def _fast_elements(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, index: int) -> _Launch | None:
     grid, rounding = fast_grid(spec, None), spec.rounding
     if grid is None or not (out_dtype == torch.float32 or is_representable(spec.format, out_dtype)):
         return None
-    cast, stochastic = launch_of(grid, rounding, dtype, out_dtype, index), rounding.mode == "stochastic"
+    elements, stochastic = launch_of(grid, rounding, dtype, out_dtype, index), rounding.mode == "stochastic"
 
     def launch(x: torch.Tensor, out: torch.Tensor, random: Random) -> bool:
         if isinstance(random, RandomKey) != stochastic:
             return False
-        cast(x, out, random, 0)
+        elements(x, out, random, 0)
         return True
 
     return launch
@@ -169,7 +165,11 @@ def quantize_elements(x: torch.Tensor, spec: CastSpec, random: Random, out: torc
     narrow = torch.float64 not in (x.dtype, out.dtype)
     grid = fast_grid(spec, random) if narrow else None
     if grid is not None:
-        _quantize_fast(source, spec, random, target, grid)
+        # Cast from the first to the last element in vectors, those beside them one by one; all of them where none fits.
+        index = runtime.device_index(source)
+        launch = launch_of(grid, spec.rounding, source.dtype, target.dtype, index)
+        first = _first_aligned(source, target, vectors_of(grid, source.dtype, target.dtype)[0])
+        launch(source, target, random, None if first and spec.rounding.mode == "stochastic" else first)
     elif not (narrow and convert(source, target, spec, 0)):
         cast_general(source, EncodedParts(target), spec, random)
     if target.data_ptr() != out.data_ptr():
@@ -192,7 +192,27 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random, packed: boo
         codes = torch.empty(x.shape, dtype=block.UNPACKED[bits] if packed else code_dtype(bits), device=x.device)
         slot = 8 * codes.element_size()
     if x.numel():
-        _encode(x.contiguous(), spec, random, codes, rows, slot)
+        # Write the codes of contiguous x, ``slot`` bits from one to the next in each row.
+        x = x.contiguous()
+        count = x.numel()
+        grid = fast_grid(spec, random) if x.dtype != torch.float64 and slot <= 32 else None
+        if grid is not None and grid.encodes and rows[0] == 1:
+            defines = encode_macros(grid, x.dtype, aligned(x), spec.format.bits, slot)
+            span = TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x.dtype, grid.random)
+            runtime.kernel("encode.cu", "encode", runtime.device_index(x), defines)(
+                -(-count // (4 * span)),
+                _THREADS,
+                x,
+                codes,
+                np.int64(count),
+                grid.parameters,
+                draw_of(spec.rounding, random),
+            )
+        elif not (rows[0] == 1 and slot in (4, 8) and convert(x, codes, spec, slot)):
+            if slot in block.UNPACKED:
+                cast_general(x, EncodedParts(codes), spec, random)
+            else:
+                encode_rows(x, codes, spec, random, rows, slot)
     return EncodedParts(codes)
 
 
@@ -207,14 +227,6 @@ def fast_grid(spec: CastSpec, random: Random) -> Grid | None:
     if isinstance(random, torch.Tensor):
         return None
     return grid_of(spec.format, spec.rounding, spec.overflow)  # type: ignore[arg-type]
-
-
-def _quantize_fast(source: torch.Tensor, spec: CastSpec, random: Random, target: torch.Tensor, grid: Grid) -> None:
-    """Cast from the first to the last element in vectors, those beside them one by one; all of them where none fits."""
-    index = runtime.device_index(source)
-    launch = launch_of(grid, spec.rounding, source.dtype, target.dtype, index)
-    first = _first_aligned(source, target, vectors_of(grid, source.dtype, target.dtype)[0])
-    launch(source, target, random, None if first and spec.rounding.mode == "stochastic" else first)
 
 
 @lru_cache(maxsize=1024)
@@ -241,31 +253,6 @@ def launch_of(
             bound(blocks, x, to, *bounds)
 
     return launch
-
-
-def _encode(
-    x: torch.Tensor, spec: CastSpec, random: Random, codes: torch.Tensor, rows: tuple[int, int], slot: int
-) -> None:
-    """Write the codes of contiguous x, ``slot`` bits from one to the next in each row."""
-    count = x.numel()
-    grid = fast_grid(spec, random) if x.dtype != torch.float64 and slot <= 32 else None
-    if grid is not None and grid.encodes and rows[0] == 1:
-        defines = encode_macros(grid, x.dtype, aligned(x), spec.format.bits, slot)
-        span = TILE if spec.rounding.mode == "stochastic" else 32 * _run(slot, x.dtype, grid.random)
-        runtime.kernel("encode.cu", "encode", runtime.device_index(x), defines)(
-            -(-count // (4 * span)),
-            _THREADS,
-            x,
-            codes,
-            np.int64(count),
-            grid.parameters,
-            draw_of(spec.rounding, random),
-        )
-    elif not (rows[0] == 1 and slot in (4, 8) and convert(x, codes, spec, slot)):
-        if slot in block.UNPACKED:
-            cast_general(x, EncodedParts(codes), spec, random)
-        else:
-            encode_rows(x, codes, spec, random, rows, slot)
 
 
 def _run(slot: int, dtype: torch.dtype, random: int) -> int:

@@ -70,7 +70,23 @@ def element_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> by
 def _fields(fmt: ElementFormat, overflow: Overflow) -> tuple[int, ...]:
     """Return kind, largest code, overflow's, NaN's and the sign's code, lowest number, places, entries and flags."""
     if isinstance(fmt, FloatFormat):
-        return _float_fields(fmt, overflow)
+        top = fmt.max_code
+        nan = top if fmt.nan_code is None else fmt.nan_code
+        over = top + 1 if fmt.infinities else nan
+        saturates = overflow == "saturate"
+        flags = {
+            _FLUSHED: not fmt.has_subnormals,
+            _HAS_ZERO: fmt.has_zero,
+            _NEGATIVE_ZERO: fmt.has_negative_zero,
+            _UNSIGNED: not fmt.signed,
+            _SATURATES: saturates,
+            _OVER_IS_NAN: not fmt.infinities and fmt.has_nan,
+            _HAS_NAN: fmt.has_nan,
+            _HAS_INFINITY: fmt.infinities,
+            _NEGATIVE_NAN: not fmt.signed and fmt.has_nan and not saturates,
+        }
+        chosen = sum(flag for flag, holds in flags.items() if holds)
+        return _GRID, top, over, nan, fmt.sign_mask, 0, fmt.mantissa_bits, fmt.min_exponent, 0, chosen
     top = 0 if isinstance(fmt, CodebookFormat) else fmt.max_code
     if isinstance(fmt, IntFormat):
         kind = _HALF_OFFSET if fmt.half_offset else _GRID
@@ -84,26 +100,6 @@ def _fields(fmt: ElementFormat, overflow: Overflow) -> tuple[int, ...]:
 def nan_code(fmt: ElementFormat, overflow: Overflow) -> int:
     """Return the code of NaN, or of what stands for it."""
     return _fields(fmt, overflow)[3]
-
-
-def _float_fields(fmt: FloatFormat, overflow: Overflow) -> tuple[int, ...]:
-    top = fmt.max_code
-    nan = top if fmt.nan_code is None else fmt.nan_code
-    over = top + 1 if fmt.infinities else nan
-    saturates = overflow == "saturate"
-    flags = {
-        _FLUSHED: not fmt.has_subnormals,
-        _HAS_ZERO: fmt.has_zero,
-        _NEGATIVE_ZERO: fmt.has_negative_zero,
-        _UNSIGNED: not fmt.signed,
-        _SATURATES: saturates,
-        _OVER_IS_NAN: not fmt.infinities and fmt.has_nan,
-        _HAS_NAN: fmt.has_nan,
-        _HAS_INFINITY: fmt.infinities,
-        _NEGATIVE_NAN: not fmt.signed and fmt.has_nan and not saturates,
-    }
-    chosen = sum(flag for flag, holds in flags.items() if holds)
-    return _GRID, top, over, nan, fmt.sign_mask, 0, fmt.mantissa_bits, fmt.min_exponent, 0, chosen
 
 
 @lru_cache(maxsize=256)
@@ -120,7 +116,11 @@ def tables_of(fmt: ElementFormat, device: torch.device) -> Tables:
         by_code = [value + 0.0 for value in fmt.values]
         middles = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
     else:
-        values, middles, codes = list(fmt.magnitudes), list(fmt.thresholds), _first_places(fmt.magnitudes)
+        # For each of the rising values the first place that holds it.
+        places: list[int] = []
+        for place, value in enumerate(fmt.magnitudes):
+            places.append(places[-1] if places and fmt.magnitudes[place - 1] == value else place)
+        values, middles, codes = list(fmt.magnitudes), list(fmt.thresholds), places
         by_code = [*values, *(-value for value in values)]
     by_code += [0.0] * ((1 << fmt.bits) - len(by_code))
     tensors = tuple(
@@ -130,14 +130,6 @@ def tables_of(fmt: ElementFormat, device: torch.device) -> Tables:
         )
     )  # fmt: skip
     return Tables(struct.pack("<4Q", *(tensor.data_ptr() for tensor in tensors)), tensors)
-
-
-def _first_places(values: tuple[float, ...]) -> list[int]:
-    """Return for each of the rising values the first place that holds it."""
-    places: list[int] = []
-    for place, value in enumerate(values):
-        places.append(places[-1] if places and values[place - 1] == value else place)
-    return places
 
 
 def code_values(fmt: ElementFormat) -> list[float]:
@@ -227,7 +219,17 @@ def grid_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> Grid 
     if not _covers_rounding(rounding):
         return None
     if isinstance(fmt, IntFormat):
-        return _integer_grid(fmt, rounding)
+        if fmt.bits > _WIDEST_INTEGER or (fmt.half_offset and rounding.mode != "nearest_even"):
+            return None
+        asymmetric = fmt.half_offset or fmt.min != -fmt.max
+        parameters = _STRUCTURE.pack(
+            fmt.max, fmt.min, math.inf, fmt.max, fmt.max, 0.0, 0.0, 0.0,
+            _SIGN if fmt.signed else 0, 0, 0, 0, 0, 0, 0, 0, 0,
+            1 / fmt.eps, 1 << (32 - fmt.bits), fmt.max_code << (32 - fmt.bits), 0, fmt.eps, *_words(rounding),
+            0.0, math.ldexp(fmt.eps, -32), math.ldexp(fmt.eps, 23) * 1.5, 0.0,
+        )  # fmt: skip
+        method = HALVES if fmt.half_offset else FIXED
+        return Grid(parameters, method, False, asymmetric, True, True, False, _random(rounding), 0)
     return _float_grid(fmt, rounding, overflow) if isinstance(fmt, FloatFormat) else None
 
 
@@ -260,20 +262,6 @@ def _stochastic(fmt: FloatFormat) -> tuple[float, float, float, float]:
     offset = -(low + 127 << mantissa_bits) % (1 << fmt.bits) if fmt.bits <= _SHORT else 0
     places = (math.ldexp(number, -mantissa_bits) for number in (2.0**-32, base, base + offset))
     return (math.ldexp(1.0, low), *places)  # type: ignore[return-value]
-
-
-def _integer_grid(fmt: IntFormat, rounding: Rounding) -> Grid | None:
-    if fmt.bits > _WIDEST_INTEGER or (fmt.half_offset and rounding.mode != "nearest_even"):
-        return None
-    asymmetric = fmt.half_offset or fmt.min != -fmt.max
-    parameters = _STRUCTURE.pack(
-        fmt.max, fmt.min, math.inf, fmt.max, fmt.max, 0.0, 0.0, 0.0,
-        _SIGN if fmt.signed else 0, 0, 0, 0, 0, 0, 0, 0, 0,
-        1 / fmt.eps, 1 << (32 - fmt.bits), fmt.max_code << (32 - fmt.bits), 0, fmt.eps, *_words(rounding),
-        0.0, math.ldexp(fmt.eps, -32), math.ldexp(fmt.eps, 23) * 1.5, 0.0,
-    )  # fmt: skip
-    method = HALVES if fmt.half_offset else FIXED
-    return Grid(parameters, method, False, asymmetric, True, True, False, _random(rounding), 0)
 
 
 def _float_grid(fmt: FloatFormat, rounding: Rounding, overflow: Overflow) -> Grid | None:

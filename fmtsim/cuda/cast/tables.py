@@ -19,8 +19,7 @@ import torch
 from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.general import cast_general
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
-from fmtsim.rounding.modes import Rule
+from fmtsim.formats.spec import CodebookFormat, FloatFormat, LogFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.replay.gpu import captures
 
@@ -128,7 +127,14 @@ def layout_of(spec: CastSpec) -> Layout | None:
         or (isinstance(fmt, FloatFormat) and not saturates)
     ):
         return None  # a mode such as to_odd has values that nothing beside them rounds to: two changes at one point
-    changes = _changes(fmt, rule)
+    # The points at which the result changes: midpoints of values for nearest modes, values for others.
+    values = sorted({value for value in code_values(fmt) if math.isfinite(value)})
+    if not rule.is_nearest:
+        changes = values
+    elif isinstance(fmt, LogFormat):
+        changes = [sign * point for point in fmt.thresholds for sign in (1.0, -1.0)]
+    else:
+        changes = [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
     of_signs = [{_bits(x) for x in changes if x > 0}, {_bits(-x) for x in changes if x < 0}]
     narrow = 4 if fmt.bits <= 4 else 8
     if 0.0 not in changes:  # zero is a change in the first range, which narrow buckets cannot say
@@ -155,16 +161,6 @@ def _widest_ranges(of_signs: list[set[int]], most: int, narrow: int, at_least: i
     return None
 
 
-def _changes(fmt: ElementFormat, rule: Rule) -> list[float]:
-    """Return the points at which the result changes: midpoints of values for nearest modes, values for others."""
-    values = sorted({value for value in code_values(fmt) if math.isfinite(value)})
-    if not rule.is_nearest:
-        return values
-    if isinstance(fmt, LogFormat):
-        return [sign * point for point in fmt.thresholds for sign in (1.0, -1.0)]
-    return [(a + b) / 2 for a, b in zip(values, values[1:], strict=False)]
-
-
 def _bits(magnitude: float) -> int:
     """Return the bits of the float32 below or at a magnitude."""
     nearest = struct.unpack("<f", struct.pack("<f", magnitude))[0]
@@ -176,7 +172,35 @@ def _range_table(x: torch.Tensor, spec: CastSpec, layout: Layout) -> Table | Non
     """Return the table of ranges of a cast, which some hundred small kernels build at the first call."""
 
     def make() -> Table:
-        return _build(spec, layout, values_of(spec.format, x.device))  # type: ignore[arg-type]
+        # made on the device, without waiting for it
+        values, device = values_of(spec.format, x.device), x.device
+        bounds = torch.arange(layout.low, layout.low + layout.size + 1, device=device) << layout.shift
+        starts, ends = bounds[:-1].clone(), bounds[1:] - 1
+        starts[0], ends[-1] = 0, _INFINITY
+        signs = torch.arange(2, device=device)[:, None] << 31
+
+        def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
+            points = (magnitudes | signs).to(torch.int32).view(torch.float32)
+            codes = torch.empty(points.shape, dtype=torch.uint8, device=device)
+            cast_general(points, EncodedParts(codes), spec)
+            return codes.to(torch.int64)
+
+        first, last = codes_at(starts), codes_at(ends)
+        below, above = starts, ends
+        for _ in range(31):
+            middle = (below + above) >> 1
+            same = codes_at(middle) == first
+            below, above = torch.where(same, middle, below), torch.where(same, above, middle)
+        if layout.narrow:
+            offset = torch.where(first == last, (1 << layout.shift) - 1, below - starts) << 32 - layout.shift
+            codes = first | last << layout.narrow
+            buckets = (offset | codes).to(torch.int32).contiguous()
+        else:
+            change = torch.where(first == last, 0, above)
+            buckets = torch.stack([change, first | last << 16], dim=-1).to(torch.int32).contiguous()
+        nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
+        parameters = _TABLE.pack(buckets.data_ptr(), values.data_ptr(), *layout[:3], nan)
+        return Table(parameters, (buckets, values), layout.shared)
 
     return _remembered((spec, runtime.device_index(x)), x, make)
 
@@ -189,38 +213,6 @@ def _remembered(key: Hashable, x: torch.Tensor, make: Callable[[], Table]) -> Ta
         _tables[key] = make()
         runtime.finished(x)
     return _tables[key]
-
-
-def _build(spec: CastSpec, layout: Layout, values: torch.Tensor) -> Table:
-    """Make the table of a cast on the device of ``values``, its values by code, without waiting for it."""
-    device = values.device
-    bounds = torch.arange(layout.low, layout.low + layout.size + 1, device=device) << layout.shift
-    starts, ends = bounds[:-1].clone(), bounds[1:] - 1
-    starts[0], ends[-1] = 0, _INFINITY
-    signs = torch.arange(2, device=device)[:, None] << 31
-
-    def codes_at(magnitudes: torch.Tensor) -> torch.Tensor:
-        points = (magnitudes | signs).to(torch.int32).view(torch.float32)
-        codes = torch.empty(points.shape, dtype=torch.uint8, device=device)
-        cast_general(points, EncodedParts(codes), spec)
-        return codes.to(torch.int64)
-
-    first, last = codes_at(starts), codes_at(ends)
-    below, above = starts, ends
-    for _ in range(31):
-        middle = (below + above) >> 1
-        same = codes_at(middle) == first
-        below, above = torch.where(same, middle, below), torch.where(same, above, middle)
-    if layout.narrow:
-        offset = torch.where(first == last, (1 << layout.shift) - 1, below - starts) << 32 - layout.shift
-        codes = first | last << layout.narrow
-        buckets = (offset | codes).to(torch.int32).contiguous()
-    else:
-        change = torch.where(first == last, 0, above)
-        buckets = torch.stack([change, first | last << 16], dim=-1).to(torch.int32).contiguous()
-    nan = nan_code(spec.format, spec.overflow)  # type: ignore[arg-type]
-    parameters = _TABLE.pack(buckets.data_ptr(), values.data_ptr(), *layout[:3], nan)
-    return Table(parameters, (buckets, values), layout.shared)
 
 
 @lru_cache(maxsize=64)

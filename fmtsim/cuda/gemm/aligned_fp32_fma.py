@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.gemm.fast_path import FastPath, Packing
-from fmtsim.cuda.gemm.job import TILE, TYPES, Job, promotion_of
+from fmtsim.cuda.gemm.job import TILE, TYPES, FastPath, Job, Packing, promotion_of
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import Datapath
@@ -117,7 +116,17 @@ def shape_of(spec: GemmSpec, block: int, k: int) -> _Shape | None:
     smallest = min(lowest - fraction, a.min_exponent - a.mantissa_bits + b.min_exponent - b.mantissa_bits)
     if not _stays_normal(unit, lowest, top, k) or smallest < _TINY + max(a.max_exponent, b.max_exponent) + 2:
         return None
-    return _powers(block, fraction, acc_mantissa, (emins[0], emins[1]), enlarged, (a, b))
+    # powers of two that stand for exponents: sums of as many as are added stay below the next power.
+    spans = [fmt.max_exponent - emin for fmt, emin in zip((a, b), emins, strict=True)]
+    step = min(8, 255 // (sum(spans) + 2))
+    if step < 4 or min(spans) < 0:
+        return None
+    away = 127 - step
+    first = min(126, max(away * spans[0] // max(sum(spans), 1), away - 126))
+    if any(step * span - power > 127 for span, power in zip(spans, (first, away - first), strict=True)):
+        return None
+    chain = ((1 << step) - 1) // 16
+    return _Shape(block, fraction, acc_mantissa, (emins[0], emins[1]), enlarged, step, chain, (first, away - first))
 
 
 def _takes(unit: Datapath) -> bool:
@@ -138,24 +147,3 @@ def _stays_normal(unit: Datapath, lowest: int, top: int, k: int) -> bool:
     bounded = unit.min_exponent is not None and unit.min_exponent > lowest
     highest = min(acc.max_exponent, 127 - 24 + unit.fraction_bits) - 2
     return lowest - unit.fraction_bits >= bottom and not bounded and top + 2 + k.bit_length() <= highest
-
-
-def _powers(
-    block: int,
-    fraction: int,
-    acc_mantissa: int,
-    emins: tuple[int, int],
-    enlarged: int,
-    formats: tuple[FloatFormat, FloatFormat],
-) -> _Shape | None:
-    """Choose powers of two that stand for exponents: sums of as many as are added stay below the next power."""
-    spans = [fmt.max_exponent - emin for fmt, emin in zip(formats, emins, strict=True)]
-    step = min(8, 255 // (sum(spans) + 2))
-    if step < 4 or min(spans) < 0:
-        return None
-    away = 127 - step
-    first = min(126, max(away * spans[0] // max(sum(spans), 1), away - 126))
-    if any(step * span - power > 127 for span, power in zip(spans, (first, away - first), strict=True)):
-        return None
-    chain = ((1 << step) - 1) // 16
-    return _Shape(block, fraction, acc_mantissa, emins, enlarged, step, chain, (first, away - first))

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.gemm.fast_path import FastPath, Packing, panels_of
 from fmtsim.cuda.gemm.job import (
     REALS,
     TILE,
     TYPES,
+    FastPath,
     Job,
+    Packing,
     Range,
     is_plain,
+    panels_of,
     promotion_of,
     range_of,
 )

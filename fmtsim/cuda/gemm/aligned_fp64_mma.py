@@ -17,8 +17,19 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.gemm.fast_path import THREADS, FastPath, Packing, Plan, launch, panels_of
-from fmtsim.cuda.gemm.job import SINGLES, TYPES, Gpu, Job, layout_of
+from fmtsim.cuda.gemm.job import (
+    SINGLES,
+    THREADS,
+    TYPES,
+    FastPath,
+    Gpu,
+    Job,
+    Packing,
+    Plan,
+    launch,
+    layout_of,
+    panels_of,
+)
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
@@ -215,10 +226,19 @@ class AlignedFp64Mma(FastPath):
         (floor, how), order, panels = plan.shape, job.order, self._panels(job, plan.shape)
         job = replace(job, a=_readable(job.a), b=_readable(job.b))
         (a_bases, a), (b_bases, b) = (self._packed(job, plan, side, panels[side]) for side in (0, 1))
+        # the structure Sums of aligned_fp64_mma.cu
+        c = (0, 0, 0) if job.c is None else (job.c.data_ptr(), *job.c.stride())
+        scales = (
+            [_ones(job.a.device) if x is None else x for x in (job.scale_a, job.scale_b)] if how.promote > 1 else []
+        )
+        pointers = [x.data_ptr() for x in scales] or [0, 0]
+        strides = [s if x.numel() > 1 else 0 for x in scales for s in x.stride()] or [0] * 4
+        places = job.order.scale_places.data_ptr(), sums.data_ptr()
+        fields = *c, *pointers, *strides, *places, *sums.stride(), marks.data_ptr(), *job.shape[:2]
         launch(
             job, plan.programs[0], (panels[0] * panels[1], 1, len(order.parts)), a, b, a_bases, b_bases,
             np.int32(how.pitch(order.blocks)), order.part_blocks, order.ends, floor.numbers(),
-            _sums(job, sums, marks, how.promote), threads=how.threads, shared=how.shared,
+            struct.pack("<QqqQQqqqqQQqqqQii", *fields), threads=how.threads, shared=how.shared,
         )  # fmt: skip
 
     def _packed(self, job: Job, plan: Plan, side: int, panels: int) -> tuple[Tensor, ...]:
@@ -265,7 +285,12 @@ def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_
     margin = 0.5 - (depth + 0.14) / (2 * spacing)
     if max(a.bits, b.bits) > _HIGH_WORD or a.bits + eps > 53 or 2.0**room + 2.0**33 > margin * 2.0**52:
         return None
-    lowest, highest = _limits(unit, head, k)
+    # the exponents of products between which sums fit the accumulator's range, truncated by its bits alone.
+    fmt = unit.accumulator
+    lowest = max(fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0), fmt.min_exponent)
+    if unit.min_exponent is not None:
+        lowest = max(lowest, unit.min_exponent)
+    highest = fmt.max_exponent - 2 - head - k.bit_length()
     wide = not _fits(a, b, spacing, offset) or a.emin + b.emin < lowest or a.top + b.top > highest
     top = 0 if wide else a.top + b.top
     field = zero_field + top - (127 + offset) / spacing + 0.5 - (depth - 0.1) / (2 * spacing)
@@ -289,15 +314,6 @@ def _side(fmt: FloatFormat, unit: Datapath, scaled: bool) -> OperandRange:
     scale = unit.scale
     bits += scale.mantissa_bits + (scale.mantissa_bits > 0)
     return OperandRange(emin, top + scale.max_exponent, bits, scale.min_exponent)
-
-
-def _limits(unit: Datapath, head: int, k: int) -> tuple[int, int]:
-    """Return the exponents of products between which sums fit the accumulator's range, truncated by its bits alone."""
-    fmt = unit.accumulator
-    lowest = max(fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0), fmt.min_exponent)
-    if unit.min_exponent is not None:
-        lowest = max(lowest, unit.min_exponent)
-    return lowest, fmt.max_exponent - 2 - head - k.bit_length()
 
 
 def _fits(a: OperandRange, b: OperandRange, spacing: float, offset: float) -> bool:
@@ -357,17 +373,6 @@ def _operand(job: Job, floor: Floor, side: int, x: Tensor, scales: Tensor | None
     return struct.pack(
         "<QQqqqqd8iII", *pointers, *x.stride(), *strides, floor.enlarged, *counts, powers, floor.eps, zero, addend
     )
-
-
-def _sums(job: Job, sums: Tensor, marks: Tensor, promote: int) -> bytes:
-    """Return the structure ``Sums`` of aligned_fp64_mma.cu."""
-    c = (0, 0, 0) if job.c is None else (job.c.data_ptr(), *job.c.stride())
-    scales = [_ones(job.a.device) if x is None else x for x in (job.scale_a, job.scale_b)] if promote > 1 else []
-    pointers = [x.data_ptr() for x in scales] or [0, 0]
-    strides = [s if x.numel() > 1 else 0 for x in scales for s in x.stride()] or [0] * 4
-    places = job.order.scale_places.data_ptr(), sums.data_ptr()
-    fields = *c, *pointers, *strides, *places, *sums.stride(), marks.data_ptr(), *job.shape[:2]
-    return struct.pack("<QqqQQqqqqQQqqqQii", *fields)
 
 
 @lru_cache(maxsize=16)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.gemm.fast_path import FastPath, Packing
-from fmtsim.cuda.gemm.job import TILE, TYPES, Job, is_plain, layout_of, promotion_of
+from fmtsim.cuda.gemm.job import TILE, TYPES, FastPath, Job, Packing, is_plain, layout_of, promotion_of
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import macros
-from fmtsim.cuda.gemm.fast_path import FastPath, Packing, panels_of
 from fmtsim.cuda.gemm.job import (
     REALS,
     TILE,
     TYPES,
+    FastPath,
     Job,
+    Packing,
     Range,
     is_plain,
     layout_of,
     order_bytes,
+    panels_of,
     problem_of,
     promotion_of,
     range_of,

@@ -70,7 +70,14 @@ def run(job: Job, sums: Tensor, marks: Tensor | None) -> None:
     """Write the sums [parts, M, N] of the tiles that are marked, of all tiles where ``marks`` is None."""
     unit = job.spec.datapath
     if ignores_order(job.spec):
-        _integers(job, sums)
+        # Add products modulo 2^32: torch's own product, as many at once as cannot reach int32's ends, where it clamps.
+        m, n, k = job.shape
+        total = sums[0].zero_() if job.c is None else sums[0].copy_(job.c)
+        for start in range(0, k, _WITHIN_INT32):
+            a, b = (x[:, start : start + _WITHIN_INT32] for x in (job.a, job.b))
+            # cuBLASLt takes multiples of 8 columns and of 32 rows
+            a, b = (row_major(F.pad(x, (0, -x.shape[1] % 8, 0, -x.shape[0] % 32))) for x in (a, b))
+            total += torch._int_mm(a, b.mT)[:m, :n]
     elif not isinstance(unit, Datapath):
         _launch(job, sums, marks, "cdna.cu", "cdna_product", (("UNIT", str(_UNITS[type(unit)])),))
     else:
@@ -91,16 +98,6 @@ def _launch(
     runtime.kernel(file, name, index, defines)(
         blocks, _THREADS, job.a, job.b, job.c, order.source, order_bytes(job), marks, sums, problem_of(job, TILE, grid),
     )  # fmt: skip
-
-
-def _integers(job: Job, sums: Tensor) -> None:
-    """Add products modulo 2^32: torch's own product, as many at once as cannot reach int32's ends, where it clamps."""
-    m, n, k = job.shape
-    total = sums[0].zero_() if job.c is None else sums[0].copy_(job.c)
-    for start in range(0, k, _WITHIN_INT32):
-        a, b = (x[:, start : start + _WITHIN_INT32] for x in (job.a, job.b))
-        a, b = (row_major(F.pad(x, (0, -x.shape[1] % 8, 0, -x.shape[0] % 32))) for x in (a, b))  # what cuBLASLt takes
-        total += torch._int_mm(a, b.mT)[:m, :n]
 
 
 def reduce(job: Job, sums: Tensor, start: Tensor | None) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import general
-from fmtsim.cuda.gemm.fast_path import FastPath, Plan
-from fmtsim.cuda.gemm.job import TILE, Job, accumulation_order, accumulator_of
+from fmtsim.cuda.gemm.job import TILE, FastPath, Job, Plan, accumulation_order, accumulator_of
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import RandomKey

@@ -74,7 +74,14 @@ class Kernel:
         if layout is None:
             layout = self._layouts[kinds] = self._checked(_Layout(arguments))
         if shared > self._shared:
-            self._allow_shared(shared)
+            # Allow launches with this much dynamic shared memory.
+            from cuda.bindings import driver
+
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared)
+            if int(error):
+                raise self._refused(int(error), f"shared={shared}")
+            self._shared = shared
         if THREAD.recorder is not None:
             start = _Start(self, block, shared, layout.pack, layout.memory, layout.free)
             launched(start, (_three_dimensions(grid),), arguments, words=True)
@@ -138,16 +145,6 @@ class Kernel:
         return DeviceError(
             f"{self._name} cannot be launched on cuda:{self._index} with {how}: {_error_text(error)}{hint}"
         )
-
-    def _allow_shared(self, shared: int) -> None:
-        """Allow launches with this much dynamic shared memory."""
-        from cuda.bindings import driver
-
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (error,) = driver.cuFuncSetAttribute(self._function, attribute, shared)
-        if int(error):
-            raise self._refused(int(error), f"shared={shared}")
-        self._shared = shared
 
     def _checked(self, layout: "_Layout") -> "_Layout":
         """Return a layout whose sizes are the kernel's; raise TypeError for another."""
