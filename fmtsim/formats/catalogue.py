@@ -143,16 +143,6 @@ def _float32(value: float) -> float:
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
-def _bnb_fp4() -> CodebookFormat:
-    """Build bitsandbytes' FP4: sign bit and three bits of magnitude, in twelfths; code 8 is zero again."""
-    magnitudes = [_float32(twelfths / 12) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
-    return CodebookFormat(
-        name="bnb_fp4",
-        values=(*magnitudes, 0.0, *(-value for value in magnitudes[1:])),
-        source="bitsandbytes 95f9af3, csrc/kernels.cu, the FP4 decoding tree; 0.0625/12 is its subnormal",
-    )
-
-
 def dynamic_values(*, signed: bool, decades: int = 7) -> tuple[float, ...]:
     """Return the values of a dynamic map: decade i is cut into 2^i cells (2^(i+1) when unsigned).
 
@@ -214,7 +204,13 @@ def elements() -> Iterator[Format]:
         yield integer(bits, signed=False)
     yield INT8_F6
     yield NF4
-    yield _bnb_fp4()
+    # bitsandbytes' FP4: sign bit and three bits of magnitude, in twelfths; code 8 is zero again.
+    magnitudes = [_float32(twelfths / 12) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+    yield CodebookFormat(
+        name="bnb_fp4",
+        values=(*magnitudes, 0.0, *(-value for value in magnitudes[1:])),
+        source="bitsandbytes 95f9af3, csrc/kernels.cu, the FP4 decoding tree; 0.0625/12 is its subnormal",
+    )
     yield _bnb_dynamic8(signed=True)
     yield _bnb_dynamic8(signed=False)
     yield from _AO_STATES

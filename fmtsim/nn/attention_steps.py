@@ -50,11 +50,7 @@ def exp2(x: Tensor, config: Exp2 | None, columns: int) -> Tensor:
     (frequency, count, start), column = config, torch.arange(x.shape[-1], device=x.device)
     fragment, place = column // 32, column % 32 // 2 * 2  # pairs of neighbours go together
     chosen = (place % frequency >= frequency - count) & (fragment >= start)
-    return torch.where(chosen & (fragment < columns // 32 - 1), _by_polynomial(x), y)
-
-
-def _by_polynomial(x: Tensor) -> Tensor:
-    """Return 2^x for x up to 127, by Cody and Waite's split and a cubic; NaN stays NaN."""
+    # 2^x for x up to 127 as a polynomial, by Cody and Waite's split and a cubic; NaN stays NaN
     # 1. x = n + f
     clamped = x.clamp(min=-127.0)
     whole = clamped.floor()
@@ -64,7 +60,8 @@ def _by_polynomial(x: Tensor) -> Tensor:
         r = _fma(r, fraction, c)
     # 3. n is added to the exponent field, also where results are subnormal
     bits = r.view(torch.int32) + (whole.nan_to_num().to(torch.int32) << 23)
-    return torch.where(x.isnan(), x, bits.view(torch.float32))
+    polynomial = torch.where(x.isnan(), x, bits.view(torch.float32))
+    return torch.where(chosen & (fragment < columns // 32 - 1), polynomial, y)
 
 
 def _fma(a: Tensor, b: Tensor, c: float) -> Tensor:

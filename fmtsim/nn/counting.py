@@ -85,13 +85,11 @@ class Count(OperatorMode, Watcher):
         self._made: dict[int, tuple[StorageWeakRef, list[Place]]] = {}  # what was computed of Parameters alone
         for module, name in self._names.items():
             for parameter, p in module.named_parameters(recurse=False):
-                self._store(p, (module, name, parameter))
-
-    def _store(self, p: Tensor, place: Place) -> None:
-        key, start = _storage(p), int(p.storage_offset()) * p.element_size()
-        if key is not None:
-            end = start + int(p.numel()) * p.element_size()
-            self._stored.setdefault(key, {}).setdefault((start, end), []).append(place)
+                place = (module, name, parameter)
+                key, start = _storage(p), int(p.storage_offset()) * p.element_size()
+                if key is not None:
+                    end = start + int(p.numel()) * p.element_size()
+                    self._stored.setdefault(key, {}).setdefault((start, end), []).append(place)
 
     def places(self, t: Tensor) -> list[Place]:
         """Return where the Parameter lies that a tensor is, views or was made of; nothing for other tensors."""
@@ -130,7 +128,9 @@ class Count(OperatorMode, Watcher):
         """Add a product without a weight: attention's as its operator says, or the module that runs."""
         module = self._stack[-1] if self._stack else None
         self.dtypes.add(str(a.dtype).removeprefix("torch."))
-        if not is_attention and (module is None or not _is_attention(module)):
+        # products that a module's code writes are attention's where it attends or takes a softmax
+        attended = module is not None and (attends(module) or "softmax" in names_in_forward(type(module)))
+        if not (is_attention or attended):
             self.activations["others"] += count
             return
         self.activations["attention"] += count
@@ -199,11 +199,6 @@ class Count(OperatorMode, Watcher):
                 self._made[key] = StorageWeakRef(t.untyped_storage()), places
             elif tensors:
                 self._made.pop(key, None)
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """Return True if the products of two activations that a module's code writes are attention's."""
-    return attends(module) or "softmax" in names_in_forward(type(module))
 
 
 def _storage(t: Tensor) -> int | None:

@@ -158,7 +158,14 @@ def flash(
         # 1. Scores of a block of keys, as exponents to base 2.
         s = product(q_heads, _part(k_heads, keys, 1), unit, dtype)
         s = s if delta is None else s + delta[..., keys]
-        t = _exponents(s, mask if mask is None else mask[..., keys], factor, hides)
+        # They are the logarithms of the weights before normalisation.
+        if mask is None:
+            t = s * (factor * _LOG2E)
+        else:
+            added, only_hides = mask[..., keys], hides
+            if not only_hides and not isinstance(added, torch._subclasses.FakeTensor):
+                only_hides = bool(((added == 0) | (added == -math.inf)).all())  # such a mask changes no score
+            t = s * (factor * _LOG2E) + added if only_hides else (s * factor + added) * _LOG2E
         # 2. The running maximum of each row; earlier sums shrink by 2^(old maximum - new one).
         new = torch.maximum(m, t.amax(-1, keepdim=True))
         base = torch.where(new == -math.inf, 0.0, new)  # a row that has seen no key yet
@@ -288,15 +295,6 @@ def check_call(config: AttentionConfig, inputs: Inputs, dtype: torch.dtype) -> N
                     f"{name}; choose blocks of whole rows, for v of config.columns keys or a multiple, an operand in "
                     "high precision, or no unit"
                 )
-
-
-def _exponents(s: Tensor, mask: Tensor | None, factor: float, hides: bool) -> Tensor:
-    """Return the logarithms to base 2 of the weights before normalisation."""
-    if mask is None:
-        return s * (factor * _LOG2E)
-    if not hides and not isinstance(mask, torch._subclasses.FakeTensor):
-        hides = bool(((mask == 0) | (mask == -math.inf)).all())  # such a mask changes no score
-    return s * (factor * _LOG2E) + mask if hides else (s * factor + mask) * _LOG2E
 
 
 class _Source(NamedTuple):

@@ -340,7 +340,23 @@ def _scaled(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
     if how.taus is None:
         if torch.compiler.is_compiling():
             raise ArgumentError(f"{how.recipe} has to see one batch before torch.compile; call the model once")
-        _look(model, how, partial(forward, *args, **kwargs))
+        # run a batch to find the residual branches, and what each weighs
+        with undisturbed(model), torch.enable_grad(), running_modules() as running:
+            trace = _Trace(model, running)
+            with trace:
+                forward(*args, **kwargs)
+        if trace.refused:
+            refusals = list(trace.refused.values())
+            refusals = refusals[:4] + [f"{len(refusals) - 4} more"] * (len(refusals) > 4)
+            raise ArgumentError(
+                f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(refusals)}. Write these "
+                "with fmtsim.nn.unit_scaling in a model of UnitLinear or MuLinear layers, or choose another recipe"
+            )
+        how.checked = how.by == "MuScaled" or trace.computes_loss
+        count = len(trace.branches)
+        how.taus = {
+            norm: how.tau if how.by == "MuScaled" else (count / 2 + i) ** -0.5 for i, norm in enumerate(trace.branches)
+        }
     with ScaledOperations(model):
         y = forward(*args, **kwargs)
     if not how.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -371,27 +387,3 @@ def _normalise(norm: nn.Module, forward: Callable[..., Any], x: Tensor, *args: A
             "the whole model, or fmtsim.revert it first"
         )
     return how.running[-1].norm(norm, partial(forward, *args, **kwargs) if args or kwargs else forward, x)
-
-
-def _look(model: nn.Module, how: ScaledModel, call: Callable[[], Any]) -> None:
-    """Run a batch to find the residual branches, and what each weighs.
-
-    Raises:
-        ArgumentError: The model does what cannot be scaled.
-    """
-    with undisturbed(model), torch.enable_grad(), running_modules() as running:
-        trace = _Trace(model, running)
-        with trace:
-            call()
-    if trace.refused:
-        refusals = list(trace.refused.values())
-        refusals = refusals[:4] + [f"{len(refusals) - 4} more"] * (len(refusals) > 4)
-        raise ArgumentError(
-            f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(refusals)}. Write these "
-            "with fmtsim.nn.unit_scaling in a model of UnitLinear or MuLinear layers, or choose another recipe"
-        )
-    how.checked = how.by == "MuScaled" or trace.computes_loss
-    count = len(trace.branches)
-    how.taus = {
-        norm: how.tau if how.by == "MuScaled" else (count / 2 + i) ** -0.5 for i, norm in enumerate(trace.branches)
-    }

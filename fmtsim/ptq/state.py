@@ -200,7 +200,16 @@ def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
     untied = recipe.rotate is not None and attach(model, recipe.rotate)
     try:
         for name in layers:
-            _grow(model.get_submodule(name), name, tensors)
+            # the divisor and the bias that quantisation gave the layer
+            module: Any = model.get_submodule(name)
+            prefix = f"{name}." if name else ""
+            divisor = tensors.get(f"{prefix}{DIVISOR}")
+            if divisor is not None and DIVISOR not in module._buffers:
+                module.register_buffer(DIVISOR, divisor.to(module.weight))
+                module.register_forward_pre_hook(divide_input)
+            bias = tensors.get(f"{prefix}bias")
+            if bias is not None and module._parameters.get("bias", bias) is None:
+                module.bias = nn.Parameter(torch.zeros_like(bias).to(module.weight), requires_grad=False)
         model.load_state_dict(tensors)
         load_converted_state(model, state["scales"])
     except (RuntimeError, ArgumentError) as error:
@@ -214,15 +223,3 @@ def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
     if (attention := recipe.serving_attention) is not None:
         convert_attention(model, attention)
     return model
-
-
-def _grow(module: Any, name: str, tensors: dict[str, Any]) -> None:
-    """Give a layer the divisor and the bias that quantisation gave it."""
-    prefix = f"{name}." if name else ""
-    divisor = tensors.get(f"{prefix}{DIVISOR}")
-    if divisor is not None and DIVISOR not in module._buffers:
-        module.register_buffer(DIVISOR, divisor.to(module.weight))
-        module.register_forward_pre_hook(divide_input)
-    bias = tensors.get(f"{prefix}bias")
-    if bias is not None and module._parameters.get("bias", bias) is None:
-        module.bias = nn.Parameter(torch.zeros_like(bias).to(module.weight), requires_grad=False)

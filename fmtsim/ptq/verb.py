@@ -148,7 +148,19 @@ def ptq(
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)
     except BaseException:
-        _undo(model, before, untied)
+        # give the model back as it was
+        stored_ids = {id(t) for t, _ in before}
+        unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
+        contract(model)
+        detach(model, untied)
+        revert(model)
+        for module in model.modules():  # biases that correction made
+            bias = module._parameters.get("bias")
+            if bias is not None and id(bias) not in stored_ids:
+                module._parameters["bias"] = None
+        with torch.no_grad():
+            for t, copy in before:
+                t.copy_(copy)
         raise
     report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
@@ -261,19 +273,3 @@ def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> list[Ptq
         methods += ["bias correction"] if recipe.bias_correction and bias_corrects(slot) else []
         rows.append(row_of(slot, ", ".join(methods)))
     return rows
-
-
-def _undo(model: nn.Module, before: list[Any], untied: bool) -> None:
-    """Give a model back as it was before a failure."""
-    stored_ids = {id(t) for t, _ in before}
-    unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
-    contract(model)
-    detach(model, untied)
-    revert(model)
-    for module in model.modules():  # biases that correction made
-        bias = module._parameters.get("bias")
-        if bias is not None and id(bias) not in stored_ids:
-            module._parameters["bias"] = None
-    with torch.no_grad():
-        for t, copy in before:
-            t.copy_(copy)

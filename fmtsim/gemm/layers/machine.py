@@ -16,7 +16,7 @@ from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import run_product
 from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.spec.call import UNIT_SCALES, Operation, ScaleKind
+from fmtsim.spec.call import UNIT_SCALES, Operation
 from fmtsim.spec.operand import Operand, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.replay.hooks import refuse
@@ -125,7 +125,22 @@ def _multiply_elements(
         a, b = multiplier_apart(a), multiplier_apart(b)
     scaled, elements_dtype = kind != "none" or min(first.bits, second.bits) <= 8, a.elements.dtype
     operation, y_dtype, adds = _library_call("scaled_mm" if scaled else operation, elements_dtype, bias, gemm, dtype)
-    scales, sums = _scales(a, b, "tensor" if scaled and kind == "none" else kind), gemm.accumulate
+    # scales as products take them
+    kind = "tensor" if scaled and kind == "none" else kind
+    if kind == "none" or a.scale is b.scale is None:
+        scales = Scales(kind)
+    elif kind in ("tensor", "row"):
+        one = torch.ones((), device=a.elements.device)
+        row, column = (one if x.scale is None else x.scale for x in (a, b))
+        if kind == "row":
+            row, column = (s.reshape(-1).expand(x.elements.shape[0]) for s, x in ((row, a), (column, b)))
+        scales = Scales(kind, row, column)
+    else:
+        rows_per_scale = a.block[0], b.block[0]
+        kind = "row_block_128" if kind == "block_128" and rows_per_scale == (1, 1) else kind
+        scales = Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows_per_scale)
+    # sizes that the library takes; zeros add nothing
+    sums = gemm.accumulate
     lhs, rhs, columns = a.elements, b.elements, b.elements.shape[0]
     if gemm.library is not None:
         sums = sums or ("fp64" if elements_dtype == torch.float64 else "fp32")
@@ -143,21 +158,6 @@ def _multiply_elements(
         layouts=("row", "row") if scaled else None, quantized=True, bare=bare,
     )  # fmt: skip
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
-
-
-def _scales(a: Operand, b: Operand, kind: ScaleKind) -> Scales:
-    """Return the scales of two operands as products take them."""
-    if kind == "none" or a.scale is b.scale is None:
-        return Scales(kind)
-    if kind in ("tensor", "row"):
-        one = torch.ones((), device=a.elements.device)
-        row, column = (one if x.scale is None else x.scale for x in (a, b))
-        if kind == "row":
-            row, column = (s.reshape(-1).expand(x.elements.shape[0]) for s, x in ((row, a), (column, b)))
-        return Scales(kind, row, column)
-    rows = a.block[0], b.block[0]
-    kind = "row_block_128" if kind == "block_128" and rows == (1, 1) else kind
-    return Scales(kind, a.tensor_scale, b.tensor_scale, a.scale, b.scale, rows)
 
 
 def _library_call(

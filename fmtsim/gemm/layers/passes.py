@@ -31,13 +31,6 @@ Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of x, w and bias
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
 
 
-def saved_of(operand: Operand, later: Quantizer) -> Saved:
-    """Return what a backward product that quantises as ``later`` needs of an operand of the forward one."""
-    if later.source == "original":
-        return None, None, None, operand.slope
-    return operand.elements, operand.scale, operand.tensor_scale, operand.slope
-
-
 class Pass:
     """Quantise and multiply in one pass, forward or backward, of a layer.
 
@@ -245,29 +238,7 @@ def forward_pass(
     The last of these is w in the dtype of autocast, where the backward pass quantises that again and no kernel rounds w
     as it reads.
     """
-    dtype, source, later = dtypes[0], w, (layer.config.wgrad.b, layer.config.dgrad.b)
-    _check(x, w, bias, dtypes, traced)
-    run = Pass(layer, watchers, w, dtype, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
-    again = later[1].source == "original" and not layer.uncast  # the backward pass takes what this one casts
-    w = run.cast(w, ("w_f", -1), *([("w_d", 0)] if again else []))
-    bias = None if bias is None else bias.to(dtypes[2])
-    if x_q is None:
-        rows = run.cast(as_matrix(x), ("x_f", -1))
-        if traced:
-            run.draw(OperandRequest("x_f", rows, -1), OperandRequest("w_f", w, -1))
-        x_q = run.operand("x_f", rows, -1)
-    elif watchers:
-        run.show("x_f", as_matrix(x.to(dtype)), x_q)
-    w_q = run.operand("w_f", w, -1)
-    y = run.product("fprop", x_q, w_q, bias, dtype)
-    if x.dim() != 2 or y._is_view():  # a model may not write into a view
-        y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
-    cast = w if again and not (w is source or traced) else None
-    return y, x_q if shares else None, (*saved_of(x_q, later[0]), *saved_of(w_q, later[1]), cast)
-
-
-def _check(x: Tensor, w: Tensor, bias: Tensor | None, dtypes: Dtypes, traced: bool) -> None:
-    """Raise an error for dtypes, those under autocast, and shapes that do not fit."""
+    # 1. dtypes, those under autocast, and shapes fit
     dtype, w_dtype, bias_dtype = dtypes
     for name, t_dtype in (("x", dtype), ("w", w_dtype), ("bias", bias_dtype)):
         if t_dtype is not None and t_dtype not in FLOATS:
@@ -289,6 +260,32 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, dtypes: Dtypes, traced: bo
         raise ArgumentError(
             f"EmulatedGEMM: bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; bias is [N]"
         )
+    # 2. operands in the dtype of the pass, quantised
+    source, later = w, (layer.config.wgrad.b, layer.config.dgrad.b)
+    run = Pass(layer, watchers, w, dtype, (math.prod(x.shape[:-1]), *w.shape), traced=traced)
+    again = later[1].source == "original" and not layer.uncast  # the backward pass takes what this one casts
+    w = run.cast(w, ("w_f", -1), *([("w_d", 0)] if again else []))
+    bias = None if bias is None else bias.to(dtypes[2])
+    if x_q is None:
+        rows = run.cast(as_matrix(x), ("x_f", -1))
+        if traced:
+            run.draw(OperandRequest("x_f", rows, -1), OperandRequest("w_f", w, -1))
+        x_q = run.operand("x_f", rows, -1)
+    elif watchers:
+        run.show("x_f", as_matrix(x.to(dtype)), x_q)
+    w_q = run.operand("w_f", w, -1)
+    # 3. the product
+    y = run.product("fprop", x_q, w_q, bias, dtype)
+    if x.dim() != 2 or y._is_view():  # a model may not write into a view
+        y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
+    cast = w if again and not (w is source or traced) else None
+    # 4. what the backward products need of both operands
+    saved: list[Tensor | None] = []
+    for operand, quantizer in zip((x_q, w_q), later, strict=True):
+        original = quantizer.source == "original"
+        saved += [None] * 3 if original else [operand.elements, operand.scale, operand.tensor_scale]
+        saved.append(operand.slope)
+    return y, x_q if shares else None, (*saved, cast)
 
 
 def backward_pass(

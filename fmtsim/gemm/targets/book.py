@@ -248,7 +248,25 @@ class Book:
         if zlib.crc32(content[HEAD.size :]) != checksum:
             raise self._damaged("its checksum is wrong")
         try:
-            base, contents = _read(content[HEAD.size : HEAD.size + header], content[HEAD.size + header :])
+            record = json.loads(zlib.decompressobj().decompress(content[HEAD.size : HEAD.size + header], LARGEST))
+            choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
+            sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
+            for kind, layout, batch, along, step, count, stride, *pieces in record["sections"]:
+                keys, samples, lengths, blocks = (
+                    memoryview(content[HEAD.size + header :])[begin : begin + size]
+                    for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
+                )
+                first, second = from_planes(inflate(keys), 4).reshape(2, count)
+                ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]
+                packed_keys = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
+                if along not in FIXED or index(step) < 1 or index(stride) < 1:
+                    raise ValueError("a section is not possible")
+                sections[kind_from_list(kind), index(layout), index(batch)].append(
+                    _Section(along, step, stride, packed_keys, inflate(samples), ends, blocks)
+                )
+            aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
+            contents = _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
+            base = record.get("base")
             return contents._replace(checksum=checksum, base=None if base is None else self._base(*base))
         except _DAMAGED as error:
             raise self._damaged(error) from None
@@ -313,24 +331,3 @@ class _Section(NamedTuple):
             return None
         last = runs[place + 1][0] - 1 if place + 1 < len(runs) else None
         return Run(choice, self.along, first, last, self.step)
-
-
-def _read(header: bytes, body: bytes) -> tuple[list[Any] | None, _Contents]:
-    record = json.loads(zlib.decompressobj().decompress(header, LARGEST))
-    choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
-    sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
-    for kind, layout, batch, along, step, count, stride, *pieces in record["sections"]:
-        keys, samples, lengths, blocks = (
-            memoryview(body)[begin : begin + size] for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
-        )
-        first, second = from_planes(inflate(keys), 4).reshape(2, count)
-        ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]
-        packed_keys = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
-        if along not in FIXED or index(step) < 1 or index(stride) < 1:
-            raise ValueError("a section is not possible")
-        sections[kind_from_list(kind), index(layout), index(batch)].append(
-            _Section(along, step, stride, packed_keys, inflate(samples), ends, blocks)
-        )
-    aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
-    contents = _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
-    return record.get("base"), contents

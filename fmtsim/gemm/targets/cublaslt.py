@@ -41,7 +41,14 @@ def plainest(choice: Choice, question: Question) -> Choice:
     """
     algorithm, whole, kind = choice.algorithm, choice.split == 1, question.kind
     if kind.a == "fp32" and (question.k > 1 or not whole):
-        return _plainest_float32(choice, kind.bias)
+        # without a bias, reductions in place are like others
+        if choice.split == 1 and choice.algorithm in (10, 12, 20, 55, 56):
+            return Choice(12)
+        if choice.algorithm == 20:
+            return choice._replace(stages=0, reduction=choice.reduction if kind.bias else 2)
+        if choice.algorithm == 55:
+            return choice._replace(stages=0, custom=choice.custom % 2)
+        return choice._replace(split=1, reduction=0) if choice.algorithm == 11 else choice
     if algorithm in (21, 23, 24) and choice.stages in STAGES:
         tile = STAGES[choice.stages]
         return choice._replace(algorithm=24, stages=next(stages for stages in STAGES if STAGES[stages] == tile))
@@ -50,17 +57,6 @@ def plainest(choice: Choice, question: Question) -> Choice:
     if whole and algorithm in (39, 43, 63) and question.n > 1:
         return Choice(66 if kind.a in ("bf16", "fp16") and kind.compute == "32f" else 43)
     return choice
-
-
-def _plainest_float32(choice: Choice, bias: bool) -> Choice:
-    """Return ``plainest`` of a product in float32: without a bias, reductions in place are like others."""
-    if choice.split == 1 and choice.algorithm in (10, 12, 20, 55, 56):
-        return Choice(12)
-    if choice.algorithm == 20:
-        return choice._replace(stages=0, reduction=choice.reduction if bias else 2)
-    if choice.algorithm == 55:
-        return choice._replace(stages=0, custom=choice.custom % 2)
-    return choice._replace(split=1, reduction=0) if choice.algorithm == 11 else choice
 
 
 def same_order(choice: Choice, other: Choice, question: Question, architecture: Architecture) -> bool:

@@ -65,13 +65,10 @@ class PlanFile:
                 get_unit(unit).find(name, name, accumulate)
         for number, rule in enumerate(self.rules):
             with located(f"rules[{number}]"):
-                self._check_names(rule)
-
-    def _check_names(self, rule: Rule) -> None:
-        if rule.kernel not in self.kernels:
-            raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(self.kernels)}")
-        if isinstance(rule.split, str) and rule.split not in self.splits:
-            raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(self.splits)}")
+                if rule.kernel not in self.kernels:
+                    raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(self.kernels)}")
+                if isinstance(rule.split, str) and rule.split not in self.splits:
+                    raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(self.splits)}")
 
     @classmethod
     def from_dict(cls, record: dict[str, Any], path: str = "", folder: Path = PLANS) -> Self:

@@ -169,18 +169,14 @@ def question_of(call: GemmCall, settings: Settings = DEFAULT) -> Question | None
     fast = call.operation == "scaled_mm" and call.fast_accum
     kind = Kind(call.a, call.b, call.out, compute, bias, call.scaling, fast)
     if settings != DEFAULT:
-        kind = kind._replace(room=_room(kind, settings), reductions=_reductions(kind, settings))
+        # bytes of workspace that settings leave a kind of calls; 0 where they are the usual ones
+        through_lt = kind.bias or kind.scaling != "none" or settings.library == "cublaslt"
+        room = settings.lt_workspace if through_lt else settings.workspace
+        kind = kind._replace(room=0 if room == kind.workspace else room, reductions=_reductions(kind, settings))
     free = call.operation != "bmm"
     a = "row" if free and 1 in (call.m, call.k) else call.a_layout
     b = "column" if free and 1 in (call.n, call.k) else call.b_layout
     return Question(kind, _LAYOUTS[a, b], call.m, call.n, call.k, call.batch)
-
-
-def _room(kind: Kind, settings: Settings) -> int:
-    """Return the bytes of workspace that settings leave a kind of calls; 0 where they are the usual ones."""
-    through_lt = kind.bias or kind.scaling != "none" or settings.library == "cublaslt"
-    room = settings.lt_workspace if through_lt else settings.workspace
-    return 0 if room == kind.workspace else room
 
 
 def _reductions(kind: Kind, settings: Settings) -> Reductions:

@@ -122,7 +122,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return Checkpoint(path, {name: Reader(kind, read) for name, (kind, read) in gguf.readers(path).items()})
     places, metadata = _places(path)
     if "tensor_names" in metadata:
-        return Checkpoint(path, _torchao(path, places, metadata))
+        # a file of torchao's tensors, whose metadata has a record of each
+        of_torchao: dict[str, Reader] = {}
+        for name in _json(path, metadata, "tensor_names", list):
+            record = _json(path, metadata, name, dict)
+            if record == {"_type": "Tensor"} and name in places:
+                of_torchao[name] = Reader("", partial(read_tensor, name, places[name]))
+                continue
+            prefix = torchao.named(name.removesuffix(".weight"), "")
+            parts = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
+            weight = StoredWeight(prefix, parts, "qdata", "scale")
+            of_torchao[name] = Reader("torchao", partial(_read, f"{path}: {name!r}", torchao.encoded_of, weight, record))
+        return Checkpoint(path, of_torchao)
     config = read_config(path if path.is_dir() else path.parent)
     weights, taken = _weights(places)
     _refuse_unknown({name: place for name, place in places.items() if name not in taken})
@@ -205,21 +216,6 @@ def _refuse_unknown(places: Mapping[str, TensorPlace]) -> None:
 def _read(place: str, read: Callable[..., Encoded | Reordered], *arguments: Any) -> Encoded | Reordered:
     with located(place, DataError):
         return read(*arguments)
-
-
-def _torchao(path: Path, places: Mapping[str, TensorPlace], metadata: Mapping[str, str]) -> dict[str, Reader]:
-    """Return the readers of a file of torchao's tensors, whose metadata has a record of each."""
-    readers: dict[str, Reader] = {}
-    for name in _json(path, metadata, "tensor_names", list):
-        record = _json(path, metadata, name, dict)
-        if record == {"_type": "Tensor"} and name in places:
-            readers[name] = Reader("", partial(read_tensor, name, places[name]))
-            continue
-        prefix = torchao.named(name.removesuffix(".weight"), "")
-        parts = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
-        weight = StoredWeight(prefix, parts, "qdata", "scale")
-        readers[name] = Reader("torchao", partial(_read, f"{path}: {name!r}", torchao.encoded_of, weight, record))
-    return readers
 
 
 def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any:
