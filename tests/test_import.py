@@ -333,9 +333,9 @@ def unlicensed(folders):
     return [path for path in files if not path.read_text("utf-8").startswith(f"{SOURCES[path.suffix]} {LICENCE}")]
 
 
-def test_no_file_of_the_package_is_longer_than_400_lines():
+def test_no_file_of_the_package_is_longer_than_600_lines():
     lines = {path: len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
-    assert len(lines) > 400 and not [str(path) for path, length in lines.items() if length > 400]
+    assert len(lines) > 300 and not [str(path) for path, length in lines.items() if length > 600]
 
 
 def test_every_source_file_names_its_licence(tmp_path):

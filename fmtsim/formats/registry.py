@@ -12,8 +12,7 @@ from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.packed import GGML_FORMATS, HIF4, PackedFormat
 from fmtsim.formats.scaling import SCALE_RULES, History, ScaleRule, Scaling, TensorScale
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.formats.tapered import tapered
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, tapered
 from fmtsim.support.errors import ArgumentError, FormatError, did_you_mean, shown
 from fmtsim.support.records import READERS, at, located, parse_json, record_of
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from fmtsim.machine.arrays import SIXTEEN_BITS, tree
+from fmtsim.machine.arrays import SIXTEEN_BITS, chain_of, product, tree
 from fmtsim.machine.reduce import reduce
-from fmtsim.machine.tensor_core import chain_of, product
 from fmtsim.machine.unknown import UnknownOrder
 
 _STEP = 16  # of k, of hopper.mma and hopper.wgmma, which add 16-bit products alike

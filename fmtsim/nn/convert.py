@@ -17,7 +17,9 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
+from fmtsim.nn.attention import detach
 from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
+from fmtsim.nn.forward import unwrap
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
 from fmtsim.nn.planning import (
     Configure,
@@ -32,9 +34,11 @@ from fmtsim.nn.planning import (
     planner_of,
     with_rules,
 )
-from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, computed_products, detach_products
+from fmtsim.nn.raw_matmuls import FORWARD, PRODUCTS, READS, ParameterProduct, attach_products, computed_products
+from fmtsim.nn.saved_activations import detach_saving
+from fmtsim.nn.scaled_model import detach_scales
 from fmtsim.nn.state import PTQ, RECIPE, attach_name, converted_modules, detach_name, is_converted
-from fmtsim.nn.swaps import find_swaps, one_generator, undo_swaps
+from fmtsim.nn.swaps import find_swaps, one_generator, unsmooth
 from fmtsim.recipes.attention import AttentionConfig
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
@@ -157,7 +161,6 @@ def convert(
         raise ArgumentError(f"{text} ({named_reasons})" if named_reasons else text)
     keys = one_generator(generator)
     for module, name, layer_plan in layers:
-        # Give a module its emulated class.
         changed = emulated_class(type(module))
         assert changed is not None  # plan_layers only lists modules that have one
         module.__class__ = changed  # type: ignore[assignment]
@@ -168,7 +171,7 @@ def convert(
         swaps.apply(model, keys)
     if named is not None and rules:
         named = dataclasses.replace(named, name=f"{named.name}+rules")
-    # Record on the root what was converted, under which recipe, and what was left alone.
+    # on the root: what was converted, under which recipe, and what was left alone
     model.__dict__[TOTAL] = total_steps
     model.__dict__[RECIPE] = None if named is None else named.name
     for module in model.modules():
@@ -178,7 +181,7 @@ def convert(
     notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
     model.__dict__[NOTES] = (*(() if named is None else idle_shares(named, model)), *notes)
     attach_name(model)
-    # Switch off inference kernels that would read converted layers' weights without calling the layers.
+    # switch off inference kernels that would read converted layers' weights without calling the layers.
     for module in model.modules():
         for cls, attribute, off in _FUSED:
             if isinstance(module, cls) and is_converted(module):
@@ -189,7 +192,7 @@ def convert(
     if products:
         model.register_forward_hook(_warn_computed)
     chosen_by_name = filter_fn is not None or callable(recipe)
-    # Log the line that `report` has, and warn where more than 1 % stays as it is without a choice of the caller.
+    # log the line that `report` has, and warn where more than 1 % stays as it is without a choice of the caller.
     warn = bool(layers or products) and not chosen_by_name
     coverage = estimated(model, model.__dict__[REASONS])
     if _LOG.isEnabledFor(logging.INFO):
@@ -314,8 +317,19 @@ def revert(model: Model) -> Model:
                 f"layer {name!r} became a {type(module).__name__} after convert; "
                 "undo that change (for example its parametrization) first"
             )
-    undo_swaps(model)
-    detach_products(model)
+    # 1. what a recipe exchanged
+    detach_saving(model)
+    detach_scales(model)
+    unsmooth(model, recipe=True)
+    detach(model, recipe=True)
+    # 2. products that modules write
+    for module in model.modules():
+        if READS not in module.__dict__:
+            continue
+        del module.__dict__[READS]
+        unwrap(module, FORWARD)
+    for module in list(model.modules()):
+        module._modules.pop(PRODUCTS, None)
     for _, module in converted:
         module.__dict__.pop("emulation", None)
         module._modules.pop(STATE, None)

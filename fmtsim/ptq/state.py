@@ -7,18 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
-from fmtsim.casts.quantize import encode
-from fmtsim.formats.block import PackedFormat
 from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import PTQ, converted_state, is_converted, load_converted_state
-from fmtsim.ptq.calibrate import Products
 from fmtsim.ptq.grid import nearest
 from fmtsim.ptq.report import PtqReport
-from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
-from fmtsim.ptq.rotate import attach, detach
-from fmtsim.ptq.steps import scales_of
+from fmtsim.ptq.reshape import DIVISOR, attach, detach, divide_input, unsmooth
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.serialization import recipe_from_dict, recipe_to_dict
 from fmtsim.spec.quantizer import Quantizer
@@ -98,18 +93,6 @@ class Quantised(NamedTuple):
     recipe: PtqRecipe
     weights: dict[str, RoundedWeight]
     report: PtqReport | None
-
-
-def rounded_weights(products: Products) -> dict[str, RoundedWeight]:
-    """Return what the weights of layers with one matrix are rounded with, before they are overwritten."""
-    weights = {}
-    for slot in products.slots.values():
-        for part in slot.parts:
-            if not part.part and slot.quantizer.format is not None:
-                fmt, w = slot.quantizer.format, slot.w if slot.clipped is None else slot.clipped
-                blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
-                weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
-    return weights
 
 
 def state(model: nn.Module) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fmtsim.casts.quantize import encode
+from fmtsim.formats.block import PackedFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
@@ -24,9 +26,8 @@ from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.nn.state import PTQ
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.report import PtqReport, PtqRow, left_alone, row_of, tied
-from fmtsim.ptq.reshape import equalise, stored, unsmooth
-from fmtsim.ptq.rotate import attach, detach, rotate
-from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend, rounded_weights
+from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
+from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend
 from fmtsim.ptq.steps import (
     bias_corrects,
     collected,
@@ -34,6 +35,7 @@ from fmtsim.ptq.steps import (
     measure,
     measure_batch_norm,
     round_weights,
+    scales_of,
     smooth_inputs,
     stages,
 )  # fmt: skip
@@ -143,7 +145,15 @@ def ptq(
                 round_weights(products, recipe.weights, show)
                 measure(products, recipe, batches, show)
                 rows += _rows(products, recipe, smoothed)
-                weights |= rounded_weights(products)
+                # What the weights of layers with one matrix are rounded with, before they are overwritten.
+                weights = {}
+                for slot in products.slots.values():
+                    for part in slot.parts:
+                        if not part.part and slot.quantizer.format is not None:
+                            fmt, w = slot.quantizer.format, slot.w if slot.clipped is None else slot.clipped
+                            blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
+                            weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
+                weights |= weights
                 install(products, recipe.bias_correction)
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)

@@ -10,8 +10,7 @@ import torch
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.cublaslt import order_of, tile_of
-from fmtsim.gemm.targets.order import Architecture, Order
-from fmtsim.gemm.targets.question import Choice
+from fmtsim.gemm.targets.question import Architecture, Choice, Order
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, ScaleKind
 from fmtsim.spec.datapath import FP32

@@ -238,7 +238,7 @@ class Learned:
         while (feature := features[node]) != LEAF:
             value = answers.get(feature)
             if value is None:
-                value = values[feature] = FEATURES[feature](number, layout, m, n, k, batch)
+                value = answers[feature] = FEATURES[feature](number, layout, m, n, k, batch)
             node = node + 1 if value <= thresholds[node] else rights[node]
         return Guess(group.choices[rights[node]], bool(thresholds[node]), group)
 

@@ -13,7 +13,6 @@ from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.cublaslt import order_of
 from fmtsim.gemm.targets.doubts import sibling_of, warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
-from fmtsim.gemm.targets.order import sourced
 from fmtsim.gemm.targets.planfile import PlanFile
 from fmtsim.gemm.targets.question import (
     DEFAULT,
@@ -24,6 +23,7 @@ from fmtsim.gemm.targets.question import (
     lent,
     question_of,
     settings_of,
+    sourced,
 )  # fmt: skip
 from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind

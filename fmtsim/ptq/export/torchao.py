@@ -32,21 +32,27 @@ def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
     elif weight.is_element("e2m1") and weight.tensor_scale is not None and weight.block == (1, 16):
         if weight.inputs != "none":
             raise weight.refuse(f"this layout has NVFP4 weights alone, and inputs are {weight.x}", _NVFP4)
-        kind, tensors = "NVFP4Tensor", {
-            "qdata": pack(weight.codes, 4),
-            "scale": weight.scale.to(torch.float8_e4m3fn),  # on its grid: nothing is rounded
-            "per_tensor_scale": weight.tensor_scale,
-        }
+        kind, tensors = (
+            "NVFP4Tensor",
+            {
+                "qdata": pack(weight.codes, 4),
+                "scale": weight.scale.to(torch.float8_e4m3fn),  # on its grid: nothing is rounded
+                "per_tensor_scale": weight.tensor_scale,
+            },
+        )
         fields = {"block_size": 16, "orig_dtype": _dtype(weight.dtype), "is_swizzled_scales": False,
                   "use_triton_kernel": False, "act_quant_kwargs": None}  # fmt: skip
     elif weight.is_mx("e4m3") or weight.is_mx("e2m1"):
         if weight.inputs != "none":
             raise weight.refuse(f"this layout has MX weights alone, and inputs are {weight.x}", _CHOICES)
         small = weight.is_element("e2m1")
-        kind, tensors = "MXTensor", {
-            "qdata": pack(weight.codes, 4) if small else weight.codes.view(torch.float8_e4m3fn),
-            "scale": weight.powers.view(torch.float8_e8m0fnu),
-        }
+        kind, tensors = (
+            "MXTensor",
+            {
+                "qdata": pack(weight.codes, 4) if small else weight.codes.view(torch.float8_e4m3fn),
+                "scale": weight.powers.view(torch.float8_e8m0fnu),
+            },
+        )
         fields = {
             "elem_dtype": _dtype(torch.float4_e2m1fn_x2 if small else torch.float8_e4m3fn),
             "block_size": 32,
