@@ -323,13 +323,11 @@ def revert(model: Model) -> Model:
     unsmooth(model, recipe=True)
     detach(model, recipe=True)
     # 2. products that modules write
-    for module in model.modules():
-        if READS not in module.__dict__:
-            continue
-        del module.__dict__[READS]
-        unwrap(module, FORWARD)
-    for module in list(model.modules()):
-        module._modules.pop(PRODUCTS, None)
+    for writer in list(model.modules()):
+        if READS in writer.__dict__:
+            del writer.__dict__[READS]
+            unwrap(writer, FORWARD)
+        writer._modules.pop(PRODUCTS, None)
     for _, module in converted:
         module.__dict__.pop("emulation", None)
         module._modules.pop(STATE, None)

@@ -234,7 +234,7 @@ def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any
     return value
 
 
-Layout = Literal["compressed-tensors", "torchao", "gguf"]
+FileLayout = Literal["compressed-tensors", "torchao", "gguf"]
 _FILES = ("model.safetensors", "config.json")
 _INPUTS = (".input_scale", ".input_global_scale")  # of layers, which no state_dict has
 
@@ -268,7 +268,7 @@ class Export:
 
 
 def export(
-    model: nn.Module, path: str | Path, layout: Layout, *, names: Mapping[str, str] | None = None,
+    model: nn.Module, path: str | Path, layout: FileLayout, *, names: Mapping[str, str] | None = None,
     allow_rescale: bool = False,
 ) -> Export:  # fmt: skip
     """Write a quantised model for another library: the codes and scales that its linear weights were rounded to.
@@ -306,8 +306,8 @@ def export(
     >>> found.coded, same
     ({'0': 'int4'}, True)
     """
-    if layout not in get_args(Layout):
-        raise ArgumentError(f"layout={shown(layout)} is unknown; choose one of {', '.join(get_args(Layout))}")
+    if layout not in get_args(FileLayout):
+        raise ArgumentError(f"layout={shown(layout)} is unknown; choose one of {', '.join(get_args(FileLayout))}")
     if names is not None and layout != "gguf":
         raise ArgumentError(f"names= with layout={layout!r}, whose names are the model's; leave names= out")
     if allow_rescale and layout != "compressed-tensors":
