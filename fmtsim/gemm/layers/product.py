@@ -71,27 +71,7 @@ def multiply(
             y = torch.mm(lhs, rhs, out_dtype=torch.float32)
             return finish(y, columns, rows, rest, bias, dtype, traced)
         if integers and ((wide == torch.float32 and is_on_gpu(lhs)) or not has_float64(lhs.device)):
-            # integer elements without float64: exact sums of digits of 8 bits, rounded once to float32
-            sides, unit = [], 1.0
-            for x in (a, b):
-                fmt = x.quantizer.format
-                assert isinstance(fmt, IntFormat)
-                step = fmt.eps / 2 if fmt.half_offset else fmt.eps
-                unit *= step
-                numbers = x.elements if step == 1 else x.elements.float() / step
-                if fmt.bits <= 8 and fmt.signed and not fmt.half_offset:
-                    sides.append([_digit(numbers)])
-                    continue
-                whole, digits = numbers.to(torch.int64), []
-                for _ in range((fmt.bits + 1) // 8 + 1):
-                    low = ((whole + 128) & 255) - 128
-                    digits.append(_digit(low))
-                    whole = (whole - low) >> 8
-                sides.append(digits)
-            parts = [_digit_sums(x, y, 8 * (i + j)) for (i, x), (j, y) in pairs(*map(enumerate, sides))]
-            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-            sums = total.to(torch.float32)
-            return finish(sums if unit == 1 else sums * unit, columns, rows, rest, bias, dtype, traced)
+            return finish(_integer_sums(a, b), columns, rows, rest, bias, dtype, traced)
         if scaled or not halves:
             exact = torch.float64 if integers else wide
             lhs = lhs if lhs.dtype == exact else widened(lhs, exact, "left")
@@ -109,6 +89,30 @@ def multiply(
 def is_integer(x: Operand) -> bool:
     """Return True if elements are whole numbers of an integer format."""
     return isinstance(x.quantizer.format, IntFormat)
+
+
+def _integer_sums(a: Operand, b: Operand) -> Tensor:
+    """Return the product of integer elements, float32, rounded once, without float64: in digits of 8 bits."""
+    sides, unit = [], 1.0
+    for x in (a, b):
+        fmt = x.quantizer.format
+        assert isinstance(fmt, IntFormat)
+        step = fmt.eps / 2 if fmt.half_offset else fmt.eps
+        unit *= step
+        numbers = x.elements if step == 1 else x.elements.float() / step
+        if fmt.bits <= 8 and fmt.signed and not fmt.half_offset:
+            sides.append([_digit(numbers)])
+            continue
+        whole, digits = numbers.to(torch.int64), []
+        for _ in range((fmt.bits + 1) // 8 + 1):
+            low = ((whole + 128) & 255) - 128
+            digits.append(_digit(low))
+            whole = (whole - low) >> 8
+        sides.append(digits)
+    parts = [_digit_sums(x, y, 8 * (i + j)) for (i, x), (j, y) in pairs(*map(enumerate, sides))]
+    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    sums = total.to(torch.float32)
+    return sums if unit == 1 else sums * unit
 
 
 def _digit(numbers: Tensor) -> Tensor:
