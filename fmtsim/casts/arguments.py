@@ -50,19 +50,15 @@ def check_together(**tensors: torch.Tensor | None) -> None:
                 f"for example {name}.to({first}.device)"
             )
     if not plain and not torch.compiler.is_compiling():
-        _check_fake(present)
-
-
-def _check_fake(tensors: dict[str, Any]) -> None:
-    """Refuse what torch does not take beside a fake tensor: subclasses, and tensors of another mode."""
-    modes = [t.fake_mode for t in tensors.values() if isinstance(t, torch._subclasses.FakeTensor)]
-    for name, t in tensors.items() if modes else ():
-        allowed = modes[0].allow_non_fake_inputs and type(t) in PLAIN_TYPES
-        if not allowed and getattr(t, "fake_mode", None) is not modes[0]:
-            raise ArgumentError(
-                f"{name} is a {type(t).__name__} beside a fake tensor, and torch does not take both; "
-                "make all of them fake by one FakeTensorMode"
-            )
+        # Refuse what torch does not take beside a fake tensor: subclasses, and tensors of another mode.
+        modes = [t.fake_mode for t in present.values() if isinstance(t, torch._subclasses.FakeTensor)]
+        for name, t in present.items() if modes else ():
+            allowed = modes[0].allow_non_fake_inputs and type(t) in PLAIN_TYPES
+            if not allowed and getattr(t, "fake_mode", None) is not modes[0]:
+                raise ArgumentError(
+                    f"{name} is a {type(t).__name__} beside a fake tensor, and torch does not take both; "
+                    "make all of them fake by one FakeTensorMode"
+                )
 
 
 def check_module(verb: str, model: Any) -> None:
@@ -266,7 +262,13 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
         ArgumentError: The argument is not a generator, or it is on another device.
     """
     if generator is None or isinstance(generator, torch.Generator):
-        draw = _drawn_seed(generator, device, name)
+        # one int64 from the generator, on the CPU
+        where = torch.device("cpu") if generator is None else generator.device
+        if where.type not in ("cpu", device.type):
+            raise ArgumentError(
+                f"generator is on {where}, {name} on {device}; pass one on the CPU or on {device}, or an int seed"
+            )
+        draw = torch.randint(*_SEEDS, (1,), generator=generator, device=where).cpu()
         return torch.cat([draw, draw.new_zeros(1)])
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
@@ -281,16 +283,6 @@ def drawn_numbers(count: int, generator: Generator, device: torch.device) -> lis
         return [RandomKey(seed) for seed in seeds.tolist()]
     keys = [drawn_key(generator, device) for _ in range(count)]
     return [key if isinstance(key, RandomKey) else RandomKey(*key.tolist()) for key in keys]
-
-
-def _drawn_seed(generator: torch.Generator | None, device: torch.device, name: str) -> torch.Tensor:
-    """Return int64 [1] on the CPU, drawn from a generator."""
-    where = torch.device("cpu") if generator is None else generator.device
-    if where.type not in ("cpu", device.type):
-        raise ArgumentError(
-            f"generator is on {where}, {name} on {device}; pass one on the CPU or on {device}, or an int seed"
-        )
-    return torch.randint(*_SEEDS, (1,), generator=generator, device=where).cpu()
 
 
 def random_keys(stochastic: bool, generator: Generator, batch: int | None, device: torch.device) -> torch.Tensor | None:

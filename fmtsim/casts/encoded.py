@@ -73,7 +73,29 @@ class Encoded:
 
     def __post_init__(self, validated: bool) -> None:
         if not torch.compiler.is_compiling():  # which could not trace it
-            _check_fields(self)
+            # each part has the dtype and the shape that its format asks for
+            fmt, shape, dim = self.format, self.shape, self.dim
+            if not isinstance(fmt, Format):
+                raise FormatError(f"format={shown(fmt)} is not a format record; pass fmtsim.get_format(name)")
+            if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
+                raise ArgumentError(f"shape={shown(shape)} is not a shape; pass a tuple of sizes")
+            if type(dim) is not int or not -max(len(shape), 1) <= dim < 0:
+                raise ArgumentError(f"dim={shown(dim)} is not a dimension; choose {-max(len(shape), 1)} to -1")
+            layout = layout_of(fmt, torch.Size(shape), dim)
+            for name in ("codes", *_PARTS):
+                tensor: torch.Tensor | None = getattr(self, name)
+                if (tensor is None) != (name not in layout):
+                    states = ("some", "none") if tensor is None else ("none", "some")
+                    raise CodeError(f"{fmt.name}: {name} expected {states[0]}, found {states[1]}")
+                if tensor is None:
+                    continue
+                check_dense(name, tensor)
+                _, _, dtype, size = layout[name]
+                if (tensor.dtype, tuple(tensor.shape)) != (dtype, size):
+                    raise CodeError(
+                        f"{fmt.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}"
+                    )
+            check_together(codes=self.codes, **{name: getattr(self, name) for name in _PARTS})
             if not validated:
                 _require_values(self)
 
@@ -102,7 +124,10 @@ class Encoded:
             CodeError: A code, a scale, a shape or a dtype does not belong to the format.
             ArgumentError: ``dim`` is not a dimension of ``shape``.
         """
-        shape, dim = torch.Size(shape), _negative_dim(dim, len(shape))
+        rank = max(len(shape), 1)
+        if not -rank <= dim < rank:
+            raise ArgumentError(f"dim={dim} is out of range for {rank} dimensions; choose {-rank} to {rank - 1}")
+        shape, dim = torch.Size(shape), dim - rank if dim >= 0 else dim
         if not isinstance(fmt, PackedFormat) and parts.codes.shape != shape:
             raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
         codes, scales = store(parts.codes, parts.scales, fmt, dim, validated=validated)
@@ -200,7 +225,36 @@ class Encoded:
         """
         stored, metadata = read_tensors(path)
         with located(str(path)):
-            return _of_file(stored, metadata)
+            # 1. the metadata
+            if metadata.get("fmtsim") != _LAYOUT:
+                raise DataError(
+                    f"layout {shown(metadata.get('fmtsim'))}; this version of fmtsim reads layout {_LAYOUT!r}"
+                )
+            try:
+                fmt = format_from_json(metadata["format"])
+                sizes, dim = parse_json(metadata["shape"]), int(metadata["dim"])
+            except (KeyError, ValueError) as error:
+                raise DataError(f"the metadata is not that of an encoded tensor: {error}") from None
+            whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+            if not whole or math.prod(max(size, 1) for size in sizes) >= 1 << 63:
+                raise DataError(f"shape {shown(metadata['shape'])} in the metadata; expected a list of sizes")
+            if not -max(len(sizes), 1) <= dim < 0:
+                raise DataError(f"dim {shown(dim)} in the metadata; expected {-max(len(sizes), 1)} to -1")
+            # 2. the tensors that the format has
+            shape = torch.Size(sizes)
+            layout = layout_of(fmt, shape, dim)
+            if set(stored) != set(layout):
+                raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
+            tensors: dict[str, Any] = {}
+            for name, (tag, elements, dtype, size) in layout.items():
+                part = stored[name]
+                if (part.tag, part.shape) != (tag, elements):
+                    raise CodeError(
+                        f"tensor {name!r} is {part.tag} {list(part.shape)}; "
+                        f"{fmt.name} of shape {tuple(shape)}, dim {dim} expects {tag} {list(elements)}"
+                    )
+                tensors[name] = tensor_of_bytes(part.data, dtype).reshape(size)
+            return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in ("codes", *_PARTS):
@@ -235,30 +289,6 @@ def _decoded(cast: ops.Cast, out_dtype: torch.dtype | None) -> tuple[torch.dtype
     return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
 
 
-def _check_fields(encoded: Encoded) -> None:
-    """Refuse an encoded tensor unless each part has the dtype and the shape that its format asks for."""
-    fmt, shape, dim = encoded.format, encoded.shape, encoded.dim
-    if not isinstance(fmt, Format):
-        raise FormatError(f"format={shown(fmt)} is not a format record; pass fmtsim.get_format(name)")
-    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
-        raise ArgumentError(f"shape={shown(shape)} is not a shape; pass a tuple of sizes")
-    if type(dim) is not int or not -max(len(shape), 1) <= dim < 0:
-        raise ArgumentError(f"dim={shown(dim)} is not a dimension; choose {-max(len(shape), 1)} to -1")
-    layout = layout_of(fmt, torch.Size(shape), dim)
-    for name in ("codes", *_PARTS):
-        tensor: torch.Tensor | None = getattr(encoded, name)
-        if (tensor is None) != (name not in layout):
-            states = ("some", "none") if tensor is None else ("none", "some")
-            raise CodeError(f"{fmt.name}: {name} expected {states[0]}, found {states[1]}")
-        if tensor is None:
-            continue
-        check_dense(name, tensor)
-        _, _, dtype, size = layout[name]
-        if (tensor.dtype, tuple(tensor.shape)) != (dtype, size):
-            raise CodeError(f"{fmt.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}")
-    check_together(codes=encoded.codes, **{name: getattr(encoded, name) for name in _PARTS})
-
-
 def _require_values(encoded: Encoded) -> None:
     """Refuse codes beyond the end of a codebook that does not fill its bits, and scales outside their format."""
     if not is_readable(encoded.codes):
@@ -271,45 +301,3 @@ def _require_values(encoded: Encoded) -> None:
     codes = restore_codes(encoded.codes, encoded.format, encoded.dim, encoded.shape)
     if int(codes.max()) >= len(book.values):
         raise CodeError(f"code {int(codes.max())} is outside {book.name} (0 to {len(book.values) - 1})")
-
-
-def _of_file(stored: dict[str, StoredTensor], metadata: dict[str, str]) -> Encoded:
-    """Build what the tensors and the metadata of a file say, checked."""
-    fmt, shape, dim = _read_metadata(metadata)
-    layout = layout_of(fmt, shape, dim)
-    if set(stored) != set(layout):
-        raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
-    tensors: dict[str, Any] = {}
-    for name, (tag, elements, dtype, size) in layout.items():
-        part = stored[name]
-        if (part.tag, part.shape) != (tag, elements):
-            raise CodeError(
-                f"tensor {name!r} is {part.tag} {list(part.shape)}; "
-                f"{fmt.name} of shape {tuple(shape)}, dim {dim} expects {tag} {list(elements)}"
-            )
-        tensors[name] = tensor_of_bytes(part.data, dtype).reshape(size)
-    return Encoded(format=fmt, shape=shape, dim=dim, **tensors)
-
-
-def _read_metadata(metadata: dict[str, str]) -> tuple[Format, torch.Size, int]:
-    """Return what the metadata of a file says, checked."""
-    if metadata.get("fmtsim") != _LAYOUT:
-        raise DataError(f"layout {shown(metadata.get('fmtsim'))}; this version of fmtsim reads layout {_LAYOUT!r}")
-    try:
-        fmt = format_from_json(metadata["format"])
-        sizes, dim = parse_json(metadata["shape"]), int(metadata["dim"])
-    except (KeyError, ValueError) as error:
-        raise DataError(f"the metadata is not that of an encoded tensor: {error}") from None
-    whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
-    if not whole or math.prod(max(size, 1) for size in sizes) >= 1 << 63:
-        raise DataError(f"shape {shown(metadata['shape'])} in the metadata; expected a list of sizes")
-    if not -max(len(sizes), 1) <= dim < 0:
-        raise DataError(f"dim {shown(dim)} in the metadata; expected {-max(len(sizes), 1)} to -1")
-    return fmt, torch.Size(sizes), dim
-
-
-def _negative_dim(dim: int, rank: int) -> int:
-    rank = max(rank, 1)
-    if not -rank <= dim < rank:
-        raise ArgumentError(f"dim={dim} is out of range for {rank} dimensions; choose {-rank} to {rank - 1}")
-    return dim - rank if dim >= 0 else dim

@@ -18,7 +18,7 @@ from fmtsim.casts.arguments import (
     randomness,
 )
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.ops import Cast, Key
+from fmtsim.casts.ops import Cast
 from fmtsim.casts.stored import store, store_traced
 from fmtsim.formats.block import Block, Format, PackedFormat
 from fmtsim.formats.registry import get_format
@@ -123,13 +123,7 @@ def quantize(
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
         run = ops.with_keys(torch.ops.fmtsim.quantize, key)
         return run(x, cast, dtype, ops.key_tensor(key), words)
-    return _straight_through(x, cast, dtype, key, words)
-
-
-def _straight_through(
-    x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key, words: torch.Tensor | None
-) -> torch.Tensor:
-    """Do what ``ops.quantize`` does, with a derivative that passes straight through in every mode of torch."""
+    # as ops.quantize, with a derivative that passes straight through in every mode of torch
     if words is not None or not is_bare(x):
         return _StraightThrough.apply(x, cast, dtype, ops.key_tensor(key), words)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():

@@ -4,7 +4,6 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fmtsim.formats.display import Displayed, Fields, short_number
 from fmtsim.formats.floating import E8M0 as E8M0
@@ -269,20 +268,6 @@ def scaled(element: ElementFormat, block: Block, scale_rule: ScaleRule = "amax")
     return BlockFormat(name=name, element=element, scaling=block_scaling(block, scale_rule))
 
 
-def _checked_block(block_size: Any) -> Block | None:
-    """Return a block as ``(outer, inner)``; raise ArgumentError for what is none."""
-    if block_size is None:
-        return None
-    block = as_int(tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size))
-    sizes = [size for size in block if size is not None]
-    if len(block) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
-        raise ArgumentError(
-            f"block_size={shown(block_size)} is not a block; choose an int of 1 or more, or (outer, inner), "
-            "in which None means the whole extent"
-        )
-    return block
-
-
 def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRule | None = None) -> Format:
     """Return the format with another block or scale rule, turning an element format into a scaled one.
 
@@ -290,7 +275,15 @@ def with_block(fmt: Format, block_size: int | Block | None, scale_rule: ScaleRul
     """
     if block_size is None and scale_rule is None:
         return fmt
-    block = _checked_block(block_size)
+    block = None
+    if block_size is not None:
+        block = as_int(tuple(block_size) if isinstance(block_size, tuple | list) else (1, block_size))
+        sizes = [size for size in block if size is not None]
+        if len(block) != 2 or not all(type(size) is int and 0 < size < 1 << 63 for size in sizes):
+            raise ArgumentError(
+                f"block_size={shown(block_size)} is not a block; choose an int of 1 or more, or (outer, inner), "
+                "in which None means the whole extent"
+            )
     if scale_rule is not None:
         rule_fields(scale_rule)
     if isinstance(fmt, PackedFormat):

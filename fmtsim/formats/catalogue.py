@@ -7,8 +7,7 @@ from typing import Any, cast
 
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, Format, LogTileFormat
 from fmtsim.formats.scaling import Block, Scaling, TensorScale, block_scaling
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.formats.tapered import hif8, tapered
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, hif8, tapered
 
 _IEEE = "IEEE 754-2019, table 3.5"
 _OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0, section 5; Micikevicius et al., arXiv:2209.05433, table 1"
@@ -143,16 +142,6 @@ def _float32(value: float) -> float:
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
-def _bnb_fp4() -> CodebookFormat:
-    """Build bitsandbytes' FP4: sign bit and three bits of magnitude, in twelfths; code 8 is zero again."""
-    magnitudes = [_float32(twelfths / 12) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
-    return CodebookFormat(
-        name="bnb_fp4",
-        values=(*magnitudes, 0.0, *(-value for value in magnitudes[1:])),
-        source="bitsandbytes 95f9af3, csrc/kernels.cu, the FP4 decoding tree; 0.0625/12 is its subnormal",
-    )
-
-
 def dynamic_values(*, signed: bool, decades: int = 7) -> tuple[float, ...]:
     """Return the values of a dynamic map: decade i is cut into 2^i cells (2^(i+1) when unsigned).
 
@@ -214,7 +203,13 @@ def elements() -> Iterator[Format]:
         yield integer(bits, signed=False)
     yield INT8_F6
     yield NF4
-    yield _bnb_fp4()
+    # bitsandbytes' FP4: sign bit and three bits of magnitude, in twelfths; code 8 is zero again.
+    magnitudes = [_float32(twelfths / 12) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3)]
+    yield CodebookFormat(
+        name="bnb_fp4",
+        values=(*magnitudes, 0.0, *(-value for value in magnitudes[1:])),
+        source="bitsandbytes 95f9af3, csrc/kernels.cu, the FP4 decoding tree; 0.0625/12 is its subnormal",
+    )
     yield _bnb_dynamic8(signed=True)
     yield _bnb_dynamic8(signed=False)
     yield from _AO_STATES

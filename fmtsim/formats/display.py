@@ -49,7 +49,25 @@ class Displayed:
             FormatError: The format has more than 16 bits, or its values depend on the tile (LogFMT).
             FmtsimError: matplotlib is missing.
         """
-        return _plot(self, path)
+        fmt: Any = self
+        values = finite_values(fmt)
+        figure = new_figure(8.0, 4.2)
+        ticks, errors = figure.subplots(2, 1, height_ratios=(1, 3))
+        ticks.vlines(values, 0, 1, color=BLUE, linewidth=0.8)
+        ticks.set_yticks([])
+        label_axes(ticks, f"the {len(values)} finite values of {getattr(fmt, 'element', fmt).name}", "")
+        positive = [value for value in values if value > 0]
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(positive)]
+        # a saw: nothing is lost at a value, half a step just beside the middle of two
+        x = [
+            point for value, middle in zip(positive, [*middles, positive[-1]], strict=True) for point in (value, middle)
+        ]
+        step = [0.0 if i % 2 == 0 else 100 * (x[i] - x[i - 1]) / x[i] for i in range(len(x))]
+        errors.plot(x, step, color=ORANGE, linewidth=1.0)
+        errors.set_xscale("log", base=2)
+        label_axes(errors, "magnitude", "error of rounding (%)")
+        set_title(figure, fmt.name)
+        return saved(figure, path)
 
     def _repr_html_(self) -> str:
         return format_html(self)
@@ -92,25 +110,6 @@ def finite_values(fmt: Any) -> tuple[float, ...]:
     """Return the finite values that rounding returns, ascending, each once; errors as in ``code_table``."""
     rows, lowest = code_table(fmt), getattr(fmt, "element", fmt).min
     return tuple(sorted({row.value + 0.0 for row in rows if lowest <= row.value < math.inf}))  # -0 + 0 = 0
-
-
-def _plot(fmt: Any, path: str | Path | None) -> "Figure":
-    values = finite_values(fmt)
-    figure = new_figure(8.0, 4.2)
-    ticks, errors = figure.subplots(2, 1, height_ratios=(1, 3))
-    ticks.vlines(values, 0, 1, color=BLUE, linewidth=0.8)
-    ticks.set_yticks([])
-    label_axes(ticks, f"the {len(values)} finite values of {getattr(fmt, 'element', fmt).name}", "")
-    positive = [value for value in values if value > 0]
-    middles = [(low + high) / 2 for low, high in itertools.pairwise(positive)]
-    # a saw: nothing is lost at a value, half a step just beside the middle of two
-    x = [point for value, middle in zip(positive, [*middles, positive[-1]], strict=True) for point in (value, middle)]
-    step = [0.0 if i % 2 == 0 else 100 * (x[i] - x[i - 1]) / x[i] for i in range(len(x))]
-    errors.plot(x, step, color=ORANGE, linewidth=1.0)
-    errors.set_xscale("log", base=2)
-    label_axes(errors, "magnitude", "error of rounding (%)")
-    set_title(figure, fmt.name)
-    return saved(figure, path)
 
 
 def format_facts(fmt: Any) -> list[tuple[str, str]]:

@@ -66,7 +66,20 @@ def pack(codes: torch.Tensor, bits: int, *, validated: bool = False) -> torch.Te
         CodeError: A code does not fit ``bits``.
     """
     _require_bits(bits)
-    codes = _checked_codes(codes, bits, validated)
+    # Take the codes into a dtype that torch computes with, and check their range where elements can be seen.
+    if codes.dtype not in _SIGNED and codes.dtype not in _UNSIGNED:
+        raise DtypeError(f"codes have dtype {codes.dtype}; expected an integer dtype such as torch.uint8")
+    if codes.dim() == 0:
+        raise ArgumentError("codes have no dimension to pack along; reshape them to (1,)")
+    looked_at = not validated and bits < 64 and codes.numel() > 0 and is_readable(codes)
+    if codes.dtype == torch.uint64 and looked_at and int(codes.view(torch.int64).min()) < 0:
+        raise CodeError(f"codes of 2**63 and more do not fit {bits} bits")
+    codes = codes.to(_UNSIGNED.get(codes.dtype, codes.dtype))
+    if looked_at and not (codes.dtype == torch.uint8 and bits >= 8):
+        low, high = (int(bound) for bound in torch.aminmax(codes))
+        if low < 0 or high >> bits:
+            wrong = low if low < 0 else high
+            raise CodeError(f"code {wrong} does not fit {bits} bits; expected 0 to {(1 << bits) - 1}")
     if bits == 8:
         return codes.to(torch.uint8).contiguous()
     if bits in _WIDE_VIEWS:
@@ -120,7 +133,16 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size))
     grouped = padded.unflatten(-1, (padded.shape[-1] // size, size))
     if bits < 8:
-        return _unpack_bytes(grouped, bits, group)[..., :count].contiguous()
+        # Undo _pack_bytes: bytes [..., count / group, group bits / 8] are uint8 codes [..., count].
+        size, dtype, mask = grouped.shape[-1], _GROUPS[group], (1 << bits) - 1
+        if size == 1:
+            words = grouped.flatten().to(dtype)
+        else:
+            words = torch.nn.functional.pad(grouped, (0, group - size)).flatten().view(dtype)
+        codes = words & mask
+        for k in range(1, group):
+            codes |= (words << (8 - bits) * k) & (mask << 8 * k)
+        return codes.view(torch.uint8).view(*grouped.shape[:-2], grouped.shape[-2] * group)[..., :count].contiguous()
     grouped = grouped.to(_work_dtype(bits))
     codes = torch.stack([_code(grouped, k, bits) for k in range(group)], dim=-1)
     return codes.to(code_dtype(bits)).flatten(-2)[..., :count].contiguous()
@@ -138,19 +160,6 @@ def _pack_bytes(codes: torch.Tensor, bits: int, group: int) -> torch.Tensor:
         .view(*codes.shape[:-1], codes.shape[-1] // group, group)[..., : group * bits // 8]
         .flatten(-2)
     )
-
-
-def _unpack_bytes(grouped: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Undo ``_pack_bytes``: return uint8 ``[..., count]`` of the bytes ``[..., count / group, group bits / 8]``."""
-    size, dtype, mask = grouped.shape[-1], _GROUPS[group], (1 << bits) - 1
-    if size == 1:
-        words = grouped.flatten().to(dtype)
-    else:
-        words = torch.nn.functional.pad(grouped, (0, group - size)).flatten().view(dtype)
-    codes = words & mask
-    for k in range(1, group):
-        codes |= (words << (8 - bits) * k) & (mask << 8 * k)
-    return codes.view(torch.uint8).view(*grouped.shape[:-2], grouped.shape[-2] * group)
 
 
 def _byte(grouped: torch.Tensor, j: int, bits: int) -> torch.Tensor:
@@ -179,24 +188,6 @@ def _work_dtype(bits: int) -> torch.dtype:
 def _require_bits(bits: int) -> None:
     if not 1 <= bits <= 64:
         raise ArgumentError(f"bits={bits} is not allowed; choose 1 to 64")
-
-
-def _checked_codes(codes: torch.Tensor, bits: int, validated: bool) -> torch.Tensor:
-    """Return the codes in a dtype that torch computes with, every one of them in range where that can be seen."""
-    if codes.dtype not in _SIGNED and codes.dtype not in _UNSIGNED:
-        raise DtypeError(f"codes have dtype {codes.dtype}; expected an integer dtype such as torch.uint8")
-    if codes.dim() == 0:
-        raise ArgumentError("codes have no dimension to pack along; reshape them to (1,)")
-    looked_at = not validated and bits < 64 and codes.numel() > 0 and is_readable(codes)
-    if codes.dtype == torch.uint64 and looked_at and int(codes.view(torch.int64).min()) < 0:
-        raise CodeError(f"codes of 2**63 and more do not fit {bits} bits")
-    codes = codes.to(_UNSIGNED.get(codes.dtype, codes.dtype))
-    if looked_at and not (codes.dtype == torch.uint8 and bits >= 8):
-        low, high = (int(bound) for bound in torch.aminmax(codes))
-        if low < 0 or high >> bits:
-            wrong = low if low < 0 else high
-            raise CodeError(f"code {wrong} does not fit {bits} bits; expected 0 to {(1 << bits) - 1}")
-    return codes
 
 
 def swizzled(scale: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,7 @@ from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.packed import GGML_FORMATS, HIF4, PackedFormat
 from fmtsim.formats.scaling import SCALE_RULES, History, ScaleRule, Scaling, TensorScale
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.formats.tapered import tapered
+from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, tapered
 from fmtsim.support.errors import ArgumentError, FormatError, did_you_mean, shown
 from fmtsim.support.records import READERS, at, located, parse_json, record_of
 
@@ -198,16 +197,12 @@ def register_format(record: Format, overwrite: bool = False) -> Format:
         if holder is not None and not overwrite:
             raise FormatError(f"format name {name!r} is taken by {holder!r}; choose another, or pass overwrite=True")
         if holder is not None and holder.name.lower() == name:
-            _forget(holder)
+            del _formats[holder.name]
+            for old in [old for old, fmt in _lookup.items() if fmt is holder]:
+                del _lookup[old]
     _formats[record.name] = record
     _lookup.update(dict.fromkeys(names, record))
     return record
-
-
-def _forget(record: Format) -> None:
-    del _formats[record.name]
-    for name in [name for name, fmt in _lookup.items() if fmt is record]:
-        del _lookup[name]
 
 
 def _find(text: str) -> Format:
@@ -335,21 +330,17 @@ def format_from_dict(record: dict[str, Any], path: str = "") -> Format:
     if not isinstance(kind, str) or kind not in KINDS:
         raise at(path, FormatError, f"kind={shown(kind)} is not a kind of format; choose one of {', '.join(KINDS)}")
     if kind == "block" and "scaling" not in fields:
-        fields["scaling"] = _scaling_of_old(fields)
+        # a block format as it was written before it had a Scaling: its own fields say how the scale is made
+        taken = {name: fields.pop(name) for name in _OLD if name in fields}
+        rule = taken.pop("scale_rule", "amax")
+        scaling: dict[str, Any] = {"arithmetic": "reciprocal", "scale": format_to_dict(FP32)} | taken
+        scaling["exponent_rule"] = None if rule == "amax" else rule
+        scaling["tensor"] = {} if scaling.pop("tensor_scale", False) else None
+        fields["scaling"] = scaling
     try:
         return record_of(KINDS[kind], fields, path)  # type: ignore[no-any-return]
     except ArgumentError as error:  # an unknown field
         raise FormatError(str(error)) from None
-
-
-def _scaling_of_old(fields: dict[str, Any]) -> dict[str, Any]:
-    """Take the scale's fields of a block format, as they were written before it had a Scaling, out of a record."""
-    taken = {name: fields.pop(name) for name in _OLD if name in fields}
-    rule = taken.pop("scale_rule", "amax")
-    scaling: dict[str, Any] = {"arithmetic": "reciprocal", "scale": format_to_dict(FP32)} | taken
-    scaling["exponent_rule"] = None if rule == "amax" else rule
-    scaling["tensor"] = {} if scaling.pop("tensor_scale", False) else None
-    return scaling
 
 
 _OLD = ("block", "scale", "scale_rule", "arithmetic", "tensor_scale", "zero_point")

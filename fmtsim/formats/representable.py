@@ -39,7 +39,14 @@ def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
         if not fmt.power_of_two:
             return dtype in (torch.float32, torch.float64)
         return dtype != torch.float16 and _significant_bits(fmt.element) <= _precision(dtype)
-    return _element_fits(fmt, dtype)
+    info = torch.finfo(dtype)
+    least = math.frexp(info.smallest_normal)[1] - _precision(dtype)  # exponent of the smallest subnormal number
+    if isinstance(fmt, FloatFormat | IntFormat):
+        smallest = fmt.min_subnormal if isinstance(fmt, FloatFormat) else fmt.eps / 2
+        fits = fmt.max <= info.max and smallest >= math.ldexp(1.0, least)
+        return fits and _significant_bits(fmt) <= _precision(dtype)
+    values = fmt.values if isinstance(fmt, CodebookFormat) else fmt.magnitudes
+    return all(abs(value) <= info.max and _is_multiple(value, dtype, least) for value in values)
 
 
 def missing_value(fmt: ElementFormat, dtype: torch.dtype) -> float | None:
@@ -77,16 +84,6 @@ def _values(fmt: ElementFormat) -> set[str]:
     return {repr(value) for value in map(fmt.value, codes) if not math.isnan(value)}
 
 
-def _element_fits(fmt: ElementFormat, dtype: torch.dtype) -> bool:
-    info, least = torch.finfo(dtype), _least_exponent(dtype)
-    if isinstance(fmt, FloatFormat | IntFormat):
-        smallest = fmt.min_subnormal if isinstance(fmt, FloatFormat) else fmt.eps / 2
-        fits = fmt.max <= info.max and smallest >= math.ldexp(1.0, least)
-        return fits and _significant_bits(fmt) <= _precision(dtype)
-    values = fmt.values if isinstance(fmt, CodebookFormat) else fmt.magnitudes
-    return all(abs(value) <= info.max and _is_multiple(value, dtype, least) for value in values)
-
-
 def _is_multiple(value: float, dtype: torch.dtype, least: int) -> bool:
     """Return True if a value is a multiple of the last place that it would have in a dtype."""
     exponent = max(math.frexp(value)[1] - _precision(dtype), least)
@@ -103,11 +100,6 @@ def _significant_bits(fmt: ElementFormat) -> int:
 
 def _precision(dtype: torch.dtype) -> int:
     return 1 - round(math.log2(torch.finfo(dtype).eps))
-
-
-def _least_exponent(dtype: torch.dtype) -> int:
-    """Return the exponent of the smallest subnormal number."""
-    return math.frexp(torch.finfo(dtype).smallest_normal)[1] - _precision(dtype)
 
 
 def codes_of_scales(scales: torch.Tensor, fmt: FloatFormat, *, validated: bool = False) -> torch.Tensor:

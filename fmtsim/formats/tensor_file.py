@@ -112,7 +112,8 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor],
     # 1. header and payload, of sizes that agree
     content = bytearray(read_file(path, DataError))
     path = Path(path)
-    header, payload = _split(path, content)
+    header, start = _header(path, content, len(content))
+    payload = memoryview(content)[start:]
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise DataError(f"{path}: the header has no metadata; expected a file that Encoded.save wrote")
@@ -153,12 +154,6 @@ def open_tensors(path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
         tag, shape, (first, end) = _checked(path, name, entry)
         places[name] = TensorPlace(path, tag, shape, start + first, end - first)
     return places, metadata
-
-
-def _split(path: Path, content: bytearray) -> tuple[dict[str, Any], memoryview]:
-    """Take a file apart into its header and its tensors' bytes."""
-    header, start = _header(path, content, len(content))
-    return header, memoryview(content)[start:]
 
 
 def _header(path: Path, content: bytes | bytearray, size: int) -> tuple[dict[str, Any], int]:

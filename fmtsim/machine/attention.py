@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from fmtsim.cpu.runtime.jit import fma32, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import mufu
-from fmtsim.machine.arrays import LN2, LOG2E, SIXTEEN_BITS, canonical, flush, put, read, words_of
-from fmtsim.machine.tensor_core import chain_of, product
+from fmtsim.machine.arrays import LN2, LOG2E, SIXTEEN_BITS, canonical, chain_of, flush, product, put, read, words_of
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 from fmtsim.spec.gemm_spec import GemmSpec
 

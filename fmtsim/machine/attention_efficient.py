@@ -20,7 +20,7 @@ from torch.overrides import enable_reentrant_dispatch
 
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.pool import run
-from fmtsim.machine import library, reduce, tensor_core
+from fmtsim.machine import arrays, library, reduce
 from fmtsim.machine.arrays import LOG2E, SIXTEEN_BITS, apply, fma, from_f32, to_f32
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
@@ -74,13 +74,13 @@ def product(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None = None, res
     """
     a_triples, b_triples = _triples(a, "sbb", residue_first), _triples(b, "bsb", residue_first)
     acc = np.zeros((*a.shape[:2], b.shape[1]), np.float32) if acc_f32 is None else acc_f32
-    spec = tensor_core.chain_of("hopper.mma", "tf32")
+    spec = arrays.chain_of("hopper.mma", "tf32")
     ends = [*range(3, a_triples.shape[2], 3 * _K_TILE // _STEP), a_triples.shape[2]]
     for start, end in zip([0, *ends], ends, strict=False):
         lhs, rhs = (
             torch.from_numpy(x[:, :, start:end].reshape(*x.shape[:2], -1).copy()) for x in (a_triples, b_triples)
         )
-        acc = acc + tensor_core.product(lhs, rhs, spec).numpy()
+        acc = acc + arrays.product(lhs, rhs, spec).numpy()
     return acc
 
 
@@ -88,12 +88,12 @@ def _products(dtype: torch.dtype) -> Callable:
     """Return ``product`` for operands of a dtype: in 16 bits a chain of steps of 8 elements of K, from acc on."""
     if dtype not in SIXTEEN_BITS:
         return product
-    spec = tensor_core.chain_of("hopper.wgmma", dtype, _STEP)
+    spec = arrays.chain_of("hopper.wgmma", dtype, _STEP)
 
     def multiply(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None = None, residue_first: bool = False) -> Any:
         a16, b16 = (torch.from_numpy(np.ascontiguousarray(x)).to(dtype) for x in (a, b))
         c_f32 = None if acc_f32 is None else torch.from_numpy(np.ascontiguousarray(acc_f32))
-        return tensor_core.product(a16, b16, spec, c=c_f32).numpy()
+        return arrays.product(a16, b16, spec, c=c_f32).numpy()
 
     return multiply
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from fmtsim.machine.arrays import SIXTEEN_BITS, tree
+from fmtsim.machine.arrays import SIXTEEN_BITS, chain_of, product, tree
 from fmtsim.machine.reduce import reduce
-from fmtsim.machine.tensor_core import chain_of, product
 from fmtsim.machine.unknown import UnknownOrder
 
 _STEP = 16  # of k, of hopper.mma and hopper.wgmma, which add 16-bit products alike
@@ -162,7 +161,11 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
     a = g.permute(1, 0, 2, 3).reshape(shape.outputs, -1)
     b = _windows(x, shape).transpose(1, 2).flatten(1).t().contiguous()
     if order.unit == "lanes":
-        total = _by_lanes(a, b)
+        # sums of [M, K] and [N, K] by 32 threads, each one chain of multiply-adds
+        lanes, chained = min(_LANES, a.shape[1]), Order("fma")
+        parts = [_product(a[:, t::_LANES], b[:, t::_LANES], chained).numpy() for t in range(lanes)]
+        parts += [np.zeros_like(parts[0])] * (_LANES - lanes)
+        total = torch.from_numpy(tree(np.stack(parts, -1)))
     else:
         tile = _STEP if order.slices == 1 else order.tile
         a, b = (pad(operand, (0, -operand.shape[1] % tile)).view(len(operand), -1, tile) for operand in (a, b))
@@ -173,15 +176,6 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
             if order.slices > 1 and any(((x.abs() < _SMALLEST) & (x != 0)).any() for x in (part, total)):
                 raise UnknownOrder("wgrad in slices whose sums are subnormal in float32")
     return _stored(total, order, g.dtype).view(shape.outputs, shape.channels, *shape.kernel)
-
-
-def _by_lanes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the sums of [M, K] and [N, K] by 32 threads."""
-    lanes = min(_LANES, a.shape[1])
-    order = Order("fma")
-    parts = [_product(a[:, t::_LANES], b[:, t::_LANES], order).numpy() for t in range(lanes)]
-    parts += [np.zeros_like(parts[0])] * (_LANES - lanes)
-    return torch.from_numpy(tree(np.stack(parts, -1)))
 
 
 def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:

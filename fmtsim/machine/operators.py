@@ -11,6 +11,7 @@ import torch
 from fmtsim.gemm.products.matmul import bmm, linear, mm
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.machine import (
+    arrays,
     attention,
     attention_efficient,
     attention_rows,
@@ -21,7 +22,6 @@ from fmtsim.machine import (
     pointwise,
     reduce,
     softmax,
-    tensor_core,
 )  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
@@ -351,7 +351,7 @@ def _grouped_mm(
         if p.numel() == 0 or q.numel() == 0:
             return torch.zeros(p.shape[0], q.shape[1], dtype=p.dtype)
         if p.dtype == torch.bfloat16:
-            return tensor_core.product(p, q.mT, tensor_core.chain_of("hopper.wgmma", p.dtype), dtype=p.dtype)
+            return arrays.product(p, q.mT, arrays.chain_of("hopper.wgmma", p.dtype), dtype=p.dtype)
         try:
             return _known_product(mm, p, q, target=target)
         except Guess as guess:

@@ -35,16 +35,6 @@ def _keep(mask, seed, offset, probability, threads, vector, start, stop):
             first += threads * max(vector, _UNROLL)
 
 
-def _vector(x: torch.Tensor) -> int:
-    """Return how many adjacent elements a thread takes at once."""
-    if not (x.is_contiguous() or x.transpose(0, -1).is_contiguous()):
-        return 1
-    vector = 16 // x.element_size()
-    while vector > 1 and (x.numel() % vector or x.storage_offset() % vector):
-        vector //= 2
-    return vector
-
-
 class Generator:
     """The state of a GPU's default generator: the seed of torch.manual_seed, and how many numbers were drawn since.
 
@@ -76,7 +66,11 @@ def dropout(
     threads = blocks * _BLOCK
     seed, offset = generator.draw(((count - 1) // (threads * _UNROLL) + 1) * _UNROLL)
     flat = np.empty(count, np.bool_)
-    vector = _vector(x)
+    vector = 1  # adjacent elements that a thread takes at once
+    if x.is_contiguous() or x.transpose(0, -1).is_contiguous():
+        vector = 16 // x.element_size()
+        while vector > 1 and (x.numel() % vector or x.storage_offset() % vector):
+            vector //= 2
     run(lambda i, j: _keep(flat, uint64(seed % 2**64), uint64(offset), keep, threads, vector, i, j), threads, 1, 64)
     # in the order in which the elements lie in memory, or in which they are counted
     mask, drawn = torch.empty_like(x, dtype=torch.bool), torch.from_numpy(flat)

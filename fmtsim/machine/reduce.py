@@ -158,15 +158,6 @@ def _last(x: torch.Tensor, axes: list[int], squares: bool) -> np.ndarray | None:
     return sum_last(rows, starts.reshape(-1).numpy() + x.storage_offset(), x.element_size(), squares)
 
 
-def _around(x: torch.Tensor, axes: list[int]) -> np.ndarray | None:
-    """Return sums over all dimensions but one, which lies between them in memory: a convolution's bias gradient."""
-    if x.ndim - len(axes) != 1 or not x.is_contiguous():
-        return None
-    stays = next(d for d in range(x.ndim) if d not in axes)
-    rows = np.ascontiguousarray(np.moveaxis(to_f32(x), stays, 0).reshape(x.shape[stays], -1))
-    return sum_last(rows, np.zeros(len(rows), np.int64), x.element_size(), loads=False)
-
-
 def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum or mean of a tensor over dimensions, rounded once to a dtype.
 
@@ -193,8 +184,11 @@ def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, d
         total = sum_first(np.ascontiguousarray(to_f32(x).transpose(order)).reshape(count, -1))
     elif total is None and count <= 4 and len(axes) == 1:
         total = chain(np.moveaxis(to_f32(x), axes[0], -1))
-    if total is None:
-        total = _around(x, axes)
+    if total is None and x.ndim - len(axes) == 1 and x.is_contiguous():
+        # all dimensions but one, which lies between them in memory: a convolution's bias gradient
+        stays = next(d for d in range(x.ndim) if d not in axes)
+        rows = np.ascontiguousarray(np.moveaxis(to_f32(x), stays, 0).reshape(x.shape[stays], -1))
+        total = sum_last(rows, np.zeros(len(rows), np.int64), x.element_size(), loads=False)
     if total is None:
         raise UnknownOrder(f"a sum over dimensions {axes} of {tuple(x.shape)}, strides {x.stride()}")
     total = total + float32(0.0)  # threads begin with zeros: no sum is -0

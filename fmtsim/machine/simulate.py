@@ -142,7 +142,16 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             if kind != "same" and torch.is_tensor(result) and result.is_floating_point():
                 self._note(name, UnknownOrder("numbers that it makes of integers"))
             return result
-        self._refuse(name, tensors)
+        device = next((x.device for x in tensors if x.device.type != "cpu"), None)
+        if device is not None and name != "_to_copy":
+            raise ArgumentError(
+                f"{name}{_place()} has a tensor on {device}; simulate computes on the CPU: move model and batch there"
+            )
+        if _in_compiled_code(self._entered[-1][1]):
+            raise ArgumentError(
+                f"{name}{_place()} runs in compiled code, whose kernels on {self.target} are the compiler's own; "
+                "simulate the model that was given to torch.compile (model._orig_mod)"
+            )
         try:
             empty = bool(args) and torch.is_tensor(args[0]) and not args[0].numel()  # no sums, but of nothing
             if kind in ("same", "own") or empty:
@@ -165,19 +174,6 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             if x.is_cpu and x.layout == torch.strided and not x.is_nested:
                 self._operators.canonical(x)
         return result
-
-    def _refuse(self, name: str, tensors: list[torch.Tensor]) -> None:
-        """Refuse an operator of compiled code, or on another device."""
-        device = next((x.device for x in tensors if x.device.type != "cpu"), None)
-        if device is not None and name != "_to_copy":
-            raise ArgumentError(
-                f"{name}{_place()} has a tensor on {device}; simulate computes on the CPU: move model and batch there"
-            )
-        if _in_compiled_code(self._entered[-1][1]):
-            raise ArgumentError(
-                f"{name}{_place()} runs in compiled code, whose kernels on {self.target} are the compiler's own; "
-                "simulate the model that was given to torch.compile (model._orig_mod)"
-            )
 
     def _note(self, name: str, reason: Exception) -> None:
         """Count an operator that is not exact; with ``strict`` refuse it."""

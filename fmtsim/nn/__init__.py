@@ -4,10 +4,9 @@
 from fmtsim.nn.attention import EmulatedMultiheadAttention, QuantisedAttention, convert_attention, revert_attention
 from fmtsim.nn.convert import convert, revert, set_step
 from fmtsim.nn.convolutions import EmulatedConv2d
-from fmtsim.nn.modules import EmulatedLinear
-from fmtsim.nn.recurrent import EmulatedRecurrent
+from fmtsim.nn.modules import EmulatedLinear, EmulatedRecurrent
 from fmtsim.nn.report import report
-from fmtsim.nn.scaled_linear import (
+from fmtsim.nn.scaled_model import (
     MuLinear,
     MuReadout,
     MuResidual,
@@ -17,8 +16,8 @@ from fmtsim.nn.scaled_linear import (
     mu_parameter_groups,
 )
 from fmtsim.nn.sdpa import flash_attention_3, quantised_attention
-from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_swiglu
 from fmtsim.nn.state import share_scales
+from fmtsim.nn.swaps import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_swiglu
 
 __all__ = [
     "EmulatedConv2d", "EmulatedLinear", "EmulatedMultiheadAttention", "EmulatedRecurrent", "MuLinear", "MuReadout",

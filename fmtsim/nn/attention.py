@@ -281,7 +281,10 @@ def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any
             try:
                 y = forward(*args, **kwargs)
             except FmtsimError as error:
-                raise _named(error, how.name) from error
+                text = str(error)
+                if text.startswith("layer "):  # a layer inside has named itself
+                    raise
+                raise type(error)(f"layer {how.name!r}: {text}") from error
     if how.strict and not mode.used:
         raise ArgumentError(
             f"layer {how.name!r} ran without calling {_FUNCTION}, so nothing was quantised; call nn.MultiheadAttention "
@@ -289,12 +292,6 @@ def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any
             "output_attentions, or take its attention out with fmtsim.nn.revert_attention"
         )
     return y
-
-
-def _named(error: FmtsimError, name: str) -> FmtsimError:
-    """Return an error that names a layer, unless it names one."""
-    text = str(error)
-    return error if text.startswith("layer ") else type(error)(f"layer {name!r}: {text}")
 
 
 def attends(module: nn.Module) -> bool:

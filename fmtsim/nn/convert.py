@@ -17,7 +17,9 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
+from fmtsim.nn.attention import detach
 from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
+from fmtsim.nn.forward import unwrap
 from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
 from fmtsim.nn.planning import (
     Configure,
@@ -32,11 +34,12 @@ from fmtsim.nn.planning import (
     planner_of,
     with_rules,
 )
-from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, computed_products, detach_products
+from fmtsim.nn.raw_matmuls import FORWARD, PRODUCTS, READS, ParameterProduct, attach_products, computed_products
+from fmtsim.nn.saved_activations import detach_saving
+from fmtsim.nn.scaled_model import detach_scales
 from fmtsim.nn.state import PTQ, RECIPE, attach_name, converted_modules, detach_name, is_converted
-from fmtsim.nn.swaps import Swaps, find_swaps, one_generator, undo_swaps
+from fmtsim.nn.swaps import find_swaps, one_generator, unsmooth
 from fmtsim.recipes.attention import AttentionConfig
-from fmtsim.recipes.plan import LayerPlan
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
@@ -130,7 +133,11 @@ def convert(
     te_current: 100 % of weight multiply-adds simulated (forward and backward); estimated from shapes
     """
     check_module("convert", model)
-    _check_filter(model, filter_fn)
+    if filter_fn is not None and not takes(filter_fn, model, ""):
+        raise ArgumentError(
+            f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
+            "write filter_fn=lambda module, name: 'mlp' in name"
+        )
     machine = machine_of(target, plan, native)
     recipe, named = recipe if attention is None else _with_attention(recipe, attention, format), None
     if recipe is not None:
@@ -146,47 +153,47 @@ def convert(
     products = plan_products(model, planner, filter_fn, total_steps, reasons)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
     if not layers and not swaps and not products:
-        raise ArgumentError(_nothing(model, reasons))
+        # the reasons of four layers
+        modules = dict(model.named_modules())
+        leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]
+        named_reasons = "; ".join(f"{name or type(model).__name__}: {reasons[name]}" for name in leaves)
+        text = f"convert found nothing to convert in {type(model).__name__}"
+        raise ArgumentError(f"{text} ({named_reasons})" if named_reasons else text)
     keys = one_generator(generator)
     for module, name, layer_plan in layers:
-        _emulate(module, name, layer_plan, keys, total_steps)
+        changed = emulated_class(type(module))
+        assert changed is not None  # plan_layers only lists modules that have one
+        module.__class__ = changed  # type: ignore[assignment]
+        assert isinstance(module, EmulatedModule)
+        module.emulate(name, layer_plan, keys, total_steps)
     attach_products(model, products, keys, total_steps)
     if swaps is not None:
         swaps.apply(model, keys)
     if named is not None and rules:
         named = dataclasses.replace(named, name=f"{named.name}+rules")
-    _note(model, named, total_steps, reasons, swaps)
+    # on the root: what was converted, under which recipe, and what was left alone
+    model.__dict__[TOTAL] = total_steps
+    model.__dict__[RECIPE] = None if named is None else named.name
+    for module in model.modules():
+        if named is not None and isinstance(module, EmulatedModule) and module.emulation is not None:
+            module.emulation.recipe = named.name
+    model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
+    notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
+    model.__dict__[NOTES] = (*(() if named is None else idle_shares(named, model)), *notes)
     attach_name(model)
-    _pause_fused(model)
+    # switch off inference kernels that would read converted layers' weights without calling the layers.
+    for module in model.modules():
+        for cls, attribute, off in _FUSED:
+            if isinstance(module, cls) and is_converted(module):
+                module.__dict__[SAVED] = {attribute: module.__dict__[attribute]}
+                module.__dict__[attribute] = off
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
         model.register_forward_pre_hook(_remind)
     if products:
         model.register_forward_hook(_warn_computed)
     chosen_by_name = filter_fn is not None or callable(recipe)
-    _tell(model, warn=bool(layers or products) and not chosen_by_name)
-    return model
-
-
-def _with_attention(recipe: Any, attention: Any, format: Any) -> Recipe:
-    base = Recipe(name="attention") if recipe is None and format is None else recipe
-    if not isinstance(base, str | Path | Recipe):
-        raise ArgumentError("attention= goes with a recipe or alone; for layers by format= call convert_attention, too")
-    how = get_recipe(attention, kind="training").attention if isinstance(attention, str) else attention
-    if not isinstance(how, AttentionConfig):
-        raise ArgumentError(f"attention={shown(attention)} is not attention; pass 'fa3', 'sage3' or an AttentionConfig")
-    return dataclasses.replace(get_recipe(base, kind="training"), attention=how)
-
-
-def _check_filter(model: nn.Module, filter_fn: Any) -> None:
-    if filter_fn is not None and not takes(filter_fn, model, ""):
-        raise ArgumentError(
-            f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
-            "write filter_fn=lambda module, name: 'mlp' in name"
-        )
-
-
-def _tell(model: nn.Module, *, warn: bool) -> None:
-    """Log the line that ``report`` has, and warn where more than 1 % stays as it is without a choice of the caller."""
+    # log the line that `report` has, and warn where more than 1 % stays as it is without a choice of the caller.
+    warn = bool(layers or products) and not chosen_by_name
     coverage = estimated(model, model.__dict__[REASONS])
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info("%s", summary_of(model, model.__dict__[RECIPE], coverage, model.__dict__[NOTES]))
@@ -200,6 +207,17 @@ def _tell(model: nn.Module, *, warn: bool) -> None:
             CoverageWarning,
             stacklevel=caller_level(),
         )
+    return model
+
+
+def _with_attention(recipe: Any, attention: Any, format: Any) -> Recipe:
+    base = Recipe(name="attention") if recipe is None and format is None else recipe
+    if not isinstance(base, str | Path | Recipe):
+        raise ArgumentError("attention= goes with a recipe or alone; for layers by format= call convert_attention, too")
+    how = get_recipe(attention, kind="training").attention if isinstance(attention, str) else attention
+    if not isinstance(how, AttentionConfig):
+        raise ArgumentError(f"attention={shown(attention)} is not attention; pass 'fa3', 'sage3' or an AttentionConfig")
+    return dataclasses.replace(get_recipe(base, kind="training"), attention=how)
 
 
 def summary_of(
@@ -280,29 +298,6 @@ def _remove(hooks: dict[int, Any], removed: Any) -> None:
         del hooks[key]
 
 
-def _emulate(module: nn.Module, name: str, layer_plan: LayerPlan, keys: Generator, total_steps: int | None) -> None:
-    """Give a module its emulated class."""
-    changed = emulated_class(type(module))
-    assert changed is not None  # plan_layers only lists modules that have one
-    module.__class__ = changed  # type: ignore[assignment]
-    assert isinstance(module, EmulatedModule)
-    module.emulate(name, layer_plan, keys, total_steps)
-
-
-def _note(
-    model: nn.Module, recipe: Recipe | None, total_steps: int | None, reasons: dict[str, str], swaps: Swaps | None
-) -> None:
-    """Record on the root what was converted, under which recipe, and what was left alone."""
-    model.__dict__[TOTAL] = total_steps
-    model.__dict__[RECIPE] = None if recipe is None else recipe.name
-    for module in model.modules():
-        if recipe is not None and isinstance(module, EmulatedModule) and module.emulation is not None:
-            module.emulation.recipe = recipe.name
-    model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
-    notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
-    model.__dict__[NOTES] = (*(() if recipe is None else idle_shares(recipe, model)), *notes)
-
-
 def revert(model: Model) -> Model:
     """Give every converted module its own class back and undo what a recipe exchanged, in place; return the model.
 
@@ -322,8 +317,17 @@ def revert(model: Model) -> Model:
                 f"layer {name!r} became a {type(module).__name__} after convert; "
                 "undo that change (for example its parametrization) first"
             )
-    undo_swaps(model)
-    detach_products(model)
+    # 1. what a recipe exchanged
+    detach_saving(model)
+    detach_scales(model)
+    unsmooth(model, recipe=True)
+    detach(model, recipe=True)
+    # 2. products that modules write
+    for writer in list(model.modules()):
+        if READS in writer.__dict__:
+            del writer.__dict__[READS]
+            unwrap(writer, FORWARD)
+        writer._modules.pop(PRODUCTS, None)
     for _, module in converted:
         module.__dict__.pop("emulation", None)
         module._modules.pop(STATE, None)
@@ -359,20 +363,3 @@ def set_step(model: nn.Module, step: int) -> None:
         if how is not None and how.plan is not None:
             how.stepped = True
             how.run(how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig())
-
-
-def _pause_fused(model: nn.Module) -> None:
-    """Switch off inference kernels that would read converted layers' weights without calling the layers."""
-    for module in model.modules():
-        for cls, attribute, off in _FUSED:
-            if isinstance(module, cls) and is_converted(module):
-                module.__dict__[SAVED] = {attribute: module.__dict__[attribute]}
-                module.__dict__[attribute] = off
-
-
-def _nothing(model: nn.Module, reasons: dict[str, str]) -> str:
-    """Return the error text for a model without anything to convert, with the reasons of four layers."""
-    modules = dict(model.named_modules())
-    leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]
-    shown = [f"{name or type(model).__name__}: {reasons[name]}" for name in leaves]
-    return f"convert found nothing to convert in {type(model).__name__}" + (f" ({'; '.join(shown)})" if shown else "")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage: the share of a model's multiply-adds with weights that is simulated, and what is left, in one line.
 
-``fmtsim.nn.counting`` counts the products of a batch; here are the record, its words, and the count without a batch, by
+``fmtsim.nn.report`` counts the products of a batch; here are the record, its words, and the count without a batch, by
 the shapes of weights.
 """
 

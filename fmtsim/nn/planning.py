@@ -268,7 +268,16 @@ class Selector:
         self._blocks = find_blocks(model)
         numbers = {name: i for i, name in enumerate(self._blocks)}
         self._places = {name: block_of(name, numbers) for name in self._layers}
-        self._heads = self._find_heads()
+        # Heads: the last linear layer and those that share its weight, unless it is in a block, and products that the
+        # model writes with the weight of an embedding.
+        tied = {name for name, matrix in self._raw.items() if matrix.head}
+        weights = {name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear)}
+        weights |= {name: getattr(matrix.module, matrix.parameter) for name, matrix in self._raw.items()}
+        linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
+        if not linear or self._places[linear[-1]] is not None:
+            self._heads = tied
+        else:
+            self._heads = tied | {name for name in linear if weights[name] is weights[linear[-1]]}
         self._model = type(model).__name__
 
     def check(self, recipe: Recipe) -> None:
@@ -345,19 +354,6 @@ class Selector:
     def heads(self) -> list[nn.Module]:
         """The layers that make logits."""
         return [self._raw[name].module if name in self._raw else self._layers[name] for name in self._heads]
-
-    def _find_heads(self) -> set[str]:
-        """Return the names of the last linear layer and of those that share its weight, unless it is in a block.
-
-        A product that the model writes with the weight of an embedding is one, too.
-        """
-        tied = {name for name, matrix in self._raw.items() if matrix.head}
-        weights = {name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear)}
-        weights |= {name: getattr(matrix.module, matrix.parameter) for name, matrix in self._raw.items()}
-        linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
-        if not linear or self._places[linear[-1]] is not None:
-            return tied
-        return tied | {name for name in linear if weights[name] is weights[linear[-1]]}
 
 
 def _number(blocks: int | float, count: int) -> int:

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.forward import is_of_torch, names_in_forward, unwrap, wrap
+from fmtsim.nn.forward import is_of_torch, names_in_forward, wrap
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.operations import EMULATED_NAMES, GROUPED_NAMES, RULES, ModelMode, Multiply
 from fmtsim.recipes.plan import LayerPlan
@@ -322,17 +322,6 @@ def attach_products(
     for module, read in writers(model, [matrix for _, matrix, _ in chosen]).items():
         module.__dict__[READS] = read
         wrap(module, FORWARD, _multiplying)
-
-
-def detach_products(model: nn.Module) -> None:
-    """Undo ``attach_products``."""
-    for module in model.modules():
-        if READS not in module.__dict__:
-            continue
-        del module.__dict__[READS]
-        unwrap(module, FORWARD)
-    for module in list(model.modules()):
-        module._modules.pop(PRODUCTS, None)
 
 
 def computed_products(model: nn.Module) -> list[ParameterProduct]:

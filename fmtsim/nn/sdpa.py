@@ -169,7 +169,17 @@ def attend(
     _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
         key, value = (t.repeat_interleave(_groups(query, t), -3) for t in (key, value))
-    lead = _lead(query, key, value, attn_mask)
+    # leading sizes of query, key and value together, with which a mask goes
+    shapes = [t.shape[:-2] for t in (query, key, value)]
+    try:
+        lead = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ArgumentError(f"leading sizes {listed} of query, key and value do not broadcast") from None
+    whole = (*lead, query.shape[-2], key.shape[-2])
+    sizes = () if attn_mask is None else attn_mask.shape
+    if len(sizes) > len(whole) or any(a not in (1, b) for a, b in zip(sizes[::-1], whole[::-1], strict=False)):
+        raise ArgumentError(f"attn_mask of shape {tuple(sizes)} does not broadcast to {whole}")
     q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (query, key, value))
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         check_saved("quantised attention", q, k, v)
@@ -179,21 +189,6 @@ def attend(
     hides = mask is not None and (is_causal or (attn_mask is not None and attn_mask.dtype == torch.bool))
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return run_attention(Inputs(q, k, v, mask, hides, factor), call)
-
-
-def _lead(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> torch.Size:
-    """Return the leading sizes of query, key and value together, with which a mask goes."""
-    shapes = [t.shape[:-2] for t in (query, key, value)]
-    try:
-        lead = torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        listed = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise ArgumentError(f"leading sizes {listed} of query, key and value do not broadcast") from None
-    whole = (*lead, query.shape[-2], key.shape[-2])
-    sizes = () if mask is None else mask.shape
-    if len(sizes) > len(whole) or any(a not in (1, b) for a, b in zip(sizes[::-1], whole[::-1], strict=False)):
-        raise ArgumentError(f"attn_mask of shape {tuple(sizes)} does not broadcast to {whole}")
-    return lead
 
 
 def _groups(query: Tensor, t: Tensor) -> int:

@@ -1,32 +1,300 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchanges of a recipe beside linear layers: attention, gated layers, whole models, saved activations."""
+"""Exchanges of a recipe beside linear layers: attention, gated layers (Smooth-SwiGLU), whole models, activations."""
 
 import re
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from itertools import permutations
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.attention import Filter, attach, attentions, check_attentions, check_kind_of_attention, detach
-from fmtsim.nn.forward import ATTENTION
+from fmtsim.nn.attention import Filter, attach, attentions, check_attentions, check_kind_of_attention
+from fmtsim.nn.forward import ATTENTION, forward_names, undisturbed, unwrap_marked, wrap
+from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import FILTERED, Selector
-from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving, detach_saving
-from fmtsim.nn.scaled_linear import MuResidual, ScaledLinear
-from fmtsim.nn.scaled_model import SCALED, ScaledModel, attach_scales, detach_scales
-from fmtsim.nn.smooth import (
-    PROJECTIONS,
-    SMOOTH,
-    Smoothing,
-    gated_layers,
-    gated_parts,
-    other_silus,
-    smoothen,
-    unsmooth,
-)
+from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving
+from fmtsim.nn.scaled_model import SCALED, MuResidual, ScaledLinear, ScaledModel, attach_scales
 from fmtsim.recipes.spec import Recipe, Replacement
+from fmtsim.scaling.repeats import Calls
+from fmtsim.scaling.scales import power_of_two as to_power_of_two
 from fmtsim.support.errors import ArgumentError
+from fmtsim.support.records import checked
+
+Per = Literal["token", "channel"]
+Model = TypeVar("Model", bound=nn.Module)
+
+PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
+_SILU: Final = ("SiLU", "SiLUActivation")
+SMOOTH: Final = "_fmtsim_smooth"  # on each converted module: its Smoothing
+_FORWARD: Final = "_fmtsim_smooth_forward"
+
+
+class Smoothing(NamedTuple):
+    """Describe how a gated layer is smoothed.
+
+    Attributes:
+        per: See ``smooth_scale``.
+        power_of_two: See there.
+        recipe: Whether a recipe did it, which ``revert`` takes away with the recipe.
+        parts: Names of the projections: gate, up and down.
+    """
+
+    per: Per
+    power_of_two: bool
+    recipe: bool = False
+    parts: tuple[str, ...] = PROJECTIONS
+
+    def __str__(self) -> str:
+        return f"Smooth-SwiGLU, a scale a {self.per}{', powers of two' if self.power_of_two else ''}"
+
+
+def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -> Tensor:
+    """Return the largest magnitude of every token, or of every channel, of the linear half of a gated product.
+
+    Args:
+        v: ``[..., channels]``, floating point.
+        per: ``"token"`` gives ``[..., 1]``, the code's rule; ``"channel"`` gives ``[channels]``, the paper's.
+        power_of_two: Round the scale up to a power of two, so that dividing by it is exact.
+
+    Returns:
+        Scales of v's dtype (of float32 where powers of two are asked for), without gradient. A token or channel of
+        zeros has scale 1; the source's code divides by zero there. NaN gives NaN.
+
+    Raises:
+        ArgumentError: An unknown rule.
+    """
+    checked("per", per, Per)
+    check_flags(power_of_two=power_of_two)
+    check_input(v, "v")
+    if not v.dim() or not v.shape[-1]:
+        raise ArgumentError(f"v has shape {tuple(v.shape)}; pass [..., channels]")
+    size = v.detach().abs()
+    amax = size.amax(-1, keepdim=True) if per == "token" else _largest(size.reshape(-1, v.shape[-1]))
+    amax = torch.where(amax == 0, torch.ones_like(amax), amax)
+    if not power_of_two:
+        return amax
+    return torch.where(amax.isfinite(), to_power_of_two(amax.float().nan_to_num(), up=True), amax.float())
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Return the largest of each column, 0 where there are no rows."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])]).amax(0) if not len(x) else x.amax(0)
+
+
+def smooth_swiglu(
+    u: Tensor, v: Tensor, *, per: Per = "token", power_of_two: bool = False, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ``z = silu(u) * (v / s)`` and s: z is what is quantised, ``z s`` the gated product.
+
+    Args:
+        u: ``[..., channels]``, the half behind SiLU.
+        v: The other half, of the same shape.
+        per: See ``smooth_scale``.
+        power_of_two: See there.
+        scale: Use these scales instead of v's own (delayed scaling).
+
+    s is a constant for the gradient (the source's ``detach``). NaN and infinities pass as in the plain product.
+
+    >>> z, s = smooth_swiglu(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -6.0]]))
+    >>> s, bool(((z * s) == torch.nn.functional.silu(torch.tensor([1.0, 2.0])) * torch.tensor([3.0, -6.0])).all())
+    (tensor([[6.]]), True)
+    """
+    tensors = {"u": u, "v": v} if scale is None else {"u": u, "v": v, "scale": scale}
+    for name, t in tensors.items():
+        check_input(t, name)
+    check_together(**tensors)
+    if u.shape != v.shape:
+        raise ArgumentError(f"u has shape {tuple(u.shape)} and v {tuple(v.shape)}; pass two halves of one shape")
+    if scale is not None and any(a not in (1, b) for a, b in zip(scale.shape[::-1], v.shape[::-1], strict=False)):
+        raise ArgumentError(f"scale of shape {tuple(scale.shape)} does not broadcast to v of {tuple(v.shape)}")
+    s = smooth_scale(v, per, power_of_two=power_of_two) if scale is None else scale.detach()
+    return F.silu(u) * (v / s), s
+
+
+class SmoothSwiGLU(nn.Module):
+    """Apply a gated feed-forward layer, ``down(silu(gate(x)) * up(x))``, whose product is smoothed for quantisation.
+
+    The function is that of the plain layer: a scale a token multiplies the result of the down projection, a scale a
+    channel multiplies the columns of its weight. After ``fmtsim.convert`` its three products are emulated.
+
+    Args:
+        width: Features of input and output.
+        hidden: Channels of the gated product.
+        bias: Whether the projections have biases.
+        per: See ``smooth_scale``.
+        power_of_two: See there.
+        delayed: Use the scale of the previous call with gradients, as the source's code can; the first call uses its
+            own. Per channel alone, because tokens change from call to call.
+
+    Raises:
+        ArgumentError: ``delayed`` with a scale a token.
+    """
+
+    previous: Tensor
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        per: Per = "token",
+        power_of_two: bool = False,
+        delayed: bool = False,
+    ) -> None:
+        super().__init__()
+        checked("per", per, Per)
+        check_flags(bias=bias, power_of_two=power_of_two, delayed=delayed)
+        if delayed and per == "token":
+            raise ArgumentError("delayed=True with per='token' has no scale to keep; pass per='channel'")
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
+        self.per, self.power_of_two, self.delayed = per, power_of_two, delayed
+        self._calls: Calls[Tensor] = Calls()
+        self.register_buffer("previous", torch.zeros(hidden), persistent=False)  # zeros: no call yet
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., width]`` to itself."""
+        check_features(x, self.gate_proj.weight)
+        u, v = self.gate_proj(x), self.up_proj(x)
+        s = smooth_scale(v, self.per, power_of_two=self.power_of_two)
+        if self.delayed:
+            s = self._delayed(s) if torch.compiler.is_compiling() else self._calls.run(partial(self._delayed, s))
+        z, s = smooth_swiglu(u, v, scale=s)
+        return scaled_down(self.down_proj, z, s, self.per)
+
+    def _delayed(self, now: Tensor) -> Tensor:
+        """Return the scale of the call before, or this one's, which the next call takes where this one learns."""
+        s = torch.where(self.previous > 0, self.previous, now.float()).to(now.dtype)
+        if torch.is_grad_enabled():
+            self.previous.copy_(now)
+        return s
+
+    def extra_repr(self) -> str:
+        """Show the rule."""
+        return f"per={self.per!r}, power_of_two={self.power_of_two}, delayed={self.delayed}"
+
+
+def scaled_down(down: nn.Linear, z: Tensor, s: Tensor, per: Per) -> Tensor:
+    """Return ``(z s) w^T + bias`` of a linear layer, plain or converted, z being quantised without s."""
+    weight = down.weight if per == "token" else down.weight * s.to(down.weight.dtype)
+    z = z.to(weight.dtype) if weight.dtype.itemsize < z.dtype.itemsize else z  # powers of two make it float32
+    y = down.gemm(z, weight, None) if isinstance(down, EmulatedModule) else F.linear(z, weight)
+    y = y * s.to(y.dtype) if per == "token" else y
+    return y if down.bias is None else y + down.bias.to(y.dtype)
+
+
+def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = False) -> Model:
+    """Smooth the gated layers of a model, in place: same objects, Parameters and state_dict, another forward.
+
+    A gated layer has linear ``gate_proj``, ``up_proj`` and ``down_proj`` and SiLU as ``act_fn``, as in Hugging Face's
+    Llama; or three linear layers of other names and SiLU as a module or function, with which it computes
+    ``down(silu(gate(x)) * up(x))``, as a trial on random numbers shows. It goes with ``fmtsim.convert``, in any order.
+
+    Args:
+        model: Any module.
+        per: See ``smooth_scale``.
+        power_of_two: See there.
+
+    Raises:
+        ArgumentError: There is no such layer, or an unknown rule. The model is then unchanged.
+    """
+    smooth_scale(torch.zeros(1, 1), per)  # refuses an unknown rule
+    layers = [module for _, module in gated_layers(model)]
+    if not layers:
+        raise ArgumentError(
+            f"convert_swiglu found no gated layer in {type(model).__name__}; "
+            f"it looks for linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or three linear layers that compute "
+            "down(silu(gate(x)) * up(x)); or build the model with SmoothSwiGLU"
+        )
+    for module in layers:
+        smoothen(module, Smoothing(per, power_of_two, parts=gated_parts(module) or PROJECTIONS))
+    return model
+
+
+def revert_swiglu(model: Model) -> Model:
+    """Give gated layers their own forward back, in place; raise ArgumentError where none is converted."""
+    if not unsmooth(model):
+        raise ArgumentError(f"{type(model).__name__} has no converted gated layer; call convert_swiglu first")
+    return model
+
+
+def gated_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the gated layers of a model that are not smoothed yet, by name."""
+    return [(name, module) for name, module in model.named_modules() if gated_parts(module) is not None]
+
+
+def other_silus(model: nn.Module) -> list[str]:
+    """Return the names of modules with SiLU and several linear layers that compute something else."""
+    names = (
+        name for name, m in model.named_modules()
+        if SMOOTH not in m.__dict__ and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
+    )  # fmt: skip
+    return list(names)
+
+
+def smoothen(module: nn.Module, rule: Smoothing) -> None:
+    """Smooth a gated layer, in place."""
+    module.__dict__[SMOOTH] = rule
+    wrap(module, _FORWARD, _smooth_forward)
+
+
+def unsmooth(model: nn.Module, *, recipe: bool | None = None) -> int:
+    """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed."""
+    return unwrap_marked(model, SMOOTH, _FORWARD, recipe)
+
+
+def _smooth_forward(module: nn.Module, forward: Any, x: Tensor) -> Tensor:
+    rule: Smoothing = module.__dict__[SMOOTH]
+    gate, up, down = (getattr(module, name) for name in rule.parts)
+    z, s = smooth_swiglu(gate(x), up(x), per=rule.per, power_of_two=rule.power_of_two)
+    return scaled_down(down, z, s, rule.per)
+
+
+def gated_parts(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of a gated layer's projections, gate, up and down; None for other and for smoothed modules."""
+    if SMOOTH in module.__dict__:
+        return None
+    linears = _linears(module)
+    if linears.keys() >= set(PROJECTIONS) and type(getattr(module, "act_fn", None)).__name__ in _SILU:
+        return PROJECTIONS
+    if len(linears) != 3 or not _names_silu(module):
+        return None
+    return next(
+        (parts for parts in permutations(linears) if _computes(module, *(linears[part] for part in parts))), None
+    )
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+
+
+def _names_silu(module: nn.Module) -> bool:
+    """Return True if a module has SiLU as a part, or its forward names the function."""
+    return "silu" in forward_names(module) or any(type(child).__name__ in _SILU for child in module.children())
+
+
+def _computes(module: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:
+    """Try whether a module computes ``down(silu(gate(x)) * up(x))``."""
+    w = gate.weight
+    if w.is_meta or w.shape != up.weight.shape or w.shape != down.weight.shape[::-1]:
+        return False
+    x = torch.randn(4, w.shape[1], generator=torch.Generator().manual_seed(0)).to(w)
+    with undisturbed(module):
+        z = down(F.silu(gate(x)) * up(x))
+        try:
+            y = module.forward(x)
+        except Exception:  # it takes other arguments, or other shapes
+            return False
+    tolerance = 4 * torch.finfo(w.dtype).eps ** 0.75 * float(z.abs().max())
+    return isinstance(y, Tensor) and y.shape == z.shape and float((y - z).abs().max()) <= tolerance
+
 
 _NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
 _FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
@@ -143,11 +411,6 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, swa
         by=replacement.by, tau=replacement.tau, recipe=f"recipe {swaps.recipe.name!r}", names=_find_norms(model),
         heads=Selector(model).heads,
     )  # fmt: skip
-
-
-def undo_swaps(model: nn.Module) -> int:
-    """Undo what recipes exchanged in a model; return how many modules that was."""
-    return detach_saving(model) + detach_scales(model) + unsmooth(model, recipe=True) + detach(model, recipe=True)
 
 
 def swapped(model: nn.Module) -> bool:

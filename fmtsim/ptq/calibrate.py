@@ -165,17 +165,14 @@ class Products:
                 x = inputs.pop()
                 if not bool(torch.isfinite(x).all()):
                     raise ArgumentError("the calibration data gives it NaN or Inf; look for them in the batch")
-                calibrated = self._part(name, part)
+                module, label = self.modules[name], ".".join(filter(None, (name, part))) or "(model)"
+                fresh = Part(name=label, module=module, part=part, x=self.configs[name].fprop.a)
+                calibrated = self.parts.setdefault((name, part), fresh)
                 see(calibrated, self._slot(calibrated, name, t), x)
 
             return record
 
         return observer
-
-    def _part(self, name: str, part: str) -> Part:
-        module, label = self.modules[name], ".".join(filter(None, (name, part))) or "(model)"
-        fresh = Part(name=label, module=module, part=part, x=self.configs[name].fprop.a)
-        return self.parts.setdefault((name, part), fresh)
 
     def _slot(self, part: Part, name: str, w: Tensor) -> Slot:
         if w.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in part.module.parameters()}:

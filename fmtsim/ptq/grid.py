@@ -133,7 +133,16 @@ def gptq(w: Tensor, hessian: Tensor, grid: Grid, settings: Gptq) -> Tensor:
     diagonal[dead] = 1.0
     diagonal += settings.damping * diagonal[~dead].mean() if not bool(dead.all()) else 0.0
     order = diagonal.argsort(descending=True, stable=True) if settings.act_order else torch.arange(w.shape[1])
-    upper, grid = _factor(h[order][:, order], settings.damping), grid.permuted(order)
+    # upper: U with U^T U = h^-1
+    h = h[order][:, order]
+    lower, fault = torch.linalg.cholesky_ex(h)
+    upper, again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    if int(fault) or int(again) or not bool(torch.isfinite(upper).all()):
+        raise ArgumentError(
+            f"GPTQ: the Hessian of {h.shape[0]} inputs is not positive definite with damping={settings.damping}; "
+            "raise Gptq(damping=), or pass more calibration data"
+        )
+    grid = grid.permuted(order)
     rest, q = w.double()[:, order].clone(), torch.empty(w.shape, dtype=torch.float64)
     for start in range(0, w.shape[1], BLOCK):
         end = min(start + BLOCK, w.shape[1])
@@ -152,18 +161,6 @@ def gptq(w: Tensor, hessian: Tensor, grid: Grid, settings: Gptq) -> Tensor:
     result = torch.empty_like(q)
     result[:, order] = q
     return result
-
-
-def _factor(h: Tensor, damping: float) -> Tensor:
-    """Return U with ``U^T U = h^-1``."""
-    lower, fault = torch.linalg.cholesky_ex(h)
-    upper, again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if int(fault) or int(again) or not bool(torch.isfinite(upper).all()):
-        raise ArgumentError(
-            f"GPTQ: the Hessian of {h.shape[0]} inputs is not positive definite with damping={damping}; "
-            "raise Gptq(damping=), or pass more calibration data"
-        )
-    return upper
 
 
 def _current(rest: Tensor, errors: Tensor, upper: Tensor, end: int) -> Tensor:
@@ -283,7 +280,19 @@ def learned_rounding(w: Tensor, hessian: Tensor, grid: Grid, settings: LearnedRo
     better = output_error(w, learned, h) < before
     chosen = torch.where(better[:, None], learned, plain)
     for _ in range(settings.sweeps):
-        _sweep(w, chosen, low, high, h)
+        # turn choices, in place, column by column, where the output error falls
+        slope = (chosen - w) @ h  # half the gradient of the error
+        for start in range(0, w.shape[1], BLOCK):
+            end = min(start + BLOCK, w.shape[1])
+            changes = torch.empty(w.shape[0], end - start, dtype=torch.float64)
+            for j in range(start, end):
+                other = torch.where(chosen[:, j] == low[:, j], high[:, j], low[:, j])
+                change = other - chosen[:, j]
+                change = torch.where(2 * change * slope[:, j] + change * change * h[j, j] < 0, change, 0.0)
+                chosen[:, j] = torch.where(change != 0, other, chosen[:, j])
+                slope[:, j + 1 : end] += change[:, None] * h[j, j + 1 : end]
+                changes[:, j - start] = change
+            slope[:, end:] += changes @ h[start:end, end:]
     return chosen
 
 
@@ -325,19 +334,3 @@ class _Adam:
         self._second.mul_(0.999).addcmul_(grad, grad, value=0.001)
         c1, c2 = 1 - 0.9**self._steps, 1 - 0.999**self._steps
         self._v.addcdiv_(self._first, (self._second / c2).sqrt_().add_(1e-8), value=-self._rate / c1)
-
-
-def _sweep(w: Tensor, q: Tensor, low: Tensor, high: Tensor, h: Tensor) -> None:
-    """Turn choices, in place, column by column, where the output error falls."""
-    slope = (q - w) @ h  # half the gradient of the error
-    for start in range(0, w.shape[1], BLOCK):
-        end = min(start + BLOCK, w.shape[1])
-        changes = torch.empty(w.shape[0], end - start, dtype=torch.float64)
-        for j in range(start, end):
-            other = torch.where(q[:, j] == low[:, j], high[:, j], low[:, j])
-            change = other - q[:, j]
-            change = torch.where(2 * change * slope[:, j] + change * change * h[j, j] < 0, change, 0.0)
-            q[:, j] = torch.where(change != 0, other, q[:, j])
-            slope[:, j + 1 : end] += change[:, None] * h[j, j + 1 : end]
-            changes[:, j - start] = change
-        slope[:, end:] += changes @ h[start:end, end:]

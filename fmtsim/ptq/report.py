@@ -86,7 +86,14 @@ class PtqReport(Result):
         return rows[0]
 
     def _content(self) -> tuple[Rows | str, ...]:
-        return Rows(self._cells(), _WORDS), *self._remarks()
+        cells: list[tuple[str, ...]] = [_HEAD]
+        for row in self.rows:
+            scale = "-" if not row.x else "dynamic" if row.x_scale is None else f"{row.x_scale:.4g}"
+            clipped = "-" if row.x_scale is None else f"{row.clipped_percent:.3f}"
+            shape = "x".join(map(str, row.shape))
+            numbers = (scale, clipped, decibels(row.weight_db), decibels(row.output_db), row.methods)
+            cells.append((row.name, shape, row.x or "-", row.w or "-", *numbers))
+        return Rows(cells, _WORDS), *self._remarks()
 
     def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None) -> "Figure":
         """Draw each layer's signal to noise as a bar, and those of another report beside them; return the figure.
@@ -98,16 +105,6 @@ class PtqReport(Result):
             other: Report of another recipe on the same model.
         """
         return _plot_layers([self] if other is None else [self, other], path)
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        cells: list[tuple[str, ...]] = [_HEAD]
-        for row in self.rows:
-            scale = "-" if not row.x else "dynamic" if row.x_scale is None else f"{row.x_scale:.4g}"
-            clipped = "-" if row.x_scale is None else f"{row.clipped_percent:.3f}"
-            shape = "x".join(map(str, row.shape))
-            numbers = (scale, clipped, decibels(row.weight_db), decibels(row.output_db), row.methods)
-            cells.append((row.name, shape, row.x or "-", row.w or "-", *numbers))
-        return cells
 
     def _remarks(self) -> list[str]:
         where = f" {self.machine}" if self.machine else ""

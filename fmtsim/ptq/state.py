@@ -7,18 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
-from fmtsim.casts.quantize import encode
-from fmtsim.formats.block import PackedFormat
 from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import PTQ, converted_state, is_converted, load_converted_state
-from fmtsim.ptq.calibrate import Products
 from fmtsim.ptq.grid import nearest
 from fmtsim.ptq.report import PtqReport
-from fmtsim.ptq.reshape import DIVISOR, divide_input, unsmooth
-from fmtsim.ptq.rotate import attach, detach
-from fmtsim.ptq.steps import scales_of
+from fmtsim.ptq.reshape import DIVISOR, attach, detach, divide_input, unsmooth
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.serialization import recipe_from_dict, recipe_to_dict
 from fmtsim.spec.quantizer import Quantizer
@@ -98,18 +93,6 @@ class Quantised(NamedTuple):
     recipe: PtqRecipe
     weights: dict[str, RoundedWeight]
     report: PtqReport | None
-
-
-def rounded_weights(products: Products) -> dict[str, RoundedWeight]:
-    """Return what the weights of layers with one matrix are rounded with, before they are overwritten."""
-    weights = {}
-    for slot in products.slots.values():
-        for part in slot.parts:
-            if not part.part and slot.quantizer.format is not None:
-                fmt, w = slot.quantizer.format, slot.w if slot.clipped is None else slot.clipped
-                blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
-                weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
-    return weights
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -200,7 +183,16 @@ def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
     untied = recipe.rotate is not None and attach(model, recipe.rotate)
     try:
         for name in layers:
-            _grow(model.get_submodule(name), name, tensors)
+            # the divisor and the bias that quantisation gave the layer
+            module: Any = model.get_submodule(name)
+            prefix = f"{name}." if name else ""
+            divisor = tensors.get(f"{prefix}{DIVISOR}")
+            if divisor is not None and DIVISOR not in module._buffers:
+                module.register_buffer(DIVISOR, divisor.to(module.weight))
+                module.register_forward_pre_hook(divide_input)
+            bias = tensors.get(f"{prefix}bias")
+            if bias is not None and module._parameters.get("bias", bias) is None:
+                module.bias = nn.Parameter(torch.zeros_like(bias).to(module.weight), requires_grad=False)
         model.load_state_dict(tensors)
         load_converted_state(model, state["scales"])
     except (RuntimeError, ArgumentError) as error:
@@ -214,15 +206,3 @@ def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
     if (attention := recipe.serving_attention) is not None:
         convert_attention(model, attention)
     return model
-
-
-def _grow(module: Any, name: str, tensors: dict[str, Any]) -> None:
-    """Give a layer the divisor and the bias that quantisation gave it."""
-    prefix = f"{name}." if name else ""
-    divisor = tensors.get(f"{prefix}{DIVISOR}")
-    if divisor is not None and DIVISOR not in module._buffers:
-        module.register_buffer(DIVISOR, divisor.to(module.weight))
-        module.register_forward_pre_hook(divide_input)
-    bias = tensors.get(f"{prefix}bias")
-    if bias is not None and module._parameters.get("bias", bias) is None:
-        module.bias = nn.Parameter(torch.zeros_like(bias).to(module.weight), requires_grad=False)

@@ -129,7 +129,13 @@ def smooth_inputs(
         for hook in hooks:
             hook.remove()
     products.check()
-    _refuse_shared(products, fed)
+    shared = [slot for slot in products.slots.values() if len(slot.parts) > 1 and not fed.isdisjoint(slot.parts)]
+    if shared:
+        both = " and ".join(part.name for part in shared[0].parts[:2])
+        raise ArgumentError(
+            f"SmoothQuant and AWQ: {both} share a weight, which cannot follow both their inputs; "
+            "leave one out with filter_fn= or a Rule(name=...)"
+        )
     slots = [slot for slot in products.slots.values() if slot.parts[0] in fed]
     names = {slot.parts[0].name for slot in slots if smooth(slot, settings)}
     if not names:
@@ -232,8 +238,35 @@ def install(products: Products, correct_bias: bool) -> set[str]:
         if part.top is not None:
             _keep(_memory(part.module)[f"{part.part}_x_f" if part.part else "x_f"], part)  # type: ignore[arg-type]
     for module in products.modules.values():
-        _fill_idle(module, [p for p in products.parts.values() if p.module is module and p.top is not None])
-        _fill_projections(module)
+        # 1. Projections that calibration did not run get the widest scale of those that it did: an attention module
+        # multiplies by one packed weight or by several, as its caller passes one tensor or more.
+        parts = [p for p in products.parts.values() if p.module is module and p.top is not None]
+        projections = [part for part in parts if part.part.endswith("_proj") and part.part != "out_proj"]
+        if projections:
+            widest = max(projections, key=lambda part: part.top or 0.0)
+            for name, memory in _memory(module).items():
+                if isinstance(memory, DelayedScale) and not int(memory.calls) and name != "out_proj_x_f":
+                    _keep(memory, widest)
+        # 2. Projections of a packed weight that calibration did not run get the stored scales of those that it did: a
+        # part of a weight has the scales of its rows, or that of the tensor; the whole those of its parts, where these
+        # have scales of rows alone.
+        stored = {name.removesuffix("_w_f"): m for name, m in _memory(module).items() if isinstance(m, StoredScale)}
+        thirds = {name: stored[name] for name in _THIRDS if name in stored and stored[name].scale.numel()}
+        for name in [name for name in _THIRDS if name in stored and name not in thirds]:
+            first, last = _THIRDS[name]
+            pieces: list[tuple[Tensor, Tensor]] = []
+            place = first
+            for other, whole in thirds.items():
+                start, end = _THIRDS[other]
+                rows = 0 if whole.scale.shape[0] == 1 else whole.scale.shape[0] // (end - start)
+                if start <= place and last <= end and not pieces:
+                    scale = whole.scale[(first - start) * rows : (last - start) * rows] if rows else whole.scale
+                    pieces, place = [(scale, whole.tensor_scale)], last
+                elif start == place and end <= last and rows and not whole.tensor_scale.numel():
+                    pieces, place = [*pieces, (whole.scale, whole.tensor_scale)], end
+            if place == last:
+                stored[name].scale = torch.cat([scale for scale, _ in pieces])
+                stored[name].tensor_scale = pieces[0][1].clone()
     return corrected
 
 
@@ -248,44 +281,6 @@ def _keep(memory: DelayedScale, part: Part) -> None:
     memory.factor.copy_(scale.factor)
     memory.amaxes.copy_(scale.amaxes)
     memory.calls.fill_(1)
-
-
-def _fill_idle(module: EmulatedModule, parts: list[Part]) -> None:
-    """Give projections that calibration did not run the widest scale of those that it did.
-
-    An attention module multiplies by one packed weight or by several, as its caller passes one tensor or more.
-    """
-    projections = [part for part in parts if part.part.endswith("_proj") and part.part != "out_proj"]
-    if projections:
-        widest = max(projections, key=lambda part: part.top or 0.0)
-        for name, memory in _memory(module).items():
-            if isinstance(memory, DelayedScale) and not int(memory.calls) and name != "out_proj_x_f":
-                _keep(memory, widest)
-
-
-def _fill_projections(module: EmulatedModule) -> None:
-    """Give projections of a packed weight that calibration did not run the stored scales of those that it did.
-
-    A part of a weight has the scales of its rows, or that of the tensor; the whole those of its parts, where these have
-    scales of rows alone.
-    """
-    stored = {name.removesuffix("_w_f"): m for name, m in _memory(module).items() if isinstance(m, StoredScale)}
-    thirds = {name: stored[name] for name in _THIRDS if name in stored and stored[name].scale.numel()}
-    for name in [name for name in _THIRDS if name in stored and name not in thirds]:
-        first, last = _THIRDS[name]
-        parts: list[tuple[Tensor, Tensor]] = []
-        place = first
-        for other, whole in thirds.items():
-            start, end = _THIRDS[other]
-            rows = 0 if whole.scale.shape[0] == 1 else whole.scale.shape[0] // (end - start)
-            if start <= place and last <= end and not parts:
-                scale = whole.scale[(first - start) * rows : (last - start) * rows] if rows else whole.scale
-                parts, place = [(scale, whole.tensor_scale)], last
-            elif start == place and end <= last and rows and not whole.tensor_scale.numel():
-                parts, place = [*parts, (whole.scale, whole.tensor_scale)], end
-        if place == last:
-            stored[name].scale = torch.cat([scale for scale, _ in parts])
-            stored[name].tensor_scale = parts[0][1].clone()
 
 
 def bias_corrects(slot: Slot) -> bool:
@@ -309,16 +304,6 @@ def _correct(slot: Slot) -> bool:
     rows = slice(first, first + slot.w.shape[0])
     module.bias[rows] += (slot.error / slot.seen).to(module.bias.dtype)
     return True
-
-
-def _refuse_shared(products: Products, fed: set[Part]) -> None:
-    shared = [slot for slot in products.slots.values() if len(slot.parts) > 1 and not fed.isdisjoint(slot.parts)]
-    if shared:
-        names = " and ".join(part.name for part in shared[0].parts[:2])
-        raise ArgumentError(
-            f"SmoothQuant and AWQ: {names} share a weight, which cannot follow both their inputs; "
-            "leave one out with filter_fn= or a Rule(name=...)"
-        )
 
 
 def measure_batch_norm(model: nn.Module, batches: list[Any], show: Progress) -> int:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fmtsim.casts.quantize import encode
+from fmtsim.formats.block import PackedFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
@@ -24,9 +26,8 @@ from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.nn.state import PTQ
 from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.report import PtqReport, PtqRow, left_alone, row_of, tied
-from fmtsim.ptq.reshape import equalise, stored, unsmooth
-from fmtsim.ptq.rotate import attach, detach, rotate
-from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend, rounded_weights
+from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
+from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend
 from fmtsim.ptq.steps import (
     bias_corrects,
     collected,
@@ -34,6 +35,7 @@ from fmtsim.ptq.steps import (
     measure,
     measure_batch_norm,
     round_weights,
+    scales_of,
     smooth_inputs,
     stages,
 )  # fmt: skip
@@ -143,12 +145,32 @@ def ptq(
                 round_weights(products, recipe.weights, show)
                 measure(products, recipe, batches, show)
                 rows += _rows(products, recipe, smoothed)
-                weights |= rounded_weights(products)
+                # What the weights of layers with one matrix are rounded with, before they are overwritten.
+                weights = {}
+                for slot in products.slots.values():
+                    for part in slot.parts:
+                        if not part.part and slot.quantizer.format is not None:
+                            fmt, w = slot.quantizer.format, slot.w if slot.clipped is None else slot.clipped
+                            blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
+                            weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
+                weights |= weights
                 install(products, recipe.bias_correction)
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)
     except BaseException:
-        _undo(model, before, untied)
+        # give the model back as it was
+        stored_ids = {id(t) for t, _ in before}
+        unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
+        contract(model)
+        detach(model, untied)
+        revert(model)
+        for module in model.modules():  # biases that correction made
+            bias = module._parameters.get("bias")
+            if bias is not None and id(bias) not in stored_ids:
+                module._parameters["bias"] = None
+        with torch.no_grad():
+            for t, copy in before:
+                t.copy_(copy)
         raise
     report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
@@ -261,19 +283,3 @@ def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> list[Ptq
         methods += ["bias correction"] if recipe.bias_correction and bias_corrects(slot) else []
         rows.append(row_of(slot, ", ".join(methods)))
     return rows
-
-
-def _undo(model: nn.Module, before: list[Any], untied: bool) -> None:
-    """Give a model back as it was before a failure."""
-    stored_ids = {id(t) for t, _ in before}
-    unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
-    contract(model)
-    detach(model, untied)
-    revert(model)
-    for module in model.modules():  # biases that correction made
-        bias = module._parameters.get("bias")
-        if bias is not None and id(bias) not in stored_ids:
-            module._parameters["bias"] = None
-    with torch.no_grad():
-        for t, copy in before:
-            t.copy_(copy)

@@ -96,21 +96,20 @@ def matrix_shape(shape: Sequence[int], dim: int) -> tuple[int, int]:
     return math.prod(sizes), inner
 
 
-def block_counts(fmt: Format, shape: torch.Size, dim: int) -> tuple[int, int]:
-    """Return how many blocks a tensor has along the outer and the inner axis."""
+def block_counts(fmt: Format, shape: torch.Size, dim: int, block: Block | None = None) -> tuple[int, int]:
+    """Return how many blocks, those of the format or others, a tensor has along the outer and the inner axis."""
     assert isinstance(fmt, BlockFormat | LogTileFormat)
-    return _counts(fmt.block, matrix_shape(shape, dim))
+    sizes = list(shape) or [1]
+    inner = sizes.pop(dim)
+    outer = math.prod(sizes)
+    rows, columns = fmt.block if block is None else block  # None: the whole axis
+    return -(-outer // (rows or outer)) if outer else 0, -(-inner // (columns or inner)) if inner else 0
 
 
 def level_shape(fmt: BlockFormat, shape: torch.Size, dim: int) -> tuple[int, ...]:
     """Return the shape of the second level of scales of a tensor: () where the tensor has one number."""
     block = fmt.scaling.level_block
-    return () if block == (None, None) else _counts(block, matrix_shape(shape, dim))
-
-
-def _counts(block: Block, sizes: tuple[int, int]) -> tuple[int, int]:
-    rows, columns = block[0] or sizes[0], block[1] or sizes[1]
-    return -(-sizes[0] // rows) if sizes[0] else 0, -(-sizes[1] // columns) if sizes[1] else 0
+    return () if block == (None, None) else block_counts(fmt, shape, dim, block)
 
 
 def block_bytes(fmt: PackedFormat, shape: Sequence[int], dim: int) -> tuple[int, ...]:

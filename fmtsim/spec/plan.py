@@ -112,23 +112,21 @@ class GemmPlan:
                 "reduce='in_place' rounds the output after every addition and begins with the bias; leave round_trip "
                 "and bias_after_rounding out"
             )
-        _check_lanes(self)
-
-
-def _check_lanes(plan: GemmPlan) -> None:
-    """Refuse lanes, and sums folded by threads, that no kernel has."""
-    lanes = plan.lanes
-    _check("lanes", lanes <= _LANES, lanes, f"1 to {_LANES}")
-    if lanes > 1 and plan.k_tile is None:
-        raise ArgumentError(f"lanes={lanes} share every tile; pass k_tile=, the products of all lanes")
-    if lanes == 1 and plan.lane_reduce != "serial":
-        raise ArgumentError(f"lane_reduce={plan.lane_reduce!r} needs lanes=, the sums that it adds")
-    if plan.lane_reduce != "serial" and lanes & (lanes - 1):
-        raise ArgumentError(f"lanes={lanes} cannot be added as a {plan.lane_reduce}; choose a power of two")
-    what = "lanes=" if lanes > 1 else "reduce='folded'"
-    sums = lanes > 1 or plan.reduce == "folded"
-    if sums and (plan.partial is not None or plan.scaled_promotion or plan.reduce == "in_place"):
-        raise ArgumentError(f"{what} adds sums as they are; leave partial, scaled_promotion and reduce='in_place' out")
+        # Refuse lanes, and sums folded by threads, that no kernel has.
+        lanes = self.lanes
+        _check("lanes", lanes <= _LANES, lanes, f"1 to {_LANES}")
+        if lanes > 1 and self.k_tile is None:
+            raise ArgumentError(f"lanes={lanes} share every tile; pass k_tile=, the products of all lanes")
+        if lanes == 1 and self.lane_reduce != "serial":
+            raise ArgumentError(f"lane_reduce={self.lane_reduce!r} needs lanes=, the sums that it adds")
+        if self.lane_reduce != "serial" and lanes & (lanes - 1):
+            raise ArgumentError(f"lanes={lanes} cannot be added as a {self.lane_reduce}; choose a power of two")
+        what = "lanes=" if lanes > 1 else "reduce='folded'"
+        sums = lanes > 1 or self.reduce == "folded"
+        if sums and (self.partial is not None or self.scaled_promotion or self.reduce == "in_place"):
+            raise ArgumentError(
+                f"{what} adds sums as they are; leave partial, scaled_promotion and reduce='in_place' out"
+            )
 
 
 def _count(value: object) -> bool:

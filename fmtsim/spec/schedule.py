@@ -46,12 +46,29 @@ def schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
 
 
 def _schedule(k: int, datapath: Arithmetic, plan: GemmPlan) -> tuple[Part, ...]:
-    promote = _promotion(datapath, plan)
+    every = datapath.promote_every if isinstance(datapath, Datapath) else None
+    if every is not None and plan.promote_every is not None and every != plan.promote_every:
+        raise ArgumentError(
+            f"the unit promotes every {every} products, the plan every {plan.promote_every}; leave one of them None"
+        )
+    promote = every if plan.promote_every is None else plan.promote_every
     parts = []
     # K -> parts of tiles -> lanes of runs -> chains of pieces -> blocks of indices
     for runs in (lane for tiles in _parts(k, plan) for lane in _lanes(tiles, plan)):
         chains: list[Chain] = []
-        for pieces in _chains(runs, promote):
+        # Cut the tiles of one part into chains of `promote` products each, counted along the part's own products.
+        chains_chains: list[list[tuple[int, int]]] = [[]]
+        room = promote
+        for start, stop in runs:
+            while start < stop:
+                if room == 0:
+                    chains_chains.append([])
+                    room = promote
+                end = stop if room is None else min(stop, start + room)
+                chains_chains[-1].append((start, end))
+                room = None if room is None else room - (end - start)
+                start = end
+        for pieces in [chain for chain in chains_chains if chain]:
             blocks = tuple(block for start, stop in pieces for block in _blocks(start, stop, datapath, plan))
             chains.append(Chain(blocks, pieces[0][0]))
         if chains:
@@ -134,15 +151,6 @@ def _folded(parts: list[Postfix]) -> Postfix:
     return _serial([_serial(threads[j::4]) for j in range(4)])
 
 
-def _promotion(datapath: Arithmetic, plan: GemmPlan) -> int | None:
-    every = datapath.promote_every if isinstance(datapath, Datapath) else None
-    if every is not None and plan.promote_every is not None and every != plan.promote_every:
-        raise ArgumentError(
-            f"the unit promotes every {every} products, the plan every {plan.promote_every}; leave one of them None"
-        )
-    return every if plan.promote_every is None else plan.promote_every
-
-
 def _parts(k: int, plan: GemmPlan) -> list[list[tuple[int, int]]]:
     """Return for each part the tiles it owns as ranges of K, in order."""
     k = k if plan.k_end is None else min(k, plan.k_end)
@@ -179,22 +187,6 @@ def _tiles(start: int, stop: int, width: int, residue_first: bool) -> list[tuple
     first = ((stop - start) % width or width) if residue_first else width
     edges = [start, *range(min(start + first, stop), stop, width), stop]
     return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
-
-
-def _chains(tiles: list[tuple[int, int]], promote: int | None) -> list[list[tuple[int, int]]]:
-    """Cut the tiles of one part into chains of ``promote`` products each, counted along the part's own products."""
-    chains: list[list[tuple[int, int]]] = [[]]
-    room = promote
-    for start, stop in tiles:
-        while start < stop:
-            if room == 0:
-                chains.append([])
-                room = promote
-            end = stop if room is None else min(stop, start + room)
-            chains[-1].append((start, end))
-            room = None if room is None else room - (end - start)
-            start = end
-    return [chain for chain in chains if chain]
 
 
 def _blocks(start: int, stop: int, datapath: Arithmetic, plan: GemmPlan) -> list[tuple[int, ...]]:

@@ -281,22 +281,20 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     for leaf in leaves:
         arguments = get_args(leaf)
         if get_origin(leaf) is tuple:
-            return _items(arguments, value, path)
+            if not isinstance(value, list):
+                if kinds_of(arguments[0]):
+                    raise at(path, ArgumentError, f"{shown(value)} is not a list; write [...]")
+                return value
+            each = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+            if len(each) != len(value):
+                return tuple(value)
+            return tuple(
+                _value(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(zip(each, value, strict=True))
+            )
         if get_origin(leaf) is dict and isinstance(value, dict) and arguments[1] is not Any:
             return {name: _value(arguments[1], item, f"{path}.{name}") for name, item in value.items()}
     kinds = kinds_of(hint)
     return _of_kind(kinds, value, path) if kinds and isinstance(value, dict | str) else value
-
-
-def _items(arguments: tuple[Any, ...], value: Any, path: str) -> Any:
-    if not isinstance(value, list):
-        if kinds_of(arguments[0]):
-            raise at(path, ArgumentError, f"{shown(value)} is not a list; write [...]")
-        return value
-    each = arguments[:1] * len(value) if arguments[-1] is ... else arguments
-    if len(each) != len(value):
-        return tuple(value)
-    return tuple(_value(hint, item, f"{path}[{i}]") for i, (hint, item) in enumerate(zip(each, value, strict=True)))
 
 
 def _of_kind(kinds: dict[str, Any], value: Any, path: str) -> Any:

@@ -270,28 +270,21 @@ def _laid_out(rows: Sequence[Row], left: Container[int] | None) -> tuple[list[li
     """
     for count in range(max(len(rows[0]), 1), 0, -1):
         shown = [row[:count] for row in rows]
-        widths = _widths(shown, left)
+        # The width of each column: of its longest cell, or less where the page is narrow and has texts to break.
+        columns = list(zip(*shown, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        least = []
+        for i, column in enumerate(columns):
+            longest = max(map(_longest_word, column))
+            least.append(min(longest, LONGEST_WORD) if left is None or i in left else longest)
+        while not _fits(widths) and widths != least:
+            widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])  # noqa: B023
+            widths[widest] -= 1
         lines = [_lines(row, widths, left) for row in shown]
         if _fits(widths) and (count <= 2 or max(map(len, lines)) <= TALLEST):
             break
     below = [[], *(_below(rows[0][count:], row[count:]) for row in rows[1:])]
     return [a + b for a, b in zip(lines, below, strict=True)], widths
-
-
-def _widths(rows: Sequence[Row], left: Container[int] | None) -> list[int]:
-    """Return the width of each column: of its longest cell, or less where the page is narrow and has texts to break."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    if _fits(widths):
-        return widths
-    least = []
-    for i, column in enumerate(columns):
-        longest = max(map(_longest_word, column))
-        least.append(min(longest, LONGEST_WORD) if left is None or i in left else longest)
-    while not _fits(widths) and widths != least:
-        widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])
-        widths[widest] -= 1
-    return widths
 
 
 def _longest_word(cell: str) -> int:

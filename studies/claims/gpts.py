@@ -15,7 +15,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.training.corpus import load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig, LanguageModel, Llama
 from fmtsim.nn.convert import convert
-from fmtsim.nn.smooth import PROJECTIONS
+from fmtsim.nn.swaps import PROJECTIONS
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.rounding.modes import Rounding

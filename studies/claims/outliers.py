@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.convert import convert
-from fmtsim.nn.smooth import scaled_down, smooth_scale, smooth_swiglu
+from fmtsim.nn.swaps import scaled_down, smooth_scale, smooth_swiglu
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.scaling.cast import rotated
 from fmtsim.scaling.history import DelayedScale

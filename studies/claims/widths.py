@@ -13,7 +13,7 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.lab.training.decoders import Attention
 from fmtsim.nn import unit_scaling as unit
 from fmtsim.nn.convert import convert
-from fmtsim.nn.scaled_linear import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups
+from fmtsim.nn.scaled_model import MuLinear, MuReadout, MuResidual, UnitLinear, UnitReadout, mu_parameter_groups
 from studies.claims.claim import Claim, Expected, Measured, Tell, settings
 from studies.claims.experiment import generator, last_loss
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmtsim.gemm.targets.book import MAGIC, Book, Family, Run
+from fmtsim.gemm.targets.planfile import MAGIC, Book, Family, Run
 from fmtsim.gemm.targets.question import WINDOW, Choice, Kind, Question, pack
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused

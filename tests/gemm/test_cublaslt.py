@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.cublaslt import TILES, order_of, plainest, same_order, shared
-from fmtsim.gemm.targets.cuda_cores import GEMV, GEMV_FLOAT32
+from fmtsim.gemm.targets.cublaslt import GEMV, GEMV_FLOAT32, TILES, order_of, plainest, same_order, shared
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.schedule import schedule

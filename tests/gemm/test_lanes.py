@@ -12,7 +12,7 @@ import fmtsim
 from fmtsim import cpu, torch_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
-from fmtsim.gemm.targets import cuda_cores
+from fmtsim.gemm.targets import cublaslt
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
@@ -186,11 +186,11 @@ def test_few_sums_wait_for_each_other():
 
 
 def test_options_of_slices_that_are_cut_anew():
-    sliced = {option for option, lanes in cuda_cores.GEMV["sm_90"].items() if lanes.products == -64}
+    sliced = {option for option, lanes in cublaslt.GEMV["sm_90"].items() if lanes.products == -64}
     first = {36, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62, 66, 82, 86, 90, 98}  # every architecture has these
     assert sliced == first | {68, 72, 74, 80, 88, 92, 94, 96, 100, 102, 106, 110}
-    assert all(lanes.products >= -64 for table in cuda_cores.GEMV.values() for lanes in table.values())
-    assert {option for option, lanes in cuda_cores.GEMV["sm_100"].items() if lanes.products == -64} == first
+    assert all(lanes.products >= -64 for table in cublaslt.GEMV.values() for lanes in table.values())
+    assert {option for option, lanes in cublaslt.GEMV["sm_100"].items() if lanes.products == -64} == first
 
 
 def test_interleaved_tiles_that_are_one_a_part_are_parts_in_a_row():

@@ -13,9 +13,8 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import product
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
 from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.machine import _library_call
 from fmtsim.gemm.layers.operand import elements_dtype
-from fmtsim.gemm.layers.passes import Pass
+from fmtsim.gemm.layers.passes import Pass, _library_call
 from fmtsim.gemm.layers.product import multiply
 from fmtsim.gemm.layers.watch import CallObserver
 from fmtsim.spec.operand import Operand

@@ -11,8 +11,8 @@ import torch
 import fmtsim
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.gemm.targets import doubts
-from fmtsim.gemm.targets.book import Book, Family
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out
+from fmtsim.gemm.targets.planfile import Book, Family
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis import batch_invariance

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets import ask
-from fmtsim.gemm.targets.book import Family
+from fmtsim.gemm.targets.planfile import Family
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, question_of
 from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_attenti
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.machine import autocast, operators, patches
+from fmtsim.machine import operators, patches
 from fmtsim.machine import simulate as module
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 
@@ -123,12 +123,12 @@ def test_autocast_around_it_is_refused():
 
 
 def test_autocast_has_the_lists_of_a_gpu_until_the_simulation_ends():
-    policies = [name for names in autocast.POLICIES.values() for name in names.split()]
-    shared = autocast.SHARED.split()
+    policies = [name for names in patches.POLICIES.values() for name in names.split()]
+    shared = patches.SHARED.split()
     assert len(set(policies + shared)) == len(policies + shared)
-    listed = {name for name in autocast.kernels("CUDA") if "imname" not in name and "names_" not in name}
+    listed = {name for name in patches.kernels("CUDA") if "imname" not in name and "names_" not in name}
     assert set(policies + shared) == listed - {"rms_norm", "_cudnn_rnn"}  # torch 2.13 casts rms_norm, 2.11 not
-    before, x = autocast.kernels("CPU"), numbers(4, 64)
+    before, x = patches.kernels("CPU"), numbers(4, 64)
     with fmtsim.simulate(), torch.autocast("cuda"):
         assert functional.layer_norm(x, (64,)).dtype == torch.float32
         assert functional.linear(x.float(), x.float()).dtype == torch.float16  # as "cuda" has by default
@@ -136,7 +136,7 @@ def test_autocast_has_the_lists_of_a_gpu_until_the_simulation_ends():
             ArgumentError, match="binary_cross_entropy is not computed under autocast on a GPU; use bin"
         ):
             functional.binary_cross_entropy(x.float().sigmoid(), x.float().sigmoid())
-    assert autocast.kernels("CPU") == before
+    assert patches.kernels("CPU") == before
     with torch.autocast("cpu", dtype=BF16):
         assert functional.layer_norm(x, (64,)).dtype == BF16
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import fmtsim
-from fmtsim.nn.attention_steps import _fma, exp2, from_tiles, to_tiles, without_means
-from fmtsim.nn.flash import CallKeys, quantised
+from fmtsim.nn.flash import CallKeys, _fma, exp2, from_tiles, quantised, to_tiles, without_means
 from fmtsim.nn.sdpa import quantised_attention
 from fmtsim.recipes import AttentionConfig, get_recipe
 from tests.support.bits import assert_same_bits

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
-from fmtsim.nn.smooth import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_scale, smooth_swiglu
+from fmtsim.nn.swaps import SmoothSwiGLU, convert_swiglu, revert_swiglu, smooth_scale, smooth_swiglu
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support.models import GatedMLP, gated
 from tests.support.operands import normal

@@ -11,7 +11,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.nn import unit_scaling as unit
-from fmtsim.nn.scaled_linear import (
+from fmtsim.nn.scaled_model import (
     MuLinear,
     MuReadout,
     MuResidual,

@@ -11,7 +11,7 @@ from torch import nn
 import fmtsim
 from fmtsim.ptq import Awq, Clip, Hqq, PtqRecipe, Rotate, grid
 from fmtsim.ptq.grid import clip, hqq, nearest
-from fmtsim.ptq.rotate import attach, rotate, rotation
+from fmtsim.ptq.reshape import attach, rotate, rotation
 from fmtsim.recipes.ptq_catalogue import operand
 from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal

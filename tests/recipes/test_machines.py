@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fmtsim
-from fmtsim.gemm.layers import machine as on_machine
+from fmtsim.gemm.layers import passes as on_machine
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.products.native import is_native

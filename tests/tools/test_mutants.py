@@ -131,7 +131,7 @@ def test_files_beside_the_rooms_have_tests():
         assert all(trials.tests_of(mutant) for mutant in mutants_of(file))
 
 
-@pytest.mark.parametrize("file", ["studies/claims/accumulation.py", "fmtsim/gemm/targets/cuda_cores.py"])
+@pytest.mark.parametrize("file", ["studies/claims/accumulation.py", "fmtsim/gemm/targets/cublaslt.py"])
 def test_catalogues_have_the_tests_of_their_records(file):
     mutant = next(mutant for mutant in mutants_of(file) if not mutant.function)
     assert set(seen.RECORDED) <= set(Trials().tests_of(mutant)) & set(collected())

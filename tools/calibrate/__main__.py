@@ -17,7 +17,7 @@ from fmtsim.gemm.model_calls import model_calls
 from fmtsim.gemm.models import DTYPES, PASSES, find_models, list_models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.ask import Asker, open_asker
 from fmtsim.gemm.targets.learned import Group
-from fmtsim.gemm.targets.order import Architecture
+from fmtsim.gemm.targets.question import Architecture
 from fmtsim.gemm.targets.target import Target, find_target, get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.cli import names

@@ -16,9 +16,8 @@ import torch
 
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
-from fmtsim.gemm.targets.book import EVERY_K, ROWS, Along, Book, Family, Runs
-from fmtsim.gemm.targets.order import Architecture
-from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.gemm.targets.planfile import EVERY_K, ROWS, Along, Book, Family, Runs
+from fmtsim.gemm.targets.question import Architecture, Choice, Kind, Question
 from fmtsim.gemm.targets.target import Target, get_target, list_targets
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError

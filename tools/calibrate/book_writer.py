@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fmtsim.gemm.targets.book import BLOCK, FIXED, HEAD, MAGIC, VERSION, Book, Family, Runs
+from fmtsim.gemm.targets.planfile import BLOCK, FIXED, HEAD, MAGIC, VERSION, Book, Family, Runs
 from fmtsim.gemm.targets.question import LARGEST, WINDOW, Choice, Kind, deflate, kind_to_list, pack, planes
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.files import StrPath, write_file

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from fmtsim.gemm.targets.cublaslt import plainest, same_order
 from fmtsim.gemm.targets.learned import FEATURES, LEAF, Group, Tree
-from fmtsim.gemm.targets.order import Architecture
-from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.gemm.targets.question import Architecture, Choice, Kind, Question
 
 BRANCHED: Final = 2_500_000  # answers at most that decide where a tree branches; the others count on its leaves
 HELD_OUT: Final = 100_000  # answers at least that choose how many make a leaf certain, and as many that are held out

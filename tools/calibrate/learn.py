@@ -12,8 +12,7 @@ import numpy as np
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.learned import Group
-from fmtsim.gemm.targets.order import Architecture
-from fmtsim.gemm.targets.question import Choice, Kind, Question
+from fmtsim.gemm.targets.question import Architecture, Choice, Kind, Question
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.executors import AnyExecutor, open_tasks

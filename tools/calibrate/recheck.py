@@ -18,8 +18,8 @@ from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled import scaled_mm
-from fmtsim.gemm.targets.book import Book, Family
 from fmtsim.gemm.targets.kernel import Rule
+from fmtsim.gemm.targets.planfile import Book, Family
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of
 from fmtsim.gemm.targets.target import Target
 from fmtsim.lab.analysis.compare import Comparison

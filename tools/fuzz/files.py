@@ -22,7 +22,7 @@ import fmtsim
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.registry import KINDS, format_from_json, format_to_dict, format_to_json, get_format, list_formats
 from fmtsim.formats.scaling import History, Scaling, TensorScale
-from fmtsim.gemm.targets.book import Book, Family
+from fmtsim.gemm.targets.planfile import Book, Family
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.targets.target import PLANS, get_target
 from fmtsim.gemm.targets.target import Target as Plan

@@ -56,16 +56,36 @@ def quantize_operand(
         narrow: t is float32, and stands for what torch casts it to in bfloat16; kernels round it as they read.
     """
     if quantizer.source == "stored":
-        return _stored_operand(t if dim == -1 else t.mT, quantizer, state)
+        # 1. elements of a weight that lies on the grid of its scales, up to roundings of its own dtype
+        w = t if dim == -1 else t.mT
+        if not isinstance(state, StoredScale) or not state.scale.numel():
+            raise ArgumentError(
+                "the weight has no stored scales; fmtsim.ptq and fmtsim.load_state set those of what calibration ran"
+            )
+        element, scale = quantizer.format, state.scale
+        element = element.element if isinstance(element, BlockFormat) else element  # type: ignore[assignment]
+        tensor = state.tensor_scale if state.tensor_scale.numel() else None
+        sizes = block_sizes(block_of(quantizer), w.shape)
+        scales = spread(scale if tensor is None else scale * tensor, sizes, w.shape)
+        text = _cast_text(Quantizer(format=element, overflow="saturate"), -1)
+        w_q = quantize(torch.div(w.float(), torch.where(scales == 0, FLT_MIN, scales)), text, torch.float32, None, None)
+        dtype = elements_dtype(quantizer, w.dtype, is_on_gpu(w), False)
+        return Operand(w_q.to(dtype), quantizer, scale, tensor, sizes)
     if keys is not NO_KEYS and quantizer.then is None:
-        keys = _needed(keys, quantizer)
+        # 2. random keys of stochastic casts only: a cast that gets a key rounds stochastically
+        rounds = quantizer.rounding.mode == "stochastic"
+        rounds_scale = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
+        keys = keys._replace(elements=keys.elements if rounds else None, scales=keys.scales if rounds_scale else None)
+    # 3. a GPU's fused kernels, which may update a state themselves unless it is being learned
     on_gpu = is_on_gpu(t)
     engine = fused_engine(t) if on_gpu else None
     if engine is not None:
-        usable, direct = _direct(state)
+        direct = state.direct() if isinstance(state, LearningScale) else state
+        usable = direct is not None or not isinstance(state, LearningScale)
         t_q = engine.quantize_operand(t, quantizer, keys, direct, dim, folded, factor, narrow) if usable else None
         if t_q is not None:
             return t_q  # type: ignore[no-any-return]
+    # 4. else a cast alone, or torch operations
     t = t.to(torch.bfloat16) if narrow else t
     cast = None
     if factor is None:
@@ -76,24 +96,9 @@ def quantize_operand(
     return _folded(t_q) if on_gpu and folded and t_q.scale is not None and folds(quantizer) else t_q
 
 
-def _needed(keys: Keys, quantizer: Quantizer) -> Keys:
-    """Keep the random keys of stochastic casts only: a cast that gets a key rounds stochastically."""
-    elements = keys.elements if quantizer.rounding.mode == "stochastic" else None
-    scales = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
-    return keys._replace(elements=elements, scales=keys.scales if scales else None)
-
-
 def is_on_gpu(t: Tensor) -> bool:
     """Return True if a GPU's bfloat16 units may multiply what a tensor becomes."""
     return t.is_cuda and t.dtype != torch.float64
-
-
-def _direct(state: Memory) -> tuple[bool, Memory]:
-    """Return whether kernels may update a state themselves, and the state that they update."""
-    if not isinstance(state, LearningScale):
-        return True, state
-    direct = state.direct()
-    return direct is not None, direct
 
 
 def _transformed(
@@ -106,40 +111,19 @@ def _transformed(
         x, cut = transformed(x, transform, keys.signs)
         rest = cut if cut is not None else rest
     if quantizer.then is not None:
-        operand = _cast_twice(x, quantizer, keys, state, folded)
+        # two casts, each with random keys of its own
+        first = quantize_operand(x, _first(quantizer), keys, state, folded=folded)
+        bare = first.scale is first.tensor_scale is None and first.elements.dtype == torch.bfloat16  # values already
+        elements, scales = (key and RandomKey(key.seed, key.offset + _AGAIN) for key in keys[:2])
+        again = keys._replace(elements=elements, scales=scales)
+        values = first.elements if bare else values_of(first, torch.float32)
+        second = quantize_operand(values, quantizer.then, again, folded=folded)
+        operand = second._replace(quantizer=quantizer, slope=first.slope)
     elif quantizer.scaling is not None:
         operand = _scaled(x, quantizer, keys, state, folded, on_gpu)
     else:
         operand = _cast(x, _cast_of(quantizer, x.dtype, -1, folded, on_gpu), keys, -1)
     return operand._replace(rest=rest)
-
-
-def _cast_twice(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: bool) -> Operand:
-    assert quantizer.then is not None
-    first = quantize_operand(x, _first(quantizer), keys, state, folded=folded)
-    bare = first.scale is first.tensor_scale is None and first.elements.dtype == torch.bfloat16  # values already
-    elements, scales = (key and RandomKey(key.seed, key.offset + _AGAIN) for key in keys[:2])
-    again = keys._replace(elements=elements, scales=scales)
-    values = first.elements if bare else values_of(first, torch.float32)
-    second = quantize_operand(values, quantizer.then, again, folded=folded)
-    return second._replace(quantizer=quantizer, slope=first.slope)
-
-
-def _stored_operand(w: Tensor, quantizer: Quantizer, state: Memory) -> Operand:
-    """Return the elements of a weight that lies on the grid of its scales, up to roundings of its own dtype."""
-    if not isinstance(state, StoredScale) or not state.scale.numel():
-        raise ArgumentError(
-            "the weight has no stored scales; fmtsim.ptq and fmtsim.load_state set those of what calibration ran"
-        )
-    element, scale = quantizer.format, state.scale
-    element = element.element if isinstance(element, BlockFormat) else element  # type: ignore[assignment]
-    tensor = state.tensor_scale if state.tensor_scale.numel() else None
-    sizes = block_sizes(block_of(quantizer), w.shape)
-    scales = spread(scale if tensor is None else scale * tensor, sizes, w.shape)
-    text = _cast_text(Quantizer(format=element, overflow="saturate"), -1)
-    w_q = quantize(torch.div(w.float(), torch.where(scales == 0, FLT_MIN, scales)), text, torch.float32, None, None)
-    dtype = elements_dtype(quantizer, w.dtype, is_on_gpu(w), False)
-    return Operand(w_q.to(dtype), quantizer, scale, tensor, sizes)
 
 
 @lru_cache(maxsize=256)

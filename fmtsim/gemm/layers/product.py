@@ -15,9 +15,8 @@ from fmtsim.casts.ops import Key, cpu_engine, define_operator, fused_engine, key
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.layers.keys import Generator, rotations_to_undo
-from fmtsim.gemm.layers.lowering import announce, call, has_known_sizes, lower
 from fmtsim.gemm.layers.operand import is_on_gpu, values_of, widened
-from fmtsim.gemm.layers.operator import quantizer_of, text_of
+from fmtsim.gemm.layers.operator import announce, call, has_known_sizes, lower, quantizer_of, text_of
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.scaling.cast import rotated

@@ -2,7 +2,6 @@
 """One product in words: what is called, the unit, the accumulation order, and what stands behind it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -91,7 +90,10 @@ def explained(call: GemmCall, spec: GemmSpec, tf32: str = "") -> MmExplanation:
         rows.append(("operands", f"float32 {rounded}"))
     rows.append(("unit", f"{spec.unit or 'own datapath'}: {describe(path)}"))
     if spec.unit is not None:
-        mode = _mode(spec, path)
+        # the unit's mode whose arithmetic is used, None where a target changes it
+        names = call_name(spec.a), call_name(spec.b)
+        modes = get_unit(spec.unit).modes
+        mode = next((mode for mode in modes if mode.datapath == path and mode.takes(*names)), None)
         rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
     rows.append(("order", _order(call.k, spec)))
     if target is not None and call.plan is None and products_left_out(call.k, plan):
@@ -105,14 +107,6 @@ def explained(call: GemmCall, spec: GemmSpec, tf32: str = "") -> MmExplanation:
 def factors(m: int, n: int, k: int, a: str, b: str) -> str:
     """Return sizes and formats of two operands in words."""
     return f"[{m}, {k}] {a} x [{k}, {n}] {b}"
-
-
-def _mode(spec: GemmSpec, path: Any) -> Any:
-    """Return the unit's mode whose arithmetic is used, None where a target changes it."""
-    assert spec.unit is not None
-    names = call_name(spec.a), call_name(spec.b)
-    modes = get_unit(spec.unit).modes
-    return next((mode for mode in modes if mode.datapath == path and mode.takes(*names)), None)
 
 
 def _order(k: int, spec: GemmSpec) -> str:

@@ -304,7 +304,13 @@ def _multiply(
             _requests[key] = request
     # 3. multiply
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        _check_gradient(verb, a, b, request.options)
+        plain = all(fmt is None for fmt in pair_of("formats", request.options["formats"]))
+        if not plain or a.dtype not in FLOATS or b.dtype not in FLOATS:
+            raise ArgumentError(
+                f"{verb} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
+                f"{a.dtype} x {b.dtype} with a format; pass .detach(), or use fmtsim.EmulatedGEMM"
+            )
+        check_saved(verb, a, b)
         y = _Product.apply(a, b, bias, verb, request, options, generator)
     else:
         y = _product(verb, a, b, bias, request, generator, bare)
@@ -322,16 +328,6 @@ def _product(
         native=options["native"], strict=options["strict"], generator=generator, tf32=request.tf32, call=request.call,
         bare=bare,
     )  # fmt: skip
-
-
-def _check_gradient(verb: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> None:
-    plain = all(fmt is None for fmt in pair_of("formats", options["formats"]))
-    if not plain or a.dtype not in FLOATS or b.dtype not in FLOATS:
-        raise ArgumentError(
-            f"{verb} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
-            f"{a.dtype} x {b.dtype} with a format; pass .detach(), or use fmtsim.EmulatedGEMM"
-        )
-    check_saved(verb, a, b)
 
 
 class _Product(torch.autograd.Function):

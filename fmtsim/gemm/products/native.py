@@ -237,7 +237,17 @@ def unsupported_reason(
             return f"torch does not sum FP8 products in {accumulate}"
         if scale_result and kind not in ("tensor", "row"):
             return "torch.nn.functional.scaled_mm has no scale_result"
-        return _unsupported_scales([own_dtype(fmt) for fmt in formats], kind, dtype, fast_accum)
+        operands = [own_dtype(fmt) for fmt in formats]
+        if kind in LARGE_BLOCKS and fast_accum:
+            return "torch has no use_fast_accum with 1x128 and 128x128 scales"
+        if kind in LARGE_BLOCKS and torch.float8_e5m2 in operands:
+            return "torch.nn.functional.scaled_mm multiplies e4m3 alone with 1x128 and 128x128 scales"
+        if kind in ("row", *LARGE_BLOCKS) and dtype is not None and dtype.itemsize == 1:
+            return f"cuBLASLt gives no {dtype} results with {kind} scales"
+        allowed = {"mx": (FP8_DTYPES, (_FP4,)), "nvfp4": ((_FP4,),)}.get(kind, (FP8_DTYPES,))
+        if not any(set(operands) <= set(dtypes) for dtypes in allowed):
+            return f"torch does not multiply {operands[0]} by {operands[1]} with {kind} scales"
+        return None
     a_dtype, b_dtype = dtypes
     if a_dtype != b_dtype:
         return f"torch does not multiply {a_dtype} by {b_dtype}"
@@ -246,19 +256,6 @@ def unsupported_reason(
         return f"torch does not sum {a_dtype} products in {sums} for {dtype} results"
     if bias and dtype != a_dtype:
         return f"torch.nn.functional.linear gives {a_dtype}, not {dtype}"
-    return None
-
-
-def _unsupported_scales(operands: list[Any], kind: ScaleKind, dtype: torch.dtype | None, fast: bool) -> str | None:
-    if kind in LARGE_BLOCKS and fast:
-        return "torch has no use_fast_accum with 1x128 and 128x128 scales"
-    if kind in LARGE_BLOCKS and torch.float8_e5m2 in operands:
-        return "torch.nn.functional.scaled_mm multiplies e4m3 alone with 1x128 and 128x128 scales"
-    if kind in ("row", *LARGE_BLOCKS) and dtype is not None and dtype.itemsize == 1:
-        return f"cuBLASLt gives no {dtype} results with {kind} scales"
-    allowed = {"mx": (FP8_DTYPES, (_FP4,)), "nvfp4": ((_FP4,),)}.get(kind, (FP8_DTYPES,))
-    if not any(set(operands) <= set(dtypes) for dtypes in allowed):
-        return f"torch does not multiply {operands[0]} by {operands[1]} with {kind} scales"
     return None
 
 

@@ -61,7 +61,22 @@ def check_operands(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, l
         library: Whether a GPU with its library computes, which takes only a bias of x's dtype.
     """
     if verb == "linear":
-        _check_linear(a, b, bias, library)
+        check_tensor("x", a, "1+")
+        check_tensor("w", b, "2")
+        if bias is not None:
+            check_tensor("bias", bias, "1")
+        check_together(x=a, w=b, bias=bias)
+        if inner_length(a) != inner_length(b):  # float4 has two numbers in an element
+            raise ArgumentError(
+                f"x of shape {tuple(a.shape)} does not fit w of shape {tuple(b.shape)}; x is [..., K], w is [N, K]"
+            )
+        if bias is not None and bias.shape != b.shape[:1]:
+            raise ArgumentError(
+                f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(b.shape)}; pass [{b.shape[0]}]"
+            )
+        if bias is not None and (bias.dtype not in FLOATS or (library and bias.dtype != a.dtype)):
+            allowed = a.dtype if library else "float16, bfloat16, float32 or float64"
+            raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
         return
     rank, shape = (3, "[B, M, K] and [B, K, N]") if verb == "bmm" else (2, "[M, K] and [K, N]")
     for name, x in (("a", a), ("b", b)):
@@ -82,25 +97,6 @@ def check_operands(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, l
     for name, x in (("a", a), ("b", b)) if verb == "int_mm" else ():
         if x.dtype != torch.int8:
             raise DtypeError(f"int_mm: {name} has dtype {x.dtype}; pass torch.int8, or call mm for floats")
-
-
-def _check_linear(x: Tensor, w: Tensor, bias: Tensor | None, library: bool) -> None:
-    check_tensor("x", x, "1+")
-    check_tensor("w", w, "2")
-    if bias is not None:
-        check_tensor("bias", bias, "1")
-    check_together(x=x, w=w, bias=bias)
-    if inner_length(x) != inner_length(w):  # float4 has two numbers in an element
-        raise ArgumentError(
-            f"x of shape {tuple(x.shape)} does not fit w of shape {tuple(w.shape)}; x is [..., K], w is [N, K]"
-        )
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ArgumentError(
-            f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}; pass [{w.shape[0]}]"
-        )
-    if bias is not None and (bias.dtype not in FLOATS or (library and bias.dtype != x.dtype)):
-        allowed = x.dtype if library else "float16, bfloat16, float32 or float64"
-        raise DtypeError(f"bias has dtype {bias.dtype}; pass {allowed}")
 
 
 def operand_format(name: str, x: Tensor, declared: Any = None) -> OperandFormat:

@@ -305,7 +305,16 @@ def finish(
         if result_scale is not None and dtype.itemsize == 1:
             piece.mul_(result_scale.reshape(()).to(sums.dtype)).add_(0.0)
         if touched or target is not sums:
-            _store(piece, target[start : start + step])
+            # Values rounded to the output's dtype, NaN in the bits that units and libraries write.
+            stored, fmt = target[start : start + step], output_format(dtype)
+            # Where NaN is; None where a sum shows that there is none, which a GPU would stop the stream for.
+            nan = None if piece.device.type == "cpu" and not piece.sum().isnan() else piece.isnan()
+            if stored.data_ptr() != piece.data_ptr():
+                narrow = stored.dtype not in (piece.dtype, torch.float64)
+                stored.copy_(_rounded(piece, fmt) if narrow else piece)  # exact
+            if nan is not None:
+                code = fmt.sign_mask if fmt.nan == "negative_zero" else fmt.magnitude_mask
+                stored.view(_CODES[stored.element_size()]).masked_fill_(nan, code)
     return target
 
 
@@ -318,19 +327,6 @@ def _multiply(y: Tensor, rule: Epilogue, row: Tensor, column: Tensor) -> None:
     for factor in factors:
         y.mul_(factor)
     y.add_(0.0)  # -0 + 0 is +0, and nothing else changes
-
-
-def _store(y: Tensor, out: Tensor) -> None:
-    """Write values rounded to out's dtype, NaN in the bits that units and libraries write."""
-    fmt = output_format(out.dtype)
-    # Where NaN is; None where a sum shows that there is none, which a GPU would stop the stream for.
-    nan = None if y.device.type == "cpu" and not y.sum().isnan() else y.isnan()
-    if out.data_ptr() != y.data_ptr():
-        narrow = out.dtype not in (y.dtype, torch.float64)
-        out.copy_(_rounded(y, fmt) if narrow else y)  # exact
-    if nan is not None:
-        code = fmt.sign_mask if fmt.nan == "negative_zero" else fmt.magnitude_mask
-        out.view(_CODES[out.element_size()]).masked_fill_(nan, code)
 
 
 def _rounded(y: Tensor, fmt: FloatFormat) -> Tensor:

@@ -148,7 +148,13 @@ def run_product(
         )
     scale_a, scale_b = scales.a, scales.b
     if scale_a is not None or scale_b is not None:
-        scale_a, scale_b = _block_scales(scales, a_values, b_values, spec, quantized)
+        # inside the unit, or those of the promotion, for every row
+        if scales.rows_per_scale != (1, 1):
+            scale_a, scale_b = scales.each_row(a_values.shape[-2], b_values.shape[-2])
+        if quantized:
+            check_unit_scales(spec.datapath, scales.kind)
+        elif scales.kind not in LARGE_BLOCKS:
+            scale_a, scale_b = unit_scales(scale_a, scale_b, a_values, b_values, spec.text)
     key = None
     if spec.stochastic or (generator is not None and not quantized):
         key = random_keys(spec.stochastic, generator, a.shape[0] if a.dim() == 3 else None, a.device)
@@ -173,19 +179,6 @@ def _checked_call(
     if library:
         check_library(operation, formats, sizes, dtype, rows_per_scale, facts["fast_accum"])
     return gemm_call(operation, *formats, sizes, out, **facts)
-
-
-def _block_scales(
-    scales: Scales, a: Tensor, b: Tensor, spec: GemmSpec, quantized: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return scales inside the unit, or those of the promotion, for every row."""
-    alone = scales.rows_per_scale == (1, 1)
-    row_scales = (scales.a, scales.b) if alone else scales.each_row(a.shape[-2], b.shape[-2])
-    if quantized:
-        check_unit_scales(spec.datapath, scales.kind)
-    if quantized or scales.kind in LARGE_BLOCKS:
-        return row_scales
-    return unit_scales(*row_scales, a, b, spec.text)
 
 
 def resolve(call: GemmCall) -> GemmSpec:
@@ -289,32 +282,31 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
             spec = replace(spec, a=call.formats[0], b=call.formats[1])
         spec = spec if call.plan is None else replace(spec, plan=call.plan)
     else:
-        spec = _of_unit(call)
+        # The records themselves, so that a format that was never registered is judged too.
+        formats: Any = call.formats or (get_format(call.a), get_format(call.b))
+        plan = call.plan or CHAINS.get(call.scaling, ONE_CHAIN)
+        a, b = formats
+        if not isinstance(call.target, Arithmetic):
+            unit = get_unit(call.target)
+            extent = SCALE_KINDS.get(call.scaling)
+            mode = unit.find(a, b, call.accumulate or None, extent and extent.unit_scale)
+            spec = GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)
+        else:
+            path = call.target
+            kind, words = _TAKES.get(type(path), (FloatFormat, "floating-point formats"))
+            if not all(isinstance(fmt, kind) for fmt in formats):
+                raise FormatError(
+                    f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose {words}, or another datapath"
+                )
+            if isinstance(path, LogDatapath):
+                _check_logarithms(path, a, b)
+            if call.accumulate not in ("", _accumulates(path)):
+                raise ArgumentError(
+                    f"accumulate={shown(call.accumulate)} is not what the datapath sums in; leave it out"
+                )
+            spec = GemmSpec(datapath=path, plan=plan, a=a, b=b, accumulate=_accumulates(path))
     check_plan(spec.datapath, spec.plan, call)
     return spec, call.facts() if spec.basis == "guess" or spec.plan.k_end is not None else None
-
-
-def _of_unit(call: GemmCall) -> GemmSpec:
-    # The records themselves, so that a format that was never registered is judged too.
-    formats: Any = call.formats or (get_format(call.a), get_format(call.b))
-    plan = call.plan or CHAINS.get(call.scaling, ONE_CHAIN)
-    a, b = formats
-    if not isinstance(call.target, Arithmetic):
-        unit = get_unit(call.target)
-        extent = SCALE_KINDS.get(call.scaling)
-        mode = unit.find(a, b, call.accumulate or None, extent and extent.unit_scale)
-        return GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)
-    path = call.target
-    kind, words = _TAKES.get(type(path), (FloatFormat, "floating-point formats"))
-    if not all(isinstance(fmt, kind) for fmt in formats):
-        raise FormatError(
-            f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose {words}, or another datapath"
-        )
-    if isinstance(path, LogDatapath):
-        _check_logarithms(path, a, b)
-    if call.accumulate not in ("", _accumulates(path)):
-        raise ArgumentError(f"accumulate={shown(call.accumulate)} is not what the datapath sums in; leave it out")
-    return GemmSpec(datapath=path, plan=plan, a=a, b=b, accumulate=_accumulates(path))
 
 
 _TAKES: dict[type, tuple[type, str]] = {

@@ -124,23 +124,6 @@ def read_scaled(
 ) -> tuple[tuple[OperandFormat, OperandFormat], torch.dtype, Scales]:  # fmt: skip
     """Return the formats of both operands, the dtype of the result and the scales of a ``scaled_mm``, checked."""
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
-    _check_tensors(a, b, bias, scale_result)
-    columns = b.mT
-    a_format, b_format = pair_of("formats", formats)
-    operand_formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
-    m, k, n = a.shape[0], inner_length(a), b.shape[1]
-    if k != inner_length(columns):
-        raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
-    check_together(a=a, b=b, **_by_name(scale_a=scale_a, scale_b=scale_b))
-    recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in pair_of("scale_recipes", scale_recipes))
-    swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in pair_of("swizzles", swizzles))
-    scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
-    dtype = _output(a, recipe_a is not None, out_dtype)
-    _check_bias(bias, n, dtype, library)
-    return operand_formats, dtype, scales
-
-
-def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
     check_tensor("a", a, "2")
     check_tensor("b", b, "2")
     if bias is not None:
@@ -155,6 +138,23 @@ def _check_tensors(a: Any, b: Any, bias: Any, scale_result: Any) -> None:
     for name, t in (("a", a), ("b", b), ("bias", bias)):
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"scaled_mm has no gradient, but {name} requires one; pass {name}.detach()")
+    columns = b.mT
+    a_format, b_format = pair_of("formats", formats)
+    operand_formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
+    m, k, n = a.shape[0], inner_length(a), b.shape[1]
+    if k != inner_length(columns):
+        raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
+    check_together(a=a, b=b, **_by_name(scale_a=scale_a, scale_b=scale_b))
+    recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in pair_of("scale_recipes", scale_recipes))
+    swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in pair_of("swizzles", swizzles))
+    scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
+    recipes = recipe_a is not None
+    dtype = out_dtype if out_dtype is not None else torch.bfloat16 if recipes else a.dtype
+    if not isinstance(dtype, torch.dtype) or dtype == torch.float4_e2m1fn_x2:
+        raise DtypeError(f"out_dtype={shown(dtype)} is not the dtype of a product; pass for example torch.bfloat16")
+    output_format(dtype)
+    _check_bias(bias, n, dtype, library)
+    return operand_formats, dtype, scales
 
 
 def _by_name(**scales: Any) -> dict[str, Tensor]:
@@ -164,14 +164,6 @@ def _by_name(**scales: Any) -> dict[str, Tensor]:
         levels = {f"{name}[{i}]": level for i, level in enumerate(scale)} if isinstance(scale, list | tuple) else None
         by_name |= levels or {name: scale}
     return by_name
-
-
-def _output(a: Tensor, recipes: bool, out_dtype: torch.dtype | None) -> torch.dtype:
-    dtype = out_dtype if out_dtype is not None else torch.bfloat16 if recipes else a.dtype
-    if not isinstance(dtype, torch.dtype) or dtype == torch.float4_e2m1fn_x2:
-        raise DtypeError(f"out_dtype={shown(dtype)} is not the dtype of a product; pass for example torch.bfloat16")
-    output_format(dtype)
-    return dtype
 
 
 def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, library: bool) -> None:
@@ -257,7 +249,16 @@ def mma(
     kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == scale_fmt), "none")
     spec = resolve_call("mm", *chosen, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
-    batch = _batch(a_values, b_values, c, scale_a, scale_b)
+    shapes = [t.shape[:-2] for t in (a_values, b_values, c, scale_a, scale_b) if t is not None]
+    try:
+        batch = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ArgumentError(
+            f"mma: leading dimensions {', '.join(str(tuple(shape)) for shape in shapes)} do not broadcast"
+        ) from None
+    m, n = a_values.shape[-2], b_values.shape[-2]
+    if c is not None and c.shape[-2:] != (m, n):
+        raise ArgumentError(f"mma: c has shape {tuple(c.shape)}; pass [..., {m}, {n}]")
     if c is not None and c.dtype != dtype:
         raise DtypeError(f"c has dtype {c.dtype}, but the unit sums in {dtype}; pass c.to({dtype})")
     addend = c if c is None else (_addend if is_readable(c) else torch.ops.fmtsim.addend)(c, spec.text)
@@ -314,20 +315,6 @@ def _formats(
         formats.append(operand_format(name, x, declared))
         truncated.append(is_fp32 and formats[-1].name == "tf32")
     return (formats[0], formats[1]), (truncated[0], truncated[1])
-
-
-def _batch(a: Tensor, b: Tensor, c: Tensor | None, scale_a: Tensor | None, scale_b: Tensor | None) -> torch.Size:
-    shapes = [t.shape[:-2] for t in (a, b, c, scale_a, scale_b) if t is not None]
-    try:
-        batch = torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        raise ArgumentError(
-            f"mma: leading dimensions {', '.join(str(tuple(shape)) for shape in shapes)} do not broadcast"
-        ) from None
-    m, n = a.shape[-2], b.shape[-2]
-    if c is not None and c.shape[-2:] != (m, n):
-        raise ArgumentError(f"mma: c has shape {tuple(c.shape)}; pass [..., {m}, {n}]")
-    return batch
 
 
 def _addend(c: Tensor, text: str) -> Tensor:

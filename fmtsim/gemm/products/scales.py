@@ -254,7 +254,22 @@ def read_scales(
     if kind == "row":
         return Scales(kind, _vector("scale_a", lists[0][0], (m, 1)), _vector("scale_b", lists[1][0], (1, n)))
     if kind in UNIT_SCALES:
-        return _small_blocks(kind, lists, sizes, kinds, swizzles)
+        # scales inside a unit: MX (E8M0 every 32) or NVFP4 (E4M3 every 16, and a scale of the tensor).
+        extent, recipe = SCALE_KINDS[kind], kinds[0][0]
+        blocks, codes, alpha = -(-sizes[2] // (extent.block or 1)), [], []
+        for i, (name, rows) in enumerate((("scale_a", sizes[0]), ("scale_b", sizes[1]))):
+            block_scales, extra = lists[i][0], lists[i][1:]
+            if block_scales.dtype != extent.dtype:
+                raise DtypeError(f"{name} has dtype {block_scales.dtype}; {recipe} scales are {extent.dtype}")
+            codes.append(_codes(name, block_scales, rows, blocks, (swizzles[i] or ("SWIZZLE_32_4_4",))[0]))
+            if extra and kinds[i][1:] not in ((), ("TensorWise",)):
+                raise ArgumentError(f"{name} comes with {kinds[i][1:]}; the second scale is TensorWise")
+            if len(extra) > (kind == "nvfp4"):
+                raise ArgumentError(f"{name} is a list of {len(extra) + 1}; {recipe} takes fewer scales")
+            alpha += [_single(name, extra[0])] if extra else []
+        if len(alpha) == 1:
+            raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
+        return Scales(kind, *(alpha or (None, None)), *codes)
     tall = [name == "BlockWise128x128" for name in firsts]
     a, b = (
         _large_blocks(name, levels[0], rows, k, recipe, large if named else name == "scale_b")
@@ -350,28 +365,6 @@ def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str, k_fi
             f"{name} has shape {tuple(scale.shape)}; {recipe} scales have shape {(groups, kb)} or {(kb, groups)}"
         )
     return _finite(name, blocks)
-
-
-def _small_blocks(
-    kind: ScaleKind, lists: list[list[Tensor]], sizes: tuple[int, int, int], kinds: Any,
-    swizzles: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
-) -> Scales:  # fmt: skip
-    """Return the scales inside a unit: MX (E8M0 every 32) or NVFP4 (E4M3 every 16, and a scale of the tensor)."""
-    extent, recipe = SCALE_KINDS[kind], kinds[0][0]
-    blocks, codes, alpha = -(-sizes[2] // (extent.block or 1)), [], []
-    for i, (name, rows) in enumerate((("scale_a", sizes[0]), ("scale_b", sizes[1]))):
-        block_scales, extra = lists[i][0], lists[i][1:]
-        if block_scales.dtype != extent.dtype:
-            raise DtypeError(f"{name} has dtype {block_scales.dtype}; {recipe} scales are {extent.dtype}")
-        codes.append(_codes(name, block_scales, rows, blocks, (swizzles[i] or ("SWIZZLE_32_4_4",))[0]))
-        if extra and kinds[i][1:] not in ((), ("TensorWise",)):
-            raise ArgumentError(f"{name} comes with {kinds[i][1:]}; the second scale is TensorWise")
-        if len(extra) > (kind == "nvfp4"):
-            raise ArgumentError(f"{name} is a list of {len(extra) + 1}; {recipe} takes fewer scales")
-        alpha += [_single(name, extra[0])] if extra else []
-    if len(alpha) == 1:
-        raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
-    return Scales(kind, *(alpha or (None, None)), *codes)
 
 
 def _codes(name: str, scale: Tensor, rows: int, blocks: int, swizzle: str) -> Tensor:

@@ -8,7 +8,6 @@ import contextlib
 import threading
 from ctypes import (
     CDLL,
-    Array,
     byref,
     c_int,
     c_int8,
@@ -162,19 +161,16 @@ class Asker:
         algorithm = self._answer.raw[:_ALGORITHM]
         choice = self._choices.get(algorithm)
         if choice is None:
-            choice = self._choices[algorithm] = self._read(self._answer)
+            # the attributes of an algorithm that decide the order
+            values, written = [], c_size_t()
+            for attribute in (_ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES):
+                value = c_int32()
+                status = self._functions.config(self._answer, attribute, byref(value), sizeof(value), byref(written))
+                values.append(value.value if status == _SUCCESS else 0)
+            choice = self._choices[algorithm] = normalised(*values)
         if choice.split != -1:
             return choice
         return shared(choice, question, int.from_bytes(self._answer.raw[_WORKSPACE], "little"))
-
-    def _read(self, algorithm: "Array[Any]") -> Choice:
-        """Return the attributes of an algorithm that decide the order."""
-        values, written = [], c_size_t()
-        for attribute in (_ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES):
-            value = c_int32()
-            status = self._functions.config(algorithm, attribute, byref(value), sizeof(value), byref(written))
-            values.append(value.value if status == _SUCCESS else 0)
-        return normalised(*values)
 
 
 def normalised(algorithm: int, tile: int, split: int, reduction: int, custom: int, stages: int) -> Choice:
@@ -274,7 +270,14 @@ class _Product:
             self._set(_BIAS_POINTER, c_void_p(_SOMEWHERE))
             self._set(_BIAS_TYPE, c_int32(_OUT[wide]))
         if kind.scaling != "none":
-            self._set_scales(kind)
+            self._set(_FAST_ACCUM, c_int8(kind.fast_accum))
+            modes = _SCALE_MODES[kind.scaling]
+            for pointer, attribute, mode in zip(
+                (_A_SCALE_POINTER, _B_SCALE_POINTER), (_A_SCALE_MODE, _B_SCALE_MODE), modes, strict=True
+            ):
+                self._set(pointer, c_void_p(_SOMEWHERE))
+                if mode:
+                    self._set(attribute, c_int32(mode))
         self.preference = functions.create("cublasLtMatmulPreferenceCreate")
         self._prefer(_MAX_WORKSPACE, c_uint64(kind.workspace))
         if kind.reductions != "any":
@@ -283,16 +286,6 @@ class _Product:
         if narrow:
             self._matrices.append(_Matrix(functions, _OUT[kind.out]))
         self.a, self.b, self.c, self.d = (matrix.pointer for matrix in (*self._matrices, self._matrices[-1])[:4])
-
-    def _set_scales(self, kind: Kind) -> None:
-        self._set(_FAST_ACCUM, c_int8(kind.fast_accum))
-        modes = _SCALE_MODES[kind.scaling]
-        for pointer, attribute, mode in zip(
-            (_A_SCALE_POINTER, _B_SCALE_POINTER), (_A_SCALE_MODE, _B_SCALE_MODE), modes, strict=True
-        ):
-            self._set(pointer, c_void_p(_SOMEWHERE))
-            if mode:
-                self._set(attribute, c_int32(mode))
 
     def _prefer(self, attribute: int, value: Any) -> None:
         self._functions.call("cublasLtMatmulPreferenceSetAttribute", self.preference, c_int(attribute), byref(value),

@@ -10,8 +10,7 @@ import torch
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.cublaslt import order_of, tile_of
-from fmtsim.gemm.targets.order import Architecture, Order
-from fmtsim.gemm.targets.question import Choice
+from fmtsim.gemm.targets.question import Architecture, Choice, Order
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, ScaleKind
 from fmtsim.spec.datapath import FP32
@@ -126,7 +125,9 @@ class Kernel:
         after = self.plan.bias_after_rounding or (self.bias_unsplit and split == 1)
         cut: dict[str, Any] = {"k_tile": None, "bias_after_rounding": after}
         if self.slices and tile is not None and split > 1:
-            width = self._slice(call, split)
+            by_rows = "row" in (call.a_layout, call.b_layout)
+            step = self.line if self.line and call.k % self.line == 0 and by_rows else self.align
+            width = _ceil(_ceil(call.k, split), step) * step
             split = _ceil(call.k, width)
             cut |= {"k_tile": tile, "part_k": width, "residue_first": True}
         elif tile is not None and (split > 1 or self.slices):
@@ -138,11 +139,6 @@ class Kernel:
         else:
             cut |= {"partial": None, "round_trip": False, "owner": "contiguous", "reduce": "serial"}
         return replace(self.plan, **cut)
-
-    def _slice(self, call: GemmCall, split: int) -> int:
-        by_rows = "row" in (call.a_layout, call.b_layout)
-        step = self.line if self.line and call.k % self.line == 0 and by_rows else self.align
-        return _ceil(_ceil(call.k, split), step) * step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

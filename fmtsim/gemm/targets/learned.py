@@ -208,15 +208,37 @@ class Learned:
         walk = self._walks.get(index)
         if walk is None:
             try:
-                walk = self._walks[index] = _walk(_unpacked(body[begin : begin + size]))
+                # of each node its feature, threshold and right child; of a leaf whether it is certain, and its choice
+                tree = _unpacked(body[begin : begin + size])
+                features, remaining, leaves = tree.features.tolist(), iter(tree.thresholds.tolist()), 0
+                values: list[Any] = []
+                rights = [0] * len(features)
+                waiting: list[int] = []
+                for node, feature in enumerate(features):
+                    if feature != LEAF:
+                        values.append(next(remaining))
+                        waiting.append(node)
+                        continue
+                    values.append(bool(tree.certain[leaves]))
+                    rights[node] = int(tree.choices[leaves])
+                    leaves += 1
+                    if waiting:
+                        rights[waiting.pop()] = node + 1
+                if (
+                    len(features) != 2 * leaves - 1
+                    or leaves != len(tree.choices)
+                    or any(f != LEAF and f >= len(FEATURES) for f in features)
+                ):
+                    raise ValueError("a tree does not end")
+                walk = self._walks[index] = (features, values, rights)
             except _DAMAGED as error:
                 raise self._damaged(error) from None
         features, thresholds, rights = walk
-        node, values = 0, dict[int, Any]()
+        node, answers = 0, dict[int, Any]()
         while (feature := features[node]) != LEAF:
-            value = values.get(feature)
+            value = answers.get(feature)
             if value is None:
-                value = values[feature] = FEATURES[feature](number, layout, m, n, k, batch)
+                value = answers[feature] = FEATURES[feature](number, layout, m, n, k, batch)
             node = node + 1 if value <= thresholds[node] else rights[node]
         return Guess(group.choices[rights[node]], bool(thresholds[node]), group)
 
@@ -248,31 +270,6 @@ class Learned:
             for number, kind in enumerate(group.kinds)
         }
         return groups, numbers, content[HEAD.size + header :]
-
-
-def _walk(tree: Tree) -> tuple[list[int], list[Any], list[int]]:
-    """Return for each node its feature, its threshold, and its right child; of a leaf certain and its choice."""
-    features, thresholds, leaves = tree.features.tolist(), iter(tree.thresholds.tolist()), 0
-    values: list[Any] = []
-    rights = [0] * len(features)
-    waiting: list[int] = []
-    for node, feature in enumerate(features):
-        if feature != LEAF:
-            values.append(next(thresholds))
-            waiting.append(node)
-            continue
-        values.append(bool(tree.certain[leaves]))
-        rights[node] = int(tree.choices[leaves])
-        leaves += 1
-        if waiting:
-            rights[waiting.pop()] = node + 1
-    if (
-        len(features) != 2 * leaves - 1
-        or leaves != len(tree.choices)
-        or any(f != LEAF and f >= len(FEATURES) for f in features)
-    ):
-        raise ValueError("a tree does not end")
-    return features, values, rights
 
 
 def _unpacked(packed: bytes) -> Tree:

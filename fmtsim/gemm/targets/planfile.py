@@ -1,18 +1,345 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan files: what they hold of a GPU with its library, read from JSON, checked, and written as JSON."""
 
+import bisect
+import json
+import struct
+import zlib
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import index
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
-from fmtsim.gemm.targets.book import Book, file_beside
+import numpy as np
+
 from fmtsim.gemm.targets.kernel import Kernel, Rule, Splits
 from fmtsim.gemm.targets.learned import Learned
-from fmtsim.gemm.targets.order import Architecture
-from fmtsim.gemm.targets.question import DEFAULT, Settings, settings_of
+from fmtsim.gemm.targets.question import (
+    CUTLASS,
+    DEFAULT,
+    LARGEST,
+    Architecture,
+    Choice,
+    Kind,
+    Question,
+    Settings,
+    from_planes,
+    inflate,
+    kind_from_list,
+    settings_of,
+    unpack,
+)
 from fmtsim.gemm.units.unit import PLANS, get_unit
-from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.errors import ArgumentError, DataError, shown
+from fmtsim.support.files import StrPath
 from fmtsim.support.records import READERS, at, check_types, fields_of, located, record_of
+
+Along = Literal["m", "k"]
+Runs = tuple[tuple[int, Choice | None], ...]
+
+MAGIC: Final = b"fmtsim plan book"
+VERSION: Final = 1
+HEAD: Final = struct.Struct("<16sHIII")  # magic, version, bytes of the header and of the body, crc32 of both
+BLOCK = 64  # families that are decompressed for a lookup
+FIXED: dict[str, tuple[str, str]] = {"m": ("n", "k"), "k": ("m", "n")}
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, zlib.error, MemoryError,
+            RecursionError)  # fmt: skip
+
+EVERY_K: Final = 512  # along K all sizes up to this one are asked, larger ones lie apart
+ROWS: Final = ((64, 1), (512, 4), (2048, 16), (16384, 64))
+"""Numbers of rows that are asked, so far apart up to a number, and each number's successor with them."""
+
+
+class Family(NamedTuple):
+    """The library's choices for calls that differ in one size.
+
+    kind, layout, batch: As in ``Question``.
+    along: The size that varies.
+    sizes: The other two, in the order m, n, k.
+    runs: ``(first size, choice)``, sizes ascending; a choice holds up to the next run. None: no choice is known, as
+        beyond the last size that was asked.
+    step: Choices are those of multiples of it alone. A family of a smaller step has the sizes between.
+    """
+
+    kind: Kind
+    layout: int
+    along: Along
+    sizes: tuple[int, int]
+    runs: Runs
+    batch: int = 1
+    step: int = 1
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What families have in common that differ in their steps."""
+        return self.kind, self.layout, self.batch, self.along, self.sizes
+
+
+class Run(NamedTuple):
+    """An entry of a book: a choice, and from which size to which it holds; no last one where it holds from there on."""
+
+    choice: Choice
+    along: Along
+    first: int
+    last: int | None
+    step: int = 1
+
+    def certain(self, question: Question) -> bool:
+        """Return whether the sizes around a question were asked densely enough for what was chosen.
+
+        Between values of K that lie apart, CUTLASS kernels' splits change: 29 of 20,000 such choices were others, and
+        in float32 43 of 4,776 splits of any kernel.
+        Between numbers of rows that lie apart, a choice is certain where both of them have it; where it changes in
+        between, it may change more than once (777x16x4096 in bfloat16, which an H200 did not add as the book says).
+        """
+        if self.along == "k":
+            changes = self.choice.algorithm in CUTLASS or (question.kind.a == "fp32" and self.choice.split > 1)
+            return question.k <= EVERY_K or not changes
+        m, apart = question.m, _apart(question.m)
+        # F.linear in bfloat16, N = 16, K = 4096: 2 parts for M = 777, 778, 780 and 783, 3 for 776, 784 and 785; with 3
+        # parts 26 of 12,432 results differ at M = 777 (H200, 2026-11-24).
+        low = m // apart * apart
+        last_asked = low + self.step * (_apart(low) > self.step)
+        return m in (low, last_asked) or (self.first <= last_asked and (self.last or m + apart) >= low + apart)
+
+    def describe(self, question: Question) -> str:
+        """Return the sizes that the entry of a question is about, in words."""
+        kind, m, n, k = question.kind, question.m, question.n, question.k
+        sizes = f"[*, {k}] x [{k}, {n}]" if self.along == "m" else f"[{m}, *] x [*, {n}]"
+        last = "" if self.last is None else f" <= {self.last}"
+        return f"{kind.a} {sizes}, {self.first} <= {self.along.upper()}{last}"
+
+
+def _apart(m: int) -> int:
+    return next((apart for most, apart in ROWS if m <= most), 1)
+
+
+def file_beside(folder: Path, name: str) -> Path:
+    """Return the path of a file that lies in a folder, or comes with fmtsim; one in the folder where there is none."""
+    return next((file for file in (folder / name, PLANS / name) if file.is_file()), folder / name)
+
+
+class Book:
+    """A file of families. Opening reads nothing; the first lookup reads the file and checks it.
+
+    A file may be the difference to that of another GPU, its base, which is asked for what the file lacks.
+
+    Example:
+        >>> import torch
+        >>> from fmtsim.gemm.targets.planfile import Book, Family
+        >>> from tools.calibrate.book_writer import book_bytes
+        >>> from fmtsim.gemm.targets.question import Choice, Kind, Question
+        >>> kind = Kind("bf16", "bf16", torch.bfloat16)
+        >>> runs = ((1, Choice(66, 3, 2)), (65, Choice(66)), (16385, None))
+        >>> book = Book(book_bytes([Family(kind, 0, "m", (4096, 14336), runs)], library="NVIDIA H200"), "example")
+        >>> book.find(Question(kind, 0, 64, 4096, 14336))
+        Choice(algorithm=66, split=3, reduction=2, custom=0, stages=0)
+        >>> book.run(Question(kind, 0, 70, 4096, 14336)).last, book.find(Question(kind, 0, 70, 4096, 4096))
+        (16384, None)
+    """
+
+    def __init__(self, content: bytes | Path, name: str) -> None:
+        """Take a file's bytes, or where they are; ``name`` is what errors call the file."""
+        self._content, self.name = content, name
+
+    @classmethod
+    def open(cls, path: StrPath) -> "Book":
+        """Return the book in a file.
+
+        Raises:
+            DataError: There is no such file. A damaged one is found by the first lookup.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise DataError(
+                f"{path}: No such file; a plan book lies there, which python -m tools.calibrate --book makes"
+            )
+        return cls(path, str(path))
+
+    @property
+    def library(self) -> str:
+        """GPU, library and versions that were asked, as in ``Target.library``."""
+        return self._contents.library
+
+    @property
+    def source(self) -> str:
+        """Where the answers come from."""
+        return self._contents.source
+
+    @property
+    def aliases(self) -> dict[Kind, Kind]:
+        """Kinds whose calls are answered as those of another kind."""
+        return dict(self._contents.aliases)
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the file, by which differences to it know it."""
+        return self._contents.checksum
+
+    def __len__(self) -> int:
+        """Return the number of families in the file, without those of a base."""
+        return sum(len(section.keys) for sections in self._contents.sections.values() for section in sections)
+
+    def find(self, question: Question) -> Choice | None:
+        """Return what the library chooses, None where the book does not say.
+
+        Raises:
+            DataError: The file is not a book, is damaged, or cannot be read.
+        """
+        run = self.run(question)
+        return None if run is None else run.choice
+
+    def run(self, question: Question) -> Run | None:
+        """Return the entry that a question falls under, None where there is none."""
+        contents = self._contents
+        kind, layout, m, n, k, batch = question
+        silent: set[str] = set()
+        for section in contents.sections.get((contents.aliases.get(kind, kind), layout, batch), ()):
+            size, sizes = (m, (n, k)) if section.along == "m" else (k, (m, n))
+            if section.along in silent or size % section.step or (rank := section.rank(*sizes)) is None:
+                continue
+            if (run := section.entry(size, self._runs(section, rank))) is not None:
+                return run
+            silent.add(section.along)  # finer steps were not asked about sizes of a coarser one
+        return None if contents.base is None else contents.base.run(question)
+
+    def families(self) -> Iterator[Family]:
+        """Yield all families, in the order of the file, then those of a base that the file does not replace."""
+        stored = list(self._stored())
+        yield from stored
+        if self._contents.base is not None:
+            groups = {family.group for family in stored}
+            yield from (family for family in self._contents.base.families() if family.group not in groups)
+
+    def _stored(self) -> Iterator[Family]:
+        for (kind, layout, batch), sections in self._contents.sections.items():
+            for section in sections:
+                for rank, key in enumerate(section.keys):
+                    sizes = key >> 32, key & 0xFFFFFFFF
+                    yield Family(kind, layout, section.along, sizes, self._runs(section, rank), batch, section.step)
+
+    def _runs(self, section: "_Section", rank: int) -> Runs:
+        try:
+            starts, numbers = section.unpacked(rank)
+            return tuple(zip(starts, (self._contents.choices[number] for number in numbers), strict=True))
+        except _DAMAGED as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: object) -> DataError:
+        return DataError(
+            f"{self.name} is damaged as a plan book ({error}); make it anew with python -m tools.calibrate --book"
+        )
+
+    @cached_property
+    def _contents(self) -> "_Contents":
+        content = self._content
+        if isinstance(content, Path):
+            try:
+                content = content.read_bytes()
+            except OSError as error:
+                raise DataError(f"cannot read {self.name}: {error.strerror}") from None
+        if not content.startswith(MAGIC[: max(len(content), 1)]):
+            raise DataError(f"{self.name} is not a plan book; python -m tools.calibrate --book makes one")
+        try:
+            _, version, header, body, checksum = HEAD.unpack_from(content)
+        except struct.error:
+            raise self._damaged(f"it ends after {len(content)} bytes") from None
+        if version != VERSION:
+            raise DataError(f"{self.name} is a plan book of version {version}, and this fmtsim reads {VERSION}; "
+                            "make it anew with python -m tools.calibrate --book")  # fmt: skip
+        if len(content) != HEAD.size + header + body:
+            raise self._damaged(f"it has {len(content)} bytes instead of {HEAD.size + header + body}")
+        if zlib.crc32(content[HEAD.size :]) != checksum:
+            raise self._damaged("its checksum is wrong")
+        try:
+            record = json.loads(zlib.decompressobj().decompress(content[HEAD.size : HEAD.size + header], LARGEST))
+            choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
+            sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
+            for kind, layout, batch, along, step, count, stride, *pieces in record["sections"]:
+                keys, samples, lengths, blocks = (
+                    memoryview(content[HEAD.size + header :])[begin : begin + size]
+                    for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
+                )
+                first, second = from_planes(inflate(keys), 4).reshape(2, count)
+                ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]
+                packed_keys = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
+                if along not in FIXED or index(step) < 1 or index(stride) < 1:
+                    raise ValueError("a section is not possible")
+                sections[kind_from_list(kind), index(layout), index(batch)].append(
+                    _Section(along, step, stride, packed_keys, inflate(samples), ends, blocks)
+                )
+            aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
+            contents = _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
+            base = record.get("base")
+            return contents._replace(checksum=checksum, base=None if base is None else self._base(*base))
+        except _DAMAGED as error:
+            raise self._damaged(error) from None
+
+    def _base(self, name: str, checksum: int) -> "Book":
+        """Return the book that the file is the difference to.
+
+        Raises:
+            DataError: There is none, or its content is another.
+        """
+        folder = self._content.parent if isinstance(self._content, Path) else PLANS
+        base = Book.open(file_beside(folder, name))
+        if base.checksum != checksum:
+            raise DataError(f"{self.name} is the difference to another {name} than {base.name}; make it anew with "
+                            "python -m tools.calibrate --book")  # fmt: skip
+        return base
+
+
+class _Contents(NamedTuple):
+    library: str
+    source: str
+    aliases: dict[Kind, Kind]
+    choices: list[Choice | None]
+    sections: dict[tuple[Kind, int, int], list["_Section"]]
+    checksum: int = 0
+    base: Book | None = None
+
+
+class _Section(NamedTuple):
+    """Families of one kind, layout, batch and varying size, in the order of their fixed sizes.
+
+    Every ``stride``-th lies in ``samples``, which are the dictionary of the blocks that hold the others.
+    """
+
+    along: Along
+    step: int
+    stride: int
+    keys: "array[int]"
+    samples: bytes
+    ends: list[int]
+    blocks: memoryview
+
+    def rank(self, first: int, second: int) -> int | None:
+        key = first << 32 | second
+        rank = bisect.bisect_left(self.keys, key)
+        return rank if rank < len(self.keys) and self.keys[rank] == key and second < 1 << 32 else None
+
+    def unpacked(self, rank: int) -> tuple[list[int], list[int]]:
+        """Return the first sizes and the numbers of the choices of a family's runs."""
+        sampled, place = divmod(rank, self.stride)
+        if not place:
+            return unpack(self.samples, -(-len(self.keys) // self.stride), sampled)
+        others = len(self.keys) - -(-len(self.keys) // self.stride)
+        block, place = divmod(rank - sampled - 1, BLOCK)
+        packed = self.blocks[self.ends[block] : self.ends[block + 1]]
+        return unpack(inflate(packed, self.samples), min(BLOCK, others - block * BLOCK), place)
+
+    def entry(self, size: int, runs: Runs) -> Run | None:
+        place = bisect.bisect_right(runs, size, key=lambda run: run[0]) - 1
+        first, choice = runs[place] if place >= 0 else (0, None)
+        if choice is None:
+            return None
+        last = runs[place + 1][0] - 1 if place + 1 < len(runs) else None
+        return Run(choice, self.along, first, last, self.step)
+
 
 READERS[Kernel] = Kernel.from_dict
 _CHANGES = ("library", "architecture", "source", "kernels", "rules")
@@ -65,13 +392,10 @@ class PlanFile:
                 get_unit(unit).find(name, name, accumulate)
         for number, rule in enumerate(self.rules):
             with located(f"rules[{number}]"):
-                self._check_names(rule)
-
-    def _check_names(self, rule: Rule) -> None:
-        if rule.kernel not in self.kernels:
-            raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(self.kernels)}")
-        if isinstance(rule.split, str) and rule.split not in self.splits:
-            raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(self.splits)}")
+                if rule.kernel not in self.kernels:
+                    raise ArgumentError(f"kernel={rule.kernel!r} is not listed; kernels are {', '.join(self.kernels)}")
+                if isinstance(rule.split, str) and rule.split not in self.splits:
+                    raise ArgumentError(f"split={rule.split!r} is not listed; splits are {', '.join(self.splits)}")
 
     @classmethod
     def from_dict(cls, record: dict[str, Any], path: str = "", folder: Path = PLANS) -> Self:

@@ -13,7 +13,6 @@ from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.cublaslt import order_of
 from fmtsim.gemm.targets.doubts import sibling_of, warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
-from fmtsim.gemm.targets.order import sourced
 from fmtsim.gemm.targets.planfile import PlanFile
 from fmtsim.gemm.targets.question import (
     DEFAULT,
@@ -24,6 +23,7 @@ from fmtsim.gemm.targets.question import (
     lent,
     question_of,
     settings_of,
+    sourced,
 )  # fmt: skip
 from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
@@ -317,7 +317,10 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     if text.endswith(".json"):
         return _load(text, _changed(text))
     if text.lstrip().startswith("{"):
-        return _datapath_of(text)
+        try:
+            return datapath_from_dict(parse_json(text), "target")
+        except ValueError as error:
+            raise error if isinstance(error, FmtsimError) else ArgumentError(f"target={shown(text)}: {error}") from None
     hint = did_you_mean(text, (*list_targets(), *list_units()))
     raise ArgumentError(sibling_of(text) or f"unknown target {shown(text)}{hint} ({_kinds()})")
 
@@ -380,13 +383,6 @@ def _load(path: str, changed: int) -> Target | Arithmetic:
         return Target.from_dict(record, f"{name}: plan", folder)
 
     return load_record(path, "plan file", read)
-
-
-def _datapath_of(text: str) -> Arithmetic:
-    try:
-        return datapath_from_dict(parse_json(text), "target")
-    except ValueError as error:
-        raise error if isinstance(error, FmtsimError) else ArgumentError(f"target={shown(text)}: {error}") from None
 
 
 def _library(text: str) -> str:

@@ -15,7 +15,7 @@ from fmtsim.distributed.simulate import simulate
 from fmtsim.lab.training.models import repeatable
 from fmtsim.lab.training.schemes import ADAMW, FINAL_SHARE, Scheme, TrainConfig
 from fmtsim.lab.training.schemes import CLIP as CLIP
-from fmtsim.nn.scaled_linear import mu_parameter_groups
+from fmtsim.nn.scaled_model import mu_parameter_groups
 from fmtsim.optim import AdamW, Madam
 from fmtsim.recipes.spec import LossScale
 

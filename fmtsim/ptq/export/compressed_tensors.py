@@ -28,7 +28,17 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
         stored, changes = _nvfp4(weight, allow_rescale)
         coded = stored, "nvfp4-pack-quantized"
     elif weight.is_integer:
-        coded = _integers(weight)
+        scales = _scales(weight)
+        if weight.inputs != "none" and weight.element.bits == 8:
+            coded = {"weight": weight.integers, "weight_scale": scales}, "int-quantized"
+        else:
+            if weight.per == "tensor":
+                raise weight.refuse("packed integers have a scale a channel or group, and this one a tensor", _CHOICES)
+            bits, (rows, columns) = weight.element.bits, weight.elements.shape
+            packed = pack(weight.integers.to(torch.int32) + (1 << bits - 1), bits)  # the least integer is code 0
+            words = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 4)).view(torch.int32)
+            shape = torch.tensor([rows, columns])
+            coded = {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, "pack-quantized"
     elif weight.is_element("e4m3") and not weight.is_mx("e4m3"):
         coded = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
     else:
@@ -58,19 +68,6 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
     return tensors, scheme, changes
 
 
-def _integers(weight: CodedWeight) -> tuple[Tensors, str]:
-    scales = _scales(weight)
-    if weight.inputs != "none" and weight.element.bits == 8:
-        return {"weight": weight.integers, "weight_scale": scales}, "int-quantized"
-    if weight.per == "tensor":
-        raise weight.refuse("packed integers have a scale a channel or group, and this one a tensor", _CHOICES)
-    bits, (rows, columns) = weight.element.bits, weight.elements.shape
-    packed = pack(weight.integers.to(torch.int32) + (1 << bits - 1), bits)  # the least integer is code 0
-    words = torch.nn.functional.pad(packed, (0, -packed.shape[1] % 4)).view(torch.int32)
-    shape = torch.tensor([rows, columns])
-    return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}, "pack-quantized"
-
-
 def _microscaled(weight: CodedWeight) -> tuple[Tensors, str]:
     for element, layout in (("e2m1", "mxfp4-pack"), ("e2m3", "mxfp6-pack"), ("e4m3", "mxfp8")):
         if weight.is_mx(element):
@@ -92,7 +89,10 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
     scale, block_scale = weight.tensor_scale, _scales(weight)
     expected = exact(weight.elements, block_scale, scale).bfloat16()
     candidates = _reciprocals(scale)
-    counts = [int((_decoded(weight.elements, block_scale, g) != expected).sum()) for g in candidates]
+    # values as compressed-tensors has them: bfloat16 of element times (scale / global scale)
+    counts = [
+        int((spread_over(weight.elements.float(), block_scale / g).bfloat16() != expected).sum()) for g in candidates
+    ]
     different = min(counts)
     global_scale = candidates[counts.index(different)]
     inverse, changes = 1 / global_scale, []
@@ -118,11 +118,6 @@ def _reciprocals(scale: Tensor) -> list[Tensor]:
     nearest = (1 / scale.double()).float()
     near = nearest.view(torch.int32) + torch.tensor([0, -1, 1, -2, 2], dtype=torch.int32)  # neighbours by their bits
     return [g for g in near.view(torch.float32) if 1 / g == scale] or [nearest]
-
-
-def _decoded(elements: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Return NVFP4's values as compressed-tensors has them: bfloat16 of element times (scale / global scale)."""
-    return spread_over(elements.float(), scale / global_scale).bfloat16()
 
 
 def exact(elements: Tensor, scale: Tensor, tensor_scale: Tensor) -> Tensor:
@@ -231,7 +226,23 @@ def encoded_of(layer: StoredWeight, scheme: dict[str, Any]) -> Encoded:
         weights["strategy"], (1, weights.get("group_size"))
     )
     if layout.dtype == torch.int32:
-        return _integers_of(layer, weights, block)
+        bits, words = weights["num_bits"], layer.tensor(".weight_packed", torch.int32)
+        rows, columns = shape = layer.tensor(".weight_shape", (torch.int64, torch.int32), 1).tolist()[:2] or (0, 0)
+        if (rows, -(-columns * bits // 32)) != words.shape:
+            place = f"tensor '{layer.prefix}.weight_shape'"
+            raise DataError(f"{place} is {shape}, of which {tuple(words.shape)} words do not hold codes of {bits} bits")
+        codes = unpack(words.contiguous().view(_U8)[:, : -(-columns * bits // 8)], bits, columns)
+        scale, least = layer.scales(REAL), 1 << bits - 1  # the least integer is code 0
+        if weights["symmetric"]:
+            return layer.encoded(f"int{bits}_full", pack(codes ^ least, bits), (rows, columns), scale, block)
+        points = layer.tensor(".weight_zero_point", torch.int32).t().contiguous().view(_U8)
+        if points.shape != (scale.shape[1], -(-rows * bits // 32) * 4):
+            place = f"tensor '{layer.prefix}.weight_zero_point'"
+            raise DataError(
+                f"{place} of {points.shape[1] // 4} x {points.shape[0]} words is not {rows} x {scale.shape[1]}"
+            )
+        zeros = unpack(points[:, : -(-rows * bits // 8)], bits, rows).t()
+        return layer.encoded(f"uint{bits}", pack(codes, bits), (rows, columns), scale, block, zeros=zeros)
     codes, scale = layer.tensor(layout.name, layout.dtype), layer.scales(layout.scales)
     if not weights["symmetric"]:
         raise DataError(f"tensor {layer.prefix + layout.name!r} has zero points, which are read beside packed codes")
@@ -243,21 +254,3 @@ def encoded_of(layer: StoredWeight, scheme: dict[str, Any]) -> Encoded:
     shape = (codes.shape[0], codes.shape[1] * 8 // bits if layout.dtype == _U8 else codes.shape[1])
     second = 1 / layer.number(".weight_global_scale") if layout.scales == (_F8,) else None
     return layer.encoded(element, codes.view(_U8), shape, scale, block, second)
-
-
-def _integers_of(layer: StoredWeight, weights: dict[str, Any], block: Any) -> Encoded:
-    bits, words = weights["num_bits"], layer.tensor(".weight_packed", torch.int32)
-    rows, columns = shape = layer.tensor(".weight_shape", (torch.int64, torch.int32), 1).tolist()[:2] or (0, 0)
-    if (rows, -(-columns * bits // 32)) != words.shape:
-        place = f"tensor '{layer.prefix}.weight_shape'"
-        raise DataError(f"{place} is {shape}, of which {tuple(words.shape)} words do not hold codes of {bits} bits")
-    codes = unpack(words.contiguous().view(_U8)[:, : -(-columns * bits // 8)], bits, columns)
-    scale, least = layer.scales(REAL), 1 << bits - 1  # the least integer is code 0
-    if weights["symmetric"]:
-        return layer.encoded(f"int{bits}_full", pack(codes ^ least, bits), (rows, columns), scale, block)
-    points = layer.tensor(".weight_zero_point", torch.int32).t().contiguous().view(_U8)
-    if points.shape != (scale.shape[1], -(-rows * bits // 32) * 4):
-        place = f"tensor '{layer.prefix}.weight_zero_point'"
-        raise DataError(f"{place} of {points.shape[1] // 4} x {points.shape[0]} words is not {rows} x {scale.shape[1]}")
-    zeros = unpack(points[:, : -(-rows * bits // 8)], bits, rows).t()
-    return layer.encoded(f"uint{bits}", pack(codes, bits), (rows, columns), scale, block, zeros=zeros)

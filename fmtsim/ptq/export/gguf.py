@@ -56,7 +56,12 @@ def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
     if weight.is_mx("e2m1"):
         scales, halves, kind = weight.powers, weight.codes, "MXFP4"
     elif weight.is_integer and weight.element.bits in (4, 8):
-        scales, halves, kind = _half(weight), weight.integers.to(torch.int16) + 8, "Q4_0"
+        half = weight.scale.to(torch.float16)
+        if not torch.equal(half.float(), weight.scale):
+            raise weight.refuse(
+                "GGUF's scales are float16, which does not hold these", "choose q8_0 or q4_0, whose are"
+            )
+        scales, halves, kind = half, weight.integers.to(torch.int16) + 8, "Q4_0"
     else:
         raise weight.refuse(f"GGUF has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
     if weight.is_integer and weight.element.bits == 8:
@@ -65,13 +70,6 @@ def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
         low, high = halves.to(torch.uint8).reshape(fours).chunk(2, -1)
         codes = low | high << 4
     return torch.cat([scales.reshape(rows, columns // _GROUP, -1).view(torch.uint8), codes], -1).reshape(rows, -1), kind
-
-
-def _half(weight: CodedWeight) -> Tensor:
-    half = weight.scale.to(torch.float16)
-    if not torch.equal(half.float(), weight.scale):
-        raise weight.refuse("GGUF's scales are float16, which does not hold these", "choose q8_0 or q4_0, whose are")
-    return half
 
 
 def content(coded: Mapping[str, CodedWeight], rest: Mapping[str, Tensor], architecture: str) -> bytes:

@@ -201,7 +201,21 @@ def _grouped(weight: StoredWeight, config: Config) -> Encoded | Reordered:
         codes = _unpacked(words.t(), bits, inputs, False)
         # version 1 stores zero points less one; AutoGPTQ's and ExLlama's kernels add it without wrapping
         points = points + (config.fields.get("checkpoint_format") != "gptq_v2")
-    order = _order(weight, inputs, groups)
+    order = None  # inputs sorted by their groups, None where they are sorted
+    if ".g_idx" in weight.places:
+        index = weight.tensor(".g_idx", torch.int32, 1)
+        if index.shape[0] != inputs or int(index.min()) < 0 or int(index.max()) >= groups:
+            raise DataError(
+                f"tensor '{weight.prefix}.g_idx' of {index.shape[0]} numbers from {int(index.min())} to "
+                f"{int(index.max())} is not the group, 0 to {groups - 1}, of each of {inputs} inputs"
+            )
+        counts = torch.bincount(index, minlength=groups)
+        if int(counts.max()) != int(counts.min()):
+            raise DataError(
+                f"tensor '{weight.prefix}.g_idx' has groups of {int(counts.min())} to {int(counts.max())} inputs; "
+                f"expected {inputs // groups} in each"
+            )
+        order = None if bool((index.diff() >= 0).all()) else index.argsort(stable=True)
     width = config.size("group_size") or config.size("q_group_size") or (inputs if groups == 1 else None)
     encoded = weight.encoded(
         f"uint{bits}", pack(codes if order is None else codes[:, order], bits), (outputs, inputs), scale.t(),
@@ -215,25 +229,6 @@ def _unpacked(words: Tensor, bits: int, count: int, interleaved: bool) -> Tensor
     stream = words.contiguous().view(torch.uint8)[:, : -(-count * bits // 8)]
     codes = unpack(stream, bits, count).to(torch.int16)
     return codes.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1) if interleaved else codes
-
-
-def _order(weight: StoredWeight, inputs: int, groups: int) -> Tensor | None:
-    """Return the inputs sorted by their groups, None where they are sorted."""
-    if ".g_idx" not in weight.places:
-        return None
-    index = weight.tensor(".g_idx", torch.int32, 1)
-    if index.shape[0] != inputs or int(index.min()) < 0 or int(index.max()) >= groups:
-        raise DataError(
-            f"tensor '{weight.prefix}.g_idx' of {index.shape[0]} numbers from {int(index.min())} to "
-            f"{int(index.max())} is not the group, 0 to {groups - 1}, of each of {inputs} inputs"
-        )
-    counts = torch.bincount(index, minlength=groups)
-    if int(counts.max()) != int(counts.min()):
-        raise DataError(
-            f"tensor '{weight.prefix}.g_idx' has groups of {int(counts.min())} to {int(counts.max())} inputs; "
-            f"expected {inputs // groups} in each"
-        )
-    return None if bool((index.diff() >= 0).all()) else index.argsort(stable=True)
 
 
 def _quark(weight: StoredWeight, config: Config, words: Tensor) -> Encoded:

@@ -30,9 +30,37 @@ def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
     if weight.is_integer:
         kind, tensors, fields = _integers(weight)
     elif weight.is_element("e2m1") and weight.tensor_scale is not None and weight.block == (1, 16):
-        kind, tensors, fields = _nvfp4(weight)
+        if weight.inputs != "none":
+            raise weight.refuse(f"this layout has NVFP4 weights alone, and inputs are {weight.x}", _NVFP4)
+        kind, tensors = (
+            "NVFP4Tensor",
+            {
+                "qdata": pack(weight.codes, 4),
+                "scale": weight.scale.to(torch.float8_e4m3fn),  # on its grid: nothing is rounded
+                "per_tensor_scale": weight.tensor_scale,
+            },
+        )
+        fields = {"block_size": 16, "orig_dtype": _dtype(weight.dtype), "is_swizzled_scales": False,
+                  "use_triton_kernel": False, "act_quant_kwargs": None}  # fmt: skip
     elif weight.is_mx("e4m3") or weight.is_mx("e2m1"):
-        kind, tensors, fields = _mx(weight)
+        if weight.inputs != "none":
+            raise weight.refuse(f"this layout has MX weights alone, and inputs are {weight.x}", _CHOICES)
+        small = weight.is_element("e2m1")
+        kind, tensors = (
+            "MXTensor",
+            {
+                "qdata": pack(weight.codes, 4) if small else weight.codes.view(torch.float8_e4m3fn),
+                "scale": weight.powers.view(torch.float8_e8m0fnu),
+            },
+        )
+        fields = {
+            "elem_dtype": _dtype(torch.float4_e2m1fn_x2 if small else torch.float8_e4m3fn),
+            "block_size": 32,
+            "orig_dtype": _dtype(weight.dtype),
+            "kernel_preference": _typed("KernelPreference", "EMULATED"),
+            "act_quant_kwargs": None,
+            "is_swizzled_scales": False,
+        }
     elif weight.is_element("e4m3") and weight.tensor_scale is None:
         kind, tensors, fields = _float8(weight)
     else:
@@ -76,39 +104,6 @@ def _float8(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
         "dtype": _dtype(weight.dtype),
     }
     return "Float8Tensor", {"qdata": weight.codes.view(torch.float8_e4m3fn), "scale": weight.scale}, fields
-
-
-def _mx(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
-    if weight.inputs != "none":
-        raise weight.refuse(f"this layout has MX weights alone, and inputs are {weight.x}", _CHOICES)
-    small = weight.is_element("e2m1")
-    tensors = {
-        "qdata": pack(weight.codes, 4) if small else weight.codes.view(torch.float8_e4m3fn),
-        "scale": weight.powers.view(torch.float8_e8m0fnu),
-    }
-    fields = {
-        "elem_dtype": _dtype(torch.float4_e2m1fn_x2 if small else torch.float8_e4m3fn),
-        "block_size": 32,
-        "orig_dtype": _dtype(weight.dtype),
-        "kernel_preference": _typed("KernelPreference", "EMULATED"),
-        "act_quant_kwargs": None,
-        "is_swizzled_scales": False,
-    }
-    return "MXTensor", tensors, fields
-
-
-def _nvfp4(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
-    if weight.inputs != "none":
-        raise weight.refuse(f"this layout has NVFP4 weights alone, and inputs are {weight.x}", _NVFP4)
-    assert weight.tensor_scale is not None
-    tensors = {
-        "qdata": pack(weight.codes, 4),
-        "scale": weight.scale.to(torch.float8_e4m3fn),  # on its grid: nothing is rounded
-        "per_tensor_scale": weight.tensor_scale,
-    }
-    fields = {"block_size": 16, "orig_dtype": _dtype(weight.dtype), "is_swizzled_scales": False,
-              "use_triton_kernel": False, "act_quant_kwargs": None}  # fmt: skip
-    return "NVFP4Tensor", tensors, fields
 
 
 def _typed(kind: str, data: Any) -> dict[str, Any]:

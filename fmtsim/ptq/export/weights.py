@@ -16,8 +16,7 @@ from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
 from fmtsim.nn.state import PTQ, converted_modules
-from fmtsim.ptq.reshape import DIVISOR
-from fmtsim.ptq.rotate import transform_input
+from fmtsim.ptq.reshape import DIVISOR, transform_input
 from fmtsim.ptq.state import Quantised, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
 from fmtsim.spec.operand import Operand, block_of

@@ -280,28 +280,25 @@ class Recorder(TorchDispatchMode):
             values = [self._text(value, reads, words=True) for value in x.values]
             return f"{self._constant(x.layout.pack)}({', '.join(values)})"
         if isinstance(x, bytes):
-            return self._bytes(x, reads)
+            # The same of bytes, which hold addresses in no other way than `Structure`.
+            for start in range(0, len(x) - 7, 4):
+                if self._moves(int.from_bytes(x[start : start + 8], "little")):
+                    self.fits = False
+            pieces, end = [], 0
+            notes = [(m.span(), place, made) for raw, place, made in self._notes for m in finditer(escape(raw), x)]
+            for (start, stop), place, made in sorted(notes, key=lambda note: (note[0][0], -note[0][1])):
+                self._unused.discard(place)
+                if start >= end:  # else part of one that was longer
+                    reads.append(made)
+                    pieces += [self._constant(x[end:start]), self._names[made]]
+                    end = stop
+            return f"b''.join(({', '.join((*pieces, self._constant(x[end:])))}))" if pieces else self._constant(x)
         if isinstance(x, int | np.integer) and self._moves(int(x)):
             self.fits = False
         if isinstance(x, list | tuple) and any(isinstance(item, Tensor | tuple | list) for item in x):
             parts, kind = "".join(f"{self._text(item, reads)}, " for item in x), type(x)
             return f"[{parts}]" if kind is list else f"{'' if kind is tuple else self._constant(kind)}({parts})"
         return self._constant(x.item() if words and isinstance(x, np.generic) else x)
-
-    def _bytes(self, data: bytes, reads: list[int]) -> str:
-        """Return the same of bytes, which hold addresses in no other way than ``Structure``."""
-        for start in range(0, len(data) - 7, 4):
-            if self._moves(int.from_bytes(data[start : start + 8], "little")):
-                self.fits = False
-        pieces, end = [], 0
-        notes = [(m.span(), place, made) for raw, place, made in self._notes for m in finditer(escape(raw), data)]
-        for (start, stop), place, made in sorted(notes, key=lambda note: (note[0][0], -note[0][1])):
-            self._unused.discard(place)
-            if start >= end:  # else part of one that was longer
-                reads.append(made)
-                pieces += [self._constant(data[end:start]), self._names[made]]
-                end = stop
-        return f"b''.join(({', '.join((*pieces, self._constant(data[end:])))}))" if pieces else self._constant(data)
 
     def _moves(self, address: int) -> bool:
         """Return True if a number is an address in memory that each call allocates anew."""

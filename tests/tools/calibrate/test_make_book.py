@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmtsim.gemm.targets.ask import Asker
-from fmtsim.gemm.targets.book import Book
+from fmtsim.gemm.targets.planfile import Book
 from fmtsim.gemm.targets.question import Choice, Question
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.cli.output import MISMATCH

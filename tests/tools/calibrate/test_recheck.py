@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.book import Family
+from fmtsim.gemm.targets.planfile import Family
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.lab.analysis.native import compare_native
