@@ -8,6 +8,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from numba import typeof
@@ -136,6 +137,14 @@ def test_keys_go_by_modules_and_names(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(triple, attribute, "elsewhere")
             assert keys.key_of(triple, (), ()) != before
+
+
+def test_keys_go_by_the_modules_of_functions_that_a_kernel_calls(monkeypatch):
+    """A kept kernel names them: after a move it could not be loaded."""
+    called = numba.njit(triple)
+    before = keys._described(called)
+    monkeypatch.setattr(triple, "__module__", "elsewhere")
+    assert keys._described(called) != before
 
 
 def triple(x):

@@ -137,12 +137,13 @@ def _described(value: Any) -> str:
     Raises:
         TypeError: Nothing is known about values of its kind.
     """
-    if isinstance(value, Dispatcher):
-        return _hash(reached(value.py_func), repr(sorted(value.targetoptions.items())))
+    if isinstance(value, Dispatcher):  # a kept kernel names the modules of the functions that it calls
+        name = f"{value.py_func.__module__}.{value.py_func.__qualname__}"
+        return _hash(name, reached(value.py_func), repr(sorted(value.targetoptions.items())))
     if isinstance(value, _Intrinsic):  # writes LLVM, with whatever its file has
         return _hash(value._name, _text(inspect.getmodule(inspect.unwrap(value))))
     if isinstance(value, FunctionType) and value.__module__.startswith("fmtsim."):
-        return _hash(reached(value), reached(getattr(value, "overload", value)))
+        return _hash(value.__module__, reached(value), reached(getattr(value, "overload", value)))
     if isinstance(value, tuple):
         return repr([type(value).__name__, *map(_described, value)])
     if isinstance(value, np.ndarray):
