@@ -80,7 +80,8 @@ MORE_EDITS = [
      {*STOCHASTIC, "quantize_stochastic", "truncate_panels", *ROUNDED},
      {"quantize_binary", "nearest_special", "pack_rows", "_exp"}),
     # a constant
-    ("cpu/cast/scaled_kernels.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"}, {*SCALARS, *ROUNDED}),
+    ("cpu/cast/scaled_kernels.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"},
+     {*SCALARS, *ROUNDED}),
     # a function that kernels share with the host, and an overload that they reach through others
     ("cpu/gemm/operands.py", "return block if", "return 2 * block if", {"truncate_panels", "pack_rows", "two_stage"},
      {*SCALARS, "convert_rows"}),
