@@ -139,9 +139,10 @@ def gptq(w: Tensor, hessian: Tensor, grid: Grid, settings: Gptq) -> Tensor:
     upper, again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
     if int(fault) or int(again) or not bool(torch.isfinite(upper).all()):
         raise ArgumentError(
-            f"GPTQ: the Hessian of {h.shape[0]} inputs is not positive definite with damping={settings.damping}; "
+            f"GPTQ: the Hessian of {hessian.shape[0]} inputs is not positive definite with damping={settings.damping}; "
             "raise Gptq(damping=), or pass more calibration data"
         )
+    del h, diagonal, lower  # float64 [K, K]: the loop below needs the factor alone
     grid = grid.permuted(order)
     rest, q = w.double()[:, order].clone(), torch.empty(w.shape, dtype=torch.float64)
     for start in range(0, w.shape[1], BLOCK):

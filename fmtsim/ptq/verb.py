@@ -146,14 +146,12 @@ def ptq(
                 measure(products, recipe, batches, show)
                 rows += _rows(products, recipe, smoothed)
                 # What the weights of layers with one matrix are rounded with, before they are overwritten.
-                weights = {}
                 for slot in products.slots.values():
                     for part in slot.parts:
                         if not part.part and slot.quantizer.format is not None:
                             fmt, w = slot.quantizer.format, slot.w if slot.clipped is None else slot.clipped
                             blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
                             weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
-                weights |= weights
                 install(products, recipe.bias_correction)
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)

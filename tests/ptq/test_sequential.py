@@ -58,6 +58,7 @@ def test_each_weight_is_rounded_for_the_inputs_that_its_predecessors_leave(seque
     exact = llama()
     quantised = fmtsim.ptq(copy.deepcopy(exact), dataclasses.replace(GPTQ, sequential=sequential), batches())
     layers = [name for name, module in exact.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    assert set(fmtsim.state(quantised)["weights"]) == set(layers)  # of every stage
     equal = []
     for name in layers:
         w, quantizer = exact.get_submodule(name).weight, GPTQ.w

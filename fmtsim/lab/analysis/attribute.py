@@ -230,9 +230,8 @@ def _attribute(
             show.stage("operands of the backward pass", len(keys))
             for i, key in enumerate(keys):
                 probe.injected = key
-                moved = runs.backward(probe, loss, "inject", again=i + 1 < len(keys))
-                pairs = zip(moved, plain, strict=True)
-                noise[key] = sum(_square(x - y) for x, y in pairs if x is not None and y is not None)
+                moved = zip(runs.backward(probe, loss, "inject", again=i + 1 < len(keys)), plain, strict=True)
+                noise[key] = sum(_square(x - y) for x, y in moved if x is not None and y is not None)
                 show.step(i + 1)
         else:
             # Estimates of loss and KL, and of the squared errors of all gradients.
