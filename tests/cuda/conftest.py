@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fmtsim.cuda import native as gpu
-from fmtsim.gemm.products import native
+from fmtsim.gemm.products import native, resolver
 from tests.cuda.emulated_gpu import take_for_gpu
 
 
@@ -30,6 +30,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     monkeypatch.setattr(native, "_index_of", lambda device: 0)
+    monkeypatch.setattr(resolver, "NATIVE_DEVICES", ("cpu",))
     monkeypatch.setattr(native, "_warn_of_versions", lambda name, library: None)
     native._other_gpu.cache_clear()
     native._warn_of_setting.cache_clear()

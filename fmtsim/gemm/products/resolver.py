@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
 from operator import index
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
 NO_SCALES = Scales()
 _recording: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("recording", default=None)
+
+NATIVE_DEVICES: Final = ("cuda",)  # types of devices that may be a target themselves
 
 
 def check_target(verb: str, target: Any, plan: Any = None, accumulate: Any = None) -> Any:
@@ -118,7 +120,7 @@ def run_product(
             call = _checked_call(operation, formats, sizes, out, how, **facts)
         elif library:
             check_library(operation, formats, sizes, dtype, scales.rows_per_scale, fast_accum)
-    if (native or (library and a.is_cuda)) and runs_natively(
+    if (native or (library and a.device.type in NATIVE_DEVICES)) and runs_natively(
         native, target if library else None, plan, a.device,
         lambda: unsupported_reason(
             operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,

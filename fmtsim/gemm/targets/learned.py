@@ -161,8 +161,9 @@ class Learned:
 
     Example:
         >>> import numpy as np, torch
-        >>> from fmtsim.gemm.targets.learned import Group, Learned, Tree, learned_bytes
+        >>> from fmtsim.gemm.targets.learned import Group, Learned, Tree
         >>> from fmtsim.gemm.targets.question import Choice, Kind, Question
+        >>> from tools.calibrate.learned_writer import learned_bytes  # in a checkout
         >>> kind = Kind("bf16", "bf16", torch.bfloat16)
         >>> group = Group((kind,), False, (Choice(66), Choice(66, 3, 2)), 1000, 100, 99, 50, 50)
         >>> tree = Tree(np.uint8([3, 255, 255]), np.float32([4096]), np.array([0, 1]), np.array([True, False]))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import fmtsim
 from fmtsim import cuda
-from fmtsim.gemm.products import native
+from fmtsim.gemm.products import native, resolver
 from fmtsim.lab.cli.arguments.numbers import DATA
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.cli.options import parse_record, read_target
@@ -184,6 +184,7 @@ def card(monkeypatch):
 
     monkeypatch.setattr(cuda, "run_native", run)
     monkeypatch.setattr(native, "_index_of", lambda device: 0)
+    monkeypatch.setattr(resolver, "NATIVE_DEVICES", ("cpu",))
     monkeypatch.setattr(native, "_gpu_reason", lambda target, index: (None, False))
     return state
 
