@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that states take, measured against the arithmetic and what the sources say; the documentation's table."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 
 import fmtsim
 from fmtsim.optim import Scheme
-from fmtsim.optim.catalogue import bytes_per_parameter, scaled_state, scheme_table
+from fmtsim.optim.catalogue import bytes_per_parameter, scaled_state
 
 # bytes a parameter of both moments and of kept weights: codes, and scales of large tensors
 PUBLISHED = {
@@ -59,15 +56,3 @@ def test_memory_that_parameters_share_counts_once():
 def test_the_table_is_of_a_matrix_of_1024_rows_and_columns():
     tensors, rows = (bytes_per_parameter(fmtsim.optim.get_scheme(name)) for name in ("fp8lm", "int8_weights"))
     assert (tensors, rows) == (1 + 2 + 2 + 3 * 4 / 1024**2, 4 + 4 + 1 + 4 / 1024)
-
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "optim.md"
-
-
-@pytest.mark.skipif(not DOCUMENT.exists(), reason="runs in a checkout, where the documentation is")
-def test_documentation_holds_the_table(capsys):
-    runpy.run_module("fmtsim.optim", run_name="__main__")
-    assert capsys.readouterr().out == f"{scheme_table()}\n"
-    assert scheme_table() in DOCUMENT.read_text(encoding="utf-8"), (
-        "run python -m fmtsim.optim and put it into docs/optim.md"
-    )
