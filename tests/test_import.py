@@ -164,6 +164,23 @@ def test_allowed_imports_pass(module, source):
     assert violations(source, module) == []
 
 
+def of_the_checkout(source: str) -> set[str]:
+    """Return the folders that the wheel does not have and a source imports from."""
+    found = set()
+    for node in _statements(parse(source), everywhere=True):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        found |= {name.split(".")[0] for name in names}
+    return found & {"studies", "benchmarks", "tools", "tests"}
+
+
+def test_the_wheel_imports_nothing_of_the_checkout():
+    assert [module for module, path in modules() if of_the_checkout(path.read_text("utf-8"))] == []
+    assert of_the_checkout("def f():\n    from tools.calibrate import learn\nimport studies.claims") == {
+        "tools",
+        "studies",
+    }
+
+
 def imported_modules(path: Path, module: str, known: set[str]) -> set[str]:
     """Return the modules of fmtsim that a file imports anywhere, inside functions too, but not for type checkers."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
