@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """FmtsimRun for loops written with Accelerate: schedules, delayed scales, observation, logs and the report."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any
 
 from torch import nn
 
-from fmtsim.integrations.run_record import RunOptions, RunRecord, checked_state
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.integrations.run_record import RunRecord, checked_state
+from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError
+from fmtsim.support.files import StrPath
 
 
 class FmtsimRun:
@@ -39,15 +44,15 @@ class FmtsimRun:
     Args:
         accelerator: The Accelerator.
         model: The model, as ``accelerator.prepare`` returned it.
-        every: The first of so many optimizer steps is observed; 10 unless given.
+        every: The first of so many optimizer steps is observed.
         report: Where the report goes; None writes none.
-        title: Its heading; "Where bits are lost" unless given.
+        title: Its heading.
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
         rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
-            (unless given), ``"layer"`` one of each operand of each layer, None none.
+            ``"layer"`` one of each operand of each layer, None none.
 
     Attributes:
         record: ``record.losses``, of each step, and ``record.seen``, the Observation; its history has optimizer steps,
@@ -62,7 +67,11 @@ class FmtsimRun:
         DataError: In ``accelerator.load_state``: the checkpoint is of another object.
     """
 
-    def __init__(self, accelerator: Any, model: nn.Module, **options: Unpack[RunOptions]) -> None:
+    def __init__(
+        self, accelerator: Any, model: nn.Module, *, every: int = 10, report: StrPath | None = None,
+        title: str = "Where bits are lost", recipe: str | Path | Recipe | LinearConfig | None = None,
+        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
+    ) -> None:  # fmt: skip
         if not hasattr(accelerator, "register_for_checkpointing"):
             raise ArgumentError(
                 f"FmtsimRun got {type(accelerator).__name__} as accelerator; pass the accelerate.Accelerator, "
@@ -72,7 +81,8 @@ class FmtsimRun:
             raise ArgumentError(
                 f"FmtsimRun got {type(model).__name__} as model; pass the model that accelerator.prepare returned"
             )
-        self.record = RunRecord(**options)
+        self.record = RunRecord(every=every, report=report, title=title, recipe=recipe, format=format, rules=rules,
+                                histograms=histograms)  # fmt: skip
         self._accelerator, self._model = accelerator, model
         self._saved: dict[str, Any] | None = None
         self._inside = False  # a batch

@@ -2,13 +2,18 @@
 """FmtsimCallback for the Trainer of Lightning: schedules, delayed scales, observation, logs and the report."""
 
 import importlib
-from collections.abc import Mapping
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from fmtsim.integrations.run_record import RunOptions, RunRecord
+from fmtsim.formats.block import Format
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.integrations.run_record import RunRecord
+from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.files import StrPath
 
 _KEY = "fmtsim"  # in a checkpoint
 
@@ -51,15 +56,15 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
     none is drawn.
 
     Args:
-        every: The first of so many optimizer steps is observed; 10 unless given.
+        every: The first of so many optimizer steps is observed.
         report: Where the report goes; None writes none.
-        title: Its heading; "Where bits are lost" unless given.
+        title: Its heading.
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
         rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
-            (unless given), ``"layer"`` one of each operand of each layer, None none.
+            ``"layer"`` one of each operand of each layer, None none.
 
     Attributes:
         record: ``record.losses``, of each step, and ``record.seen``, the Observation; its history has optimizer steps,
@@ -75,10 +80,15 @@ class FmtsimCallback(Callback):  # type: ignore[misc]  # a class of what is inst
         DataError: In ``fit``: what a checkpoint has as ``"fmtsim"`` is something else.
     """
 
-    def __init__(self, **options: Unpack[RunOptions]) -> None:
+    def __init__(
+        self, *, every: int = 10, report: StrPath | None = None,
+        title: str = "Where bits are lost", recipe: str | Path | Recipe | LinearConfig | None = None,
+        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
+    ) -> None:  # fmt: skip
         if Callback is object:
             raise FmtsimError('FmtsimCallback needs lightning; pip install "fmtsim[lightning]"')
-        self.record = RunRecord(**options)
+        self.record = RunRecord(every=every, report=report, title=title, recipe=recipe, format=format, rules=rules,
+                                histograms=histograms)  # fmt: skip
         self._trainer: Any = None
         self._saved: Mapping[str, Any] | None = None
         self._before = 0  # optimizer steps of the Trainer before a batch

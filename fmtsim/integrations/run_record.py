@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -173,18 +173,6 @@ def of_this_process(states: list[Any]) -> tuple[Any, str]:
 
 def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-class RunOptions(TypedDict, total=False):
-    """The options of RunRecord, which every callback takes."""
-
-    every: int
-    report: StrPath | None
-    title: str
-    recipe: str | Path | Recipe | LinearConfig | None
-    format: str | Format | None
-    rules: Sequence[Rule] | str | Path
-    histograms: str | None
 
 
 class RunRecord:

@@ -5,14 +5,17 @@ import functools
 import inspect
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor
 
 from fmtsim.formats.block import Format
-from fmtsim.integrations.run_record import FILE, RunOptions, RunRecord, read_state
+from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.integrations.run_record import FILE, RunRecord, read_state
 from fmtsim.ptq import QuantisedCache
+from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.files import StrPath
 
 try:
     from transformers import DynamicCache, TrainerCallback
@@ -108,15 +111,15 @@ class FmtsimCallback(TrainerCallback):
     Args:
         trainer: The Trainer; its ``train`` and ``training_step`` are wrapped. None for a callback that is handed to
             the Trainer as ``callbacks=``; one that is added later needs it: ``add_callback(FmtsimCallback(trainer))``.
-        every: The first of so many optimizer steps is observed; 10 unless given.
+        every: The first of so many optimizer steps is observed.
         report: Where the report goes; None writes none.
-        title: Its heading; "Where bits are lost" unless given.
+        title: Its heading.
         recipe: For a model that is not converted: what it is observed for, as ``fmtsim.observe`` takes it. The model
             computes as it does.
         format: Likewise a format.
         rules: Exceptions for layers, beside ``recipe`` or ``format``.
         histograms: What TensorBoard and W&B get: ``"operand"`` is a histogram of each operand over all layers,
-            (unless given), ``"layer"`` one of each operand of each layer, None none.
+            ``"layer"`` one of each operand of each layer, None none.
 
     Attributes:
         record: ``record.losses``, of each step, and ``record.seen``, the Observation; its history has the Trainer's
@@ -133,7 +136,11 @@ class FmtsimCallback(TrainerCallback):
         DataError: In ``train``: a checkpoint's ``fmtsim_state.pt`` is damaged.
     """
 
-    def __init__(self, trainer: Any = None, **options: Unpack[RunOptions]) -> None:
+    def __init__(
+        self, trainer: Any = None, *, every: int = 10, report: StrPath | None = None,
+        title: str = "Where bits are lost", recipe: str | Path | Recipe | LinearConfig | None = None,
+        format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
+    ) -> None:  # fmt: skip
         if TrainerCallback is object:
             raise FmtsimError('FmtsimCallback needs transformers and accelerate; pip install "fmtsim[transformers]"')
         if trainer is not None and not _is_trainer(trainer):
@@ -141,7 +148,8 @@ class FmtsimCallback(TrainerCallback):
                 f"FmtsimCallback got {type(trainer).__name__} as trainer; pass callbacks=[FmtsimCallback()] to the "
                 "transformers.Trainer, or make that first, then trainer.add_callback(FmtsimCallback(trainer))"
             )
-        self.record = RunRecord(**options)
+        self.record = RunRecord(every=every, report=report, title=title, recipe=recipe, format=format, rules=rules,
+                                histograms=histograms)  # fmt: skip
         self._trainer: Any = None
         self._saved: Path | None = None
         if trainer is not None:
