@@ -104,9 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a check that found a mismatch, 2 bad input with one line on stderr, 130 and 143 Ctrl-C and SIGTERM.
     """
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed by the parent process, as daemons do
-            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     return _guarded(argv, _run)
 
 
@@ -145,6 +142,9 @@ def run_program(
 
 def _guarded(argv: Sequence[str] | None, run: Callable[[list[str]], int]) -> int:
     """Run a function of the words of a command line; say in a line that it was interrupted."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the parent process, as daemons do
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     # A leading space makes a word positional for argparse and means nothing to those that read numbers.
     words = [f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words]

@@ -74,5 +74,5 @@ def _train(recipe: str, target: str | None) -> None:
     """Run one step of two layers forward and backward, observed; the second one stands for a head."""
     model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 64))
     model = convert(model, recipe=recipe, target=target)
-    with observe(model), collected_guesses():  # nobody asked for these calls
+    with observe(model), collected_guesses():  # a warning about a guessed plan is for the calls of users
         model(torch.ones(128, 128)).sum().backward()
