@@ -33,6 +33,9 @@ from fmtsim.support.progress import Progress
 from tools.calibrate.book import question
 
 KINDS = ("wide", "special")
+DATA = ("normal", *KINDS, "tiny", "whole")
+"""Kinds of data: normal numbers; numbers far apart, which cancel; NaN, Inf, -0 and subnormals among those; results that
+are subnormal or zero; whole numbers, whose sums are exact."""
 SAMPLE = 64  # questions of an algorithm that are drawn from a book, of which calls are taken
 WORK = 1 << 35  # products of one call that are emulated
 # Sizes that are tried for rules without a table of their own.
@@ -205,7 +208,7 @@ def _ran(
     for call in calls:
         try:
             for kind in KINDS if call.a != "int8" else KINDS[:1]:
-                result = _compared(compare, target, call, kind, device, seed)
+                result = compared(compare, target, call, kind, device, seed)
                 outputs, mismatches = outputs + result.count, mismatches + result.mismatches
                 if not result.equal and not mismatches - result.mismatches:
                     note = f"{shown(call)}, {kind} data: {result.first}"
@@ -221,9 +224,10 @@ def shown(call: GemmCall) -> str:
     return f"{call.operation} {call.m}x{call.n}x{call.k} {call.a} {call.b} {out} {call.a_layout} {call.b_layout}"
 
 
-def _compared(
+def compared(
     compare: Callable[..., Comparison], target: Target, call: GemmCall, kind: str, device: torch.device, seed: int
 ) -> Comparison:
+    """Run a call natively and emulated on data of a kind, and compare the bits."""
     generator = torch.Generator(device).manual_seed(seed)
     a = make_operand(call, call.m, call.a, call.a_layout, kind, generator)
     b = make_operand(call, call.n, call.b, call.b_layout, kind, generator)
@@ -255,14 +259,19 @@ def make_scales(call: GemmCall, draw: Callable[..., Tensor]) -> tuple[Tensor, Te
 
 
 def make_operand(call: GemmCall, rows: int, fmt: str, layout: str, kind: str, generator: torch.Generator) -> Tensor:
-    """Return [rows, K], or [batch, rows, K]: numbers far apart, of which every other row cancels in pairs."""
+    """Return [rows, K], or [batch, rows, K], of one of the kinds of ``DATA``."""
     shape = (rows, call.k) if call.batch == 1 else (call.batch, rows, call.k)
     device = generator.device
     if fmt == "int8":
         return torch.randint(-128, 128, shape, generator=generator, device=device, dtype=torch.int8)
-    x = spread(shape, (-3, 4), generator, torch.float32)
-    half = x.shape[-1] // 2  # the second half of every other row is its first half, negated and a little larger
-    x[..., 1::2, half : 2 * half] = -x[..., 1::2, :half] * (1 + 2.0**-6)
+    x = spread(shape, (-3, 4) if kind in KINDS else (0, 1), generator, torch.float32)
+    if kind == "tiny":  # products of float16 lie around its least subnormal, 2^-24
+        x *= {"fp16": 2.0**-11, "bf16": 2.0**-66, "tf32": 2.0**-66}.get(fmt, 2.0**-4)
+    elif kind == "whole":
+        x = x.mul_(2).round_().clamp_(-8, 8)
+    elif kind != "normal":  # the second half of every other row is its first half, negated and a little larger
+        half = x.shape[-1] // 2
+        x[..., 1::2, half : 2 * half] = -x[..., 1::2, :half] * (1 + 2.0**-6)
     if kind == "special":
         x[..., ::3, :] *= 2.0**-14
         positions = torch.arange(len(SPECIALS), device=device) * 7

@@ -3,6 +3,7 @@
 
     python -m tools.fuzz --minutes 60             # all targets in turn, with fresh inputs until the time is over
     python -m tools.fuzz --target recipe --seed 7 # those whose name has this in it, again the same inputs
+    python -m tools.fuzz --products h200 --calls 2000   # on an H200: its products against those that fmtsim says it has
     python -m tools.fuzz --against ml_dtypes,gfloat,torchao,compressed_tensors,gguf,mma_sim   # bits, against libraries
 
 A call ends with a result, with one of fmtsim's own errors, or is a defect; the status is 1 where there was a defect.
@@ -33,11 +34,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="of the inputs (default: the clock)")
     parser.add_argument("--target", default="", help="part of the names of targets")
     parser.add_argument("--round", type=int, default=500, help="inputs of a target before the next one (default 500)")
+    parser.add_argument(
+        "--products", metavar="TARGET", help="products of random sizes on the GPU that a target describes"
+    )
+    parser.add_argument("--calls", type=int, default=2000, help="of --products (default 2000)")
     parser.add_argument("--against", metavar="PEERS", help=f"libraries to compare with: {','.join(peers.PEERS)}")
     parser.add_argument("--memory", type=int, default=12, help="GiB that may be mapped (default 12)")
     parser.add_argument("--trace", action="store_true", help="show a traceback of each defect")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
+    if options.products is not None:
+        from tools.fuzz import products  # which needs a GPU
+
+        outcome = products.run(options.products, options.calls, options.minutes, seed)
+        print(f"seed {seed}\n{outcome}")
+        return 1 if outcome.different else 0
     if options.against is not None:
         names = options.against.split(",")
         if unknown := [name for name in names if name not in peers.PEERS]:
