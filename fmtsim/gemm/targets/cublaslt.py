@@ -385,8 +385,8 @@ TILES: Final = {
 
 
 # H100 80GB HBM3, 2026-11-27, the same versions; operands that show where each part of K begins, at up to 28 places of
-# every tile. Of 3,020 stream-K calls 2,314 are one chain in every tile, 336 cut all tiles alike, 370 only the last ones.
-# 0 or 131 bytes of workspace meant one chain in 2,313 of 2,313 calls, the counters told 2, 3, 4, 5 and 8 parts in 317 of
+# every tile. Of 3,020 stream-K calls 2,314 are one chain in every tile, 336 cut all tiles alike, 370 the last ones. 0
+# or 131 bytes of workspace meant one chain in 2,313 of 2,313 calls, the counters told 2, 3, 4, 5 and 8 parts in 317 of
 # 317; an H200 and an H100 with random sizes, 2026-11-28: 110 of 110 and 15 of 15. The last s tiles have floor(C / s)
 # parts of even runs; s is what waves of C blocks leave of the tiles, padded to clusters; which ones was not found.
 _COUNTERS: Final = {Fraction(1, 2): 2, Fraction(1): 3, Fraction(3, 4): 4, Fraction(6, 5): 5, Fraction(7, 8): 8}
