@@ -118,7 +118,7 @@ def matrix(shape, dtype, turned=False, special=True, seed=0):
     return x.mT if turned else x
 
 
-QUICK = ("te_current-x_f", "quartet-x_f", "quartet-g_d")
+QUICK = ("te_current-x_f", "quartet-x_f", "quartet-g_d", "bitnet-w_f")
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -122,7 +122,7 @@ DEVICE Scale one_level(float a, const Rule& r, const Store& store) {
   float s = encodes ? encoding(a, empty, r, factor, plain) : decoding(a, empty, r, plain);
   float stored = store(s);
   if (r.divides == INVERTS) factor = __fdiv_rn(1.0f, stored);
-  else if (r.divides) factor = stored == 0.0f ? FLOAT_MIN : stored;
+  else if (r.divides) factor = r.eps_rule == EPS_OF_INVERSE ? fmaxf(s, r.eps) : stored == 0.0f ? FLOAT_MIN : stored;
   else if (!encodes || r.stored != STORED_WHOLE || r.chooses)
     factor = reciprocal(r.eps_rule == EPS_OF_INVERSE ? fmaxf(stored, r.eps) : stored);
   return {stored, r.multiplier == 1.0f ? stored : plain, factor, 0};

@@ -263,7 +263,7 @@ def rule_of(quantizer: Quantizer) -> KernelRule | None:
         return None
     if scaling.tensor or scaling.eden or scaling.candidates != (1.0,) or scaling.scale_rounding != "nearest_even":
         return None
-    if scaling.input_scale or scaling.power_of_two == "log2":
+    if scaling.input_scale or scaling.power_of_two == "log2" or (scaling.eps_rule == "inverse" and scaling.allowed):
         return None
     if scaling.statistic not in _STATISTICS or len(scaling.allowed) > _STEPS:
         return None
@@ -318,7 +318,7 @@ def _inverts(scaling: Scaling) -> bool:
     """Return True if float32 holds 1 / scale exactly, so that dividing by a scale is multiplying with it."""
     within = all(2.0**-127 <= step <= 2.0**127 for step in scaling.allowed)
     exact_scale = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
-    return _powers(scaling) and within and exact_scale and scaling.multiplier == 1
+    return _powers(scaling) and within and exact_scale and scaling.multiplier == 1 and scaling.eps_rule != "inverse"
 
 
 def _folds(element: FloatFormat | IntFormat, scaling: Scaling) -> bool:
