@@ -234,7 +234,7 @@ class _Run:
             return replace(bare, **{product: replace(gemm, native=False)}) if other == part else bare
 
         stand_in = self._stand_in(alone)
-        with recorded_calls() as calls, _Steps() as steps:
+        with recorded_calls() as calls, _Steps(how.config.bias_after_rounding) as steps:
             self._pass(stand_in, backward=product != "fprop")
         if not calls:
             raise ArgumentError(
@@ -321,9 +321,9 @@ def _inputs(module: EmulatedModule, x: Inputs, dtype: torch.dtype) -> list[Tenso
 class _Steps(OperatorMode):
     """Record the operators that finish a target's product: scales, bias, rotation."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias_follows: bool) -> None:
         super().__init__()
-        self._last, self._done = "", dict[str, tuple[Any, ...]]()
+        self._last, self._done, self._bias_follows = "", dict[str, tuple[Any, ...]](), bias_follows
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Note scales, biases and rotations of the machine's last product."""
@@ -331,7 +331,9 @@ class _Steps(OperatorMode):
         if name in (_GEMM, "fmtsim::multiply_groups") or func.overloadpacket in COUNTS:
             self._last = name
         elif name in _FOLLOWS and self._last == _GEMM:
-            self._done[name] = args
+            self._done["bias" if self._bias_follows and name == "fmtsim::finish" and args[4] is not None else name] = (
+                args
+            )
         return func(*args, **kwargs)
 
     def words(self, a: str, b: str, call: GemmCall, out: Quantizer | None, dtype: torch.dtype) -> str:
@@ -345,7 +347,8 @@ class _Steps(OperatorMode):
             steps.append(f"rounded to {out}")
         if (undone := self._done.get("fmtsim::unrotate")) is not None:
             steps.append("the rotation undone" if undone[3] is None else "times the slope of the rounding")
-        return "; ".join([*steps, f"to {dtype_name(dtype)}"] if steps or out_dtype != dtype else [])
+        steps += [f"to {dtype_name(dtype)}"] if steps or out_dtype != dtype else []
+        return "; ".join([*steps, *["plus the bias, rounded again"] * ("bias" in self._done)])
 
 
 def _rest(a: str, b: str, asked: tuple[GemmCall, GemmSpec]) -> str:

@@ -53,18 +53,18 @@ def layer(
     x_back: Quantizer | None = None,
     fast: bool = False,
     dequantized: bool = False,
-    casts_weight: bool = True,
+    **flags: bool,
 ) -> LinearConfig:
     """Return a layer with operands x and w forward, g and w_back for dx, g_back and x_back for dw (None: as before).
 
-    ``fast`` is use_fast_accum of the forward product on a machine, ``dequantized`` as in Gemm, ``casts_weight`` as in
+    ``fast`` is use_fast_accum of the forward product on a machine, ``dequantized`` as in Gemm, ``flags`` are those of
     LinearConfig.
     """
     return LinearConfig(
         fprop=Gemm(a=x, b=w, fast_accum=fast, dequantized=dequantized),
         dgrad=Gemm(a=g, b=w if w_back is None else w_back, dequantized=dequantized),
         wgrad=Gemm(a=g if g_back is None else g_back, b=x if x_back is None else x_back, dequantized=dequantized),
-        casts_weight=casts_weight,
+        **flags,
     )
 
 

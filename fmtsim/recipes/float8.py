@@ -2,6 +2,7 @@
 """Recipes of eight bits in floating point."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from fmtsim.formats.block import FP32, scaled, with_block
@@ -47,6 +48,9 @@ _INTEL = "Fishman et al., arXiv:2409.12517; Megatron-DeepSpeed 20029cf"
 _SMOOTHED: tuple[tuple[str, Literal["token", "channel"], Literal["paper", "code"]], ...] = (
     ("intel_2t", "token", "code"), ("intel_2t_paper", "channel", "paper"),
 )  # fmt: skip
+
+# torchao 36027d8, float8_linear.py: weights are not cast, and forward adds the bias to the rounded output.
+_float8_linear = partial(layer, fast=True, casts_weight=False, bias_after_rounding=True)
 
 _FP8LM_STATES = OptimizerConfig(state="fp8lm")
 
@@ -97,7 +101,8 @@ def _deepseek(power: bool = False, cache: bool = False) -> LinearConfig:
     if cache:  # 1x128 along the features, which is the outer axis of the product over tokens
         cached = Scaling(block=(128, 1), eps=1e-4, arithmetic="reciprocal", power_of_two="ceil")
         again = cast("e5m6", cached, then=cast("e4m3", row))
-    return layer(x, w, g, w_back=FORWARD, x_back=again)
+    # DeepSeek-V3 9b4e9788, inference/model.py: linear adds the bias to fp8_gemm's bfloat16 result
+    return layer(x, w, g, w_back=FORWARD, x_back=again, bias_after_rounding=True)
 
 
 def _coat() -> LinearConfig:
@@ -126,7 +131,7 @@ def _ao_tensor(name: str) -> Quantizer:
 def _ao_rows_hp() -> LinearConfig:
     tensor = cast("e4m3", Scaling(arithmetic="double", power_of_two="ceil", eps=1e-12))
     row, high = _rows(), cast(None)
-    return layer(row, row, row, w_back=tensor, g_back=high, x_back=high, fast=True, casts_weight=False)
+    return _float8_linear(row, row, row, w_back=tensor, g_back=high, x_back=high)
 
 
 def _mx6(weights: str) -> LinearConfig:
@@ -135,7 +140,7 @@ def _mx6(weights: str) -> LinearConfig:
 
 def _mx(rule: ScaleRule) -> LinearConfig:
     operand = Quantizer(format=with_block(get_format("mxfp8_e4m3"), None, rule))
-    return layer(operand, operand, operand)
+    return layer(operand, operand, operand, bias_after_rounding=True)  # torchao 0.18, moe_training/mxfp8_linear.py
 
 
 _MXFP8 = cast("mxfp8_e4m3_rceil")
@@ -232,7 +237,7 @@ RECIPES = (
     Recipe(
         name="ao_tensorwise",
         machine=HOPPER,
-        linear=layer(_ao_tensor("e4m3"), _ao_tensor("e4m3"), _ao_tensor("e5m2"), fast=True, casts_weight=False),
+        linear=_float8_linear(_ao_tensor("e4m3"), _ao_tensor("e4m3"), _ao_tensor("e5m2")),
         source=f"{_AO}, float8 tensorwise",
     ),
     # Powers of two are exact here, and so they are in ao_rowwise_gw_hp, fp8lm, intel_2t and fp4_ms. The sources take
@@ -243,7 +248,7 @@ RECIPES = (
     # 2^-118 the factors of MS-AMP and of Intel's code are infinite; here they are 2^127 at most.
     Recipe(
         name="ao_rowwise",
-        linear=layer(*(_rows(),) * 3, fast=True, casts_weight=False),
+        linear=_float8_linear(*(_rows(),) * 3),
         machine=HOPPER,
         source=f"{_AO}, float8 rowwise, powers of two",
     ),

@@ -57,6 +57,7 @@ def test_text_names_the_machine_once_where_all_products_have_it():
         (lambda: Gemm(a="e4m3"), ArgumentError, r"a='e4m3' is not a Quantizer"),
         (lambda: LinearConfig(wgrad=Quantizer()), ArgumentError, r"wgrad=.* is not a Gemm"),
         (lambda: LinearConfig(casts_weight=1), ArgumentError, "casts_weight=1 is not a bool; pass True or False"),
+        (lambda: LinearConfig(bias_after_rounding=0), ArgumentError, "bias_after_rounding=0 is not a bool; pass True"),
         (lambda: linear_config(x="e4m33", w=None, g=None), FormatError, r"e4m3"),
         (
             lambda: linear_config(x=None, w=None, g=None, grad_rounding="stochasti"),

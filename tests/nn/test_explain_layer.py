@@ -219,6 +219,8 @@ def test_what_follows_a_product_and_what_goes_before():
     assert dict(found.wgrad.rows)["then"] == "times the slope of the rounding; to bfloat16"
     halves = fmtsim.explain_mm(convert(nn.Linear(16, 16), recipe="amp_fp16", target="h200"), 32)
     assert dict(halves.fprop.rows)["then"] == "rounded to fp16; to float32"
+    bias_follows = fmtsim.explain_mm(convert(nn.Linear(32, 32).to(BF16), recipe="ao_rowwise", target="h200"), 32)
+    assert dict(bias_follows.fprop.rows)["then"] == "plus the bias, rounded again"
     turned = convert(
         nn.Sequential(nn.Sequential(nn.Linear(128, 128)), nn.Linear(8, 8)).to(BF16), recipe="quartet", target="b200"
     )

@@ -14,6 +14,7 @@ from fmtsim.nn import EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FormatError
+from tests.support.bits import assert_same_bits
 from tests.support.models import net, step, without_scales
 from tests.support.operands import normal
 from tests.support.refusals import refused
@@ -24,6 +25,53 @@ FP8, BF16 = (linear_config(x=name, w=name, g=name) for name in ("e4m3", "bf16"))
 
 def converted(model):
     return [row.name for row in report(model).converted]
+
+
+# torchao 0.18: Float8Linear.from_float(layer, rowwise with emulate=True)(x) on a CPU, torch 2.13.
+FLOAT8_LINEAR = [
+    [-0.2578125, -0.72265625, -0.1787109375, -3.796875, 0.5, -3.875, -0.314453125, -1.3828125],
+    [2.078125, -0.46875, -0.91796875, -0.9609375, 1.25, -1.9296875, 1.8828125, -2.09375],
+]
+
+
+def biased(config, bias=True):
+    layer = nn.Linear(48, 8, bias=bias)
+    layer.load_state_dict({"weight": normal(8, 48, seed=2) / 4} | ({"bias": normal(8, seed=3)} if bias else {}))
+    return convert(layer, config)
+
+
+def trained(run, layer, x, autocast=False):
+    """Return y, and the gradients of x, the weight and the bias."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = run(x)
+    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), normal(2, 8, seed=4).to(y.dtype))]
+
+
+def test_torchao_adds_the_bias_to_the_rounded_product():
+    x, late = normal(2, 48, seed=1), get_recipe("ao_rowwise").linear
+    once = dataclasses.replace(late, bias_after_rounding=False)
+    for target, backend in ((None, "inductor"), ("h200", "aot_eager")):
+        configs = late.on(target=target), once.on(target=target)
+        layer, other = (biased(config).bfloat16() for config in configs)
+        (y, *grads), (y_once, *grads_once) = (trained(m, m, x.bfloat16()) for m in (layer, other))
+        assert y.tolist() == FLOAT8_LINEAR and not torch.equal(y_once, y)
+        for one, two in zip(grads, grads_once, strict=True):
+            assert_same_bits(one, two)
+        # a compiler must not fuse the two roundings
+        compiled = trained(torch.compile(layer, fullgraph=True, backend=backend), layer, x.bfloat16())
+        for one, two in zip(compiled, (y, *grads), strict=True):
+            assert_same_bits(one, two)
+    # under autocast the product is rounded to its dtype, and so is the bias
+    layer, bare = biased(late), biased(late, bias=False)
+    y, y_bare = (trained(m, m, x, autocast=True)[0] for m in (layer, bare))
+    assert y.dtype == torch.bfloat16
+    assert_same_bits(y, y_bare + layer.bias.detach().bfloat16())
+    recipes = [get_recipe(name) for name in list_recipes(kind="training")]
+    assert [recipe.name for recipe in recipes if recipe.linear and recipe.linear.bias_after_rounding] == [
+        "ao_mxfp8_ceil", "ao_mxfp8_even", "ao_mxfp8_floor", "ao_mxfp8_rceil", "ao_rowwise", "ao_rowwise_gw_hp",
+        "ao_tensorwise", "deepseek_v3",
+    ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:recipe .* leaves the last 1.% of the blocks")

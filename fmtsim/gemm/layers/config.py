@@ -30,7 +30,8 @@ class Gemm:
     Args:
         a: Quantiser of the first operand.
         b: Quantiser of the second operand.
-        out: Rounding of the product, bias included; without a format the dtype of the tensor it becomes.
+        out: Rounding of the product, bias included (but see LinearConfig.bias_after_rounding); without a format the
+            dtype of the tensor it becomes.
         target: What multiplies: a GPU with its library, whose call this product is, a matrix unit alone or a datapath,
             as in ``fmtsim.mm``. Without one the product of the quantised values is float32 (float64 for float64
             tensors), scales multiplied in, in no particular order; on a GPU its bfloat16 units multiply where bfloat16
@@ -142,6 +143,8 @@ class LinearConfig:
         casts_weight: Under autocast, cast w before it is quantised, as torch casts it for its own layers; False
             quantises it in its own dtype (Transformer Engine, torchao's Float8Linear). One that no quantiser changes is
             cast in any case.
+        bias_after_rounding: Add the bias to the product that was rounded to the dtype of y, which rounds again
+            (torchao's Float8Linear and MXFP8Linear, DeepSeek-V3's ``linear``); False rounds their sum once.
 
     Operands are quantised from the high-precision original unless their quantisers say otherwise.
     """
@@ -150,6 +153,7 @@ class LinearConfig:
     dgrad: Gemm = Gemm()
     wgrad: Gemm = Gemm()
     casts_weight: bool = True
+    bias_after_rounding: bool = False
 
     def __post_init__(self) -> None:
         for name in PRODUCTS:
@@ -157,10 +161,11 @@ class LinearConfig:
                 raise ArgumentError(
                     f"LinearConfig {name}={shown(getattr(self, name))} is not a Gemm; pass Gemm(a=..., b=...)"
                 )
-        if not isinstance(self.casts_weight, bool):
-            raise ArgumentError(
-                f"LinearConfig casts_weight={shown(self.casts_weight)} is not a bool; pass True or False"
-            )
+        for name in ("casts_weight", "bias_after_rounding"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(
+                    f"LinearConfig {name}={shown(getattr(self, name))} is not a bool; pass True or False"
+                )
         for name in ("dgrad", "wgrad"):
             gemm = getattr(self, name)
             if gemm.emulated and "forward" in (gemm.a.source, gemm.b.source):

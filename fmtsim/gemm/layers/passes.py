@@ -446,8 +446,11 @@ def forward_pass(
     elif watchers:
         run.show("x_f", as_matrix(x.to(dtype)), x_q)
     w_q = run.operand("w_f", w, -1)
-    # 3. the product
-    y = run.product("fprop", x_q, w_q, bias, dtype)
+    # 3. the product; a bias that follows its rounding rounds again, in an operator, where no compiler fuses the two
+    follows = bias is not None and layer.config.bias_after_rounding
+    y = run.product("fprop", x_q, w_q, None if follows else bias, dtype)
+    if follows:
+        y = finish(y, None, None, None, bias, dtype, traced)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
         y = torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], w.shape[0]))
     cast = w if again and not (w is source or traced) else None
