@@ -63,6 +63,7 @@ def test_what_bfloat16_does_not_hold_stays_wide(name, dtype, on_card):
     [
         ("te_current", "w_f", True), ("te_mxfp8", "x_f", True), ("te_nvfp4", "x_f", True), ("quartet", "x_f", True),
         ("deepseek_v3", "x_f", True), ("deepseek_v3", "w_f", True), ("ao_rowwise", "w_f", True),
+        ("int8_mixed", "x_f", True), ("halo0", "w_f", True), ("bitnet", "x_f", True), ("bitnet", "w_f", False),
         ("te_nvfp4", "w_f", False), ("te_nvfp4", "g_d", False),
     ],
 )  # fmt: skip

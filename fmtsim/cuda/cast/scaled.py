@@ -142,8 +142,9 @@ def _plan_of(x: Tensor, quantizer: Quantizer, fold: bool, what: int) -> "_Plan |
 
 
 def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool, what: int) -> "_Plan | None":
+    dtype = {GROUPED: torch.float32, NARROWED: torch.bfloat16}.get(what, x.dtype)
     if quantizer.scaling is not None and quantizer.scaling.input_scale:
-        quantizer = replace(quantizer, scaling=scaling_for(quantizer.scaling, x.dtype))
+        quantizer = replace(quantizer, scaling=scaling_for(quantizer.scaling, dtype))
     rule = rule_of(quantizer) if index >= 0 and x.dtype in NARROW else None
     if rule is None or (fold and not rule.folds) or (x.is_cuda and not runtime.serves(index)):
         return None
@@ -152,15 +153,14 @@ def _new_plan(x: Tensor, quantizer: Quantizer, index: int, fold: bool, what: int
     layout = matrix_layout(x, scaling.block, statistic=scaling.statistic, stochastic=stochastic)
     if layout is None or (what in (GROUPED, BOTH) and (layout.kind, layout.run) != (COLUMNS, _GROUP)):
         return None
-    if what == NARROWED and (x.dtype != torch.float32 or scaling.statistic in MOMENTS or scaling.input_scale):
+    if what == NARROWED and (x.dtype != torch.float32 or scaling.statistic in MOMENTS):
         return None
-    if what == GROUPED and (x.dtype != torch.bfloat16 or layout.columns % _GROUP or quantizer.scaling.input_scale):
+    if what == GROUPED and (x.dtype != torch.bfloat16 or layout.columns % _GROUP):
         return None
     plain = not stochastic and not rule.masks and scaling.multiplier == 1 and scaling.history is None
     if what == BOTH and not (plain and scaling.block == (1, _GROUP)):
         return None
     block = tuple(size if extent is None else extent for size, extent in zip(x.shape, scaling.block, strict=True))
-    dtype = {GROUPED: torch.float32, NARROWED: torch.bfloat16}.get(what, x.dtype)
     return _Plan(quantizer, rule, layout, block, dtype, index, fold, what)
 
 
