@@ -274,13 +274,27 @@ def check_model(verb: str, model: Any) -> None:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             what = f"module {name!r}" if name else "the model"
             raise ArgumentError(f"{what} is compiled, which hides its layers; quantise it first, then torch.compile it")
+    check_loaded(model)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ArgumentError(f"parameter {name!r} has no shape yet; run one batch through the model first")
-        if p.is_meta:
-            raise ArgumentError(f"parameter {name!r} is on the meta device; load the trained weights first")
         if p.is_floating_point() and not bool(torch.isfinite(p).all()):
             raise ArgumentError(f"parameter {name!r} holds NaN or Inf; load sound weights first")
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise ArgumentError where a Parameter is on the meta device: not loaded yet, or offloaded by Accelerate."""
+    for name, p in model.named_parameters():
+        if not p.is_meta:
+            continue
+        # Accelerate's hook of the module, or of one around it, loads the weight for each call and drops it again
+        parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)]
+        if any(hasattr(model.get_submodule(parent), "_hf_hook") for parent in (*parents, "")):
+            raise ArgumentError(
+                f"parameter {name!r} is on the meta device, because Accelerate offloads it; load the model without "
+                "offload (device_map='cpu'), or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+            )
+        raise ArgumentError(f"parameter {name!r} is on the meta device; load the trained weights first")
 
 
 def batches_of(data: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
 from fmtsim.nn.state import PTQ, converted_modules
+from fmtsim.ptq.calibrate import check_loaded
 from fmtsim.ptq.reshape import DIVISOR, transform_input
 from fmtsim.ptq.state import Quantised, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
@@ -129,8 +130,10 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
     """Return the linear weights that a model quantises, and every other tensor of its state_dict by name.
 
     Raises:
-        ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, or it has no codes of its own.
+        ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, is offloaded, or has no codes
+            of its own.
     """
+    check_loaded(model)
     quantised: Quantised | None = model.__dict__.get(PTQ)
     rounded: dict[str, RoundedWeight] = {} if quantised is None else quantised.weights
     coded = []
