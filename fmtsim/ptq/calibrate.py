@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run calibration data through a model in high precision, and find the clip of each static scale."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from fmtsim.scaling.scales import reciprocal
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
+from fmtsim.support.table import some
 
 Tell = Callable[[int], None]
 
@@ -71,6 +72,7 @@ class Slot:
         hessian: Sum of ``x^T x`` over all rows, float64 [K, K]; None where no method needs it.
         rows: Rows in it.
         clipped: The weight that its scales are made of, where a method clips it; None is w.
+        shared_amax: Largest magnitude of the layers that share a scale of the tensor; None where w's own counts.
         quantised: float32 [N, K], or None before.
         error: Mean of ``y - y_q`` over the rows seen, float64 [N].
         signal, noise: Sums of squares of y and of ``y - y_q``, in high precision and quantised, for the same inputs.
@@ -84,6 +86,7 @@ class Slot:
     hessian: Tensor | None = None
     rows: int = 0
     clipped: Tensor | None = None
+    shared_amax: float | None = None
     quantised: Tensor | None = None
     error: Tensor | None = None
     signal: float = 0.0
@@ -107,7 +110,10 @@ class Products:
         modules: The converted modules whose products count, by name.
         parts: Inputs of products, by module and part.
         slots: Matrices that are multiplied with.
+        alone: Names of the modules that ``run_alone`` ran.
     """
+
+    alone: Sequence[str] = ()
 
     def __init__(
         self, model: nn.Module, configs: Mapping[str, LinearConfig], names: Container[str] | None = None,
@@ -132,23 +138,27 @@ class Products:
                 tell(i + 1)
 
     def run_alone(self, see: See) -> None:
-        """Run every module by itself on a row of zeros and show its products, where there is no data."""
-        modules = self.modules
+        """Run each module that no data reached by itself on a row of zeros, and show its products."""
+        self.alone = self.unreached
+        modules = {name: self.modules[name] for name in self.alone}
         with evaluating(self.model), _plain(modules, lambda name: self._watch(name, see)), torch.no_grad():
             for module in modules.values():
                 like, shapes = next(module.parameters()), module.input_shapes(1)
                 zeros = {shape: like.new_zeros(shape) for shape in shapes}  # one tensor where shapes are the same
                 type(module).forward(module, *(zeros[shape] for shape in shapes))
 
-    def check(self) -> None:
-        """Raise ArgumentError where calibration never ran a module, and name it."""
+    @property
+    def unreached(self) -> list[str]:
+        """Names of the modules that calibration has not run yet."""
         ran = {part.module for part in self.parts.values()}
-        idle = [name or "(model)" for name, module in self.modules.items() if module not in ran]
-        if idle:
-            shown = ", ".join(map(repr, idle[:4])) + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
+        return [name for name, module in self.modules.items() if module not in ran]
+
+    def check(self) -> None:
+        """Raise ArgumentError where calibration ran no module at all."""
+        if self.modules and len(self.unreached) == len(self.modules):
             raise ArgumentError(
-                f"calibration never ran {shown}; pass calibration data that reaches it, or leave it out with "
-                "filter_fn= or a Rule(name=...)"
+                f"calibration never ran {some([name or '(model)' for name in self.modules])}; pass calibration data "
+                "that reaches a layer"
             )
 
     def _watch(self, name: str, see: See) -> Callable[[str], Callable[..., None]] | None:

@@ -2,14 +2,15 @@
 """The report of a quantisation: what each layer lost."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fmtsim.nn.convert import REASONS
+from fmtsim.nn.coverage import Coverage, estimated, percent
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Slot, limit, static_scale
 from fmtsim.support.errors import ArgumentError
@@ -19,6 +20,11 @@ from fmtsim.support.table import Result, Rows, decibels, some
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+UNREACHED = (
+    "weights are rounded to nearest by their own ranges, static inputs under the widest range of their like, such as "
+    "other experts"
+)
+"""What happens to layers that no calibration data reaches."""
 _LOSSLESS = 1.1  # of the longest bar: one without noise
 _HEAD = ("layer", "shape", "x", "w", "x scale", "clipped %", "weight dB", "output dB", "with")
 _WORDS = (0, 1, 2, 3, 8)  # columns; the others hold numbers
@@ -67,6 +73,8 @@ class PtqReport(Result):
         attention: Its quantisers, "" where it runs as it did.
         extended: Normalisations and softmaxes whose inputs are rounded, and embeddings that were.
         machine: Where the quantised layers multiply, "" where that is float32 in no particular order.
+        unreached: Layers that calibration data never ran.
+        coverage: Elements of the weights that products read; ``simulated`` are those of quantised layers and experts.
     """
 
     recipe: str
@@ -78,6 +86,13 @@ class PtqReport(Result):
     attention: str = ""
     extended: tuple[str, ...] = ()
     machine: str = ""
+    unreached: tuple[str, ...] = ()
+    coverage: Coverage = Coverage(total=0, simulated=0, backward=0)
+
+    @property
+    def summary(self) -> str:
+        """One line: the recipe, the share of the weights that is quantised, and what is left."""
+        return f"{self.recipe}: {share_of(self.coverage, 'quantised')}"
 
     def __getitem__(self, name: str) -> PtqRow:
         rows = [row for row in self.rows if row.name == name]
@@ -110,8 +125,10 @@ class PtqReport(Result):
         where = f" {self.machine}" if self.machine else ""
         total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
         lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
+        lines += [share_of(self.coverage, "quantised").partition(";")[0]] if self.coverage.raw else []
         lines += [f"attention: {self.attention}"] if self.attention else []
         lines += [f"rounded, too: {some(self.extended)}"] if self.extended else []
+        lines += [f"calibration never ran {some(self.unreached)}: {UNREACHED}"] if self.unreached else []
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_alone:
             if name not in self.extended:
@@ -119,6 +136,25 @@ class PtqReport(Result):
         for reason, names in reasons.items():
             lines.append(f"left in high precision: {some(names)} ({reason})")
         return lines + [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
+
+
+def coverage_of_weights(model: nn.Module, stacks: Container[str]) -> Coverage:
+    """Return how much of the weights that products read is quantised: those of converted layers, and stacks."""
+    found = estimated(model, model.__dict__[REASONS])
+    raw = tuple(
+        row
+        for row in found.raw
+        if f"{row.layer}.{row.parameter}" not in stacks
+        and not isinstance(model.get_submodule(row.layer), EmulatedModule)
+        and not _inside(row.layer, model)
+    )
+    return replace(found, simulated=found.total - sum(row.multiply_adds for row in raw), raw=raw)
+
+
+def share_of(coverage: Coverage, done: str) -> str:
+    """Return in words which share of the weights that products read is quantised, or coded, and what is not."""
+    rest = f"; left: {coverage.left()}" if coverage.raw else ""
+    return f"{percent(coverage.simulated, coverage.total)} of the weights that products read {done}{rest}"
 
 
 def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -4,7 +4,7 @@
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,17 +15,19 @@ from torch.nn.utils import parametrize
 
 from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import PackedFormat
+from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.nn.attention import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
-from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.planning import machine_of
-from fmtsim.nn.raw_matmuls import raw_matrices
+from fmtsim.nn.raw_matmuls import raw_matrices, raw_products
 from fmtsim.nn.state import PTQ
-from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
-from fmtsim.ptq.report import PtqReport, PtqRow, left_alone, row_of, tied
+from fmtsim.ptq.calibrate import Part, Products, batches_of, call, check_model, evaluating, row_major
+from fmtsim.ptq.experts import ExpertMatrix, expert_matrices
+from fmtsim.ptq.report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
 from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
 from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend
 from fmtsim.ptq.steps import (
@@ -34,6 +36,7 @@ from fmtsim.ptq.steps import (
     install,
     measure,
     measure_batch_norm,
+    round_experts,
     round_weights,
     scales_of,
     smooth_inputs,
@@ -44,9 +47,19 @@ from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Rule
+from fmtsim.spec.operand import block_of
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import (
+    ArgumentError,
+    CoverageWarning,
+    FmtsimError,
+    PlanUnknownWarning,
+    did_you_mean,
+    shown,
+)
 from fmtsim.support.progress import Progress, make_progress
+from fmtsim.support.table import some
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -77,7 +90,8 @@ def ptq(
 
     The steps: rotate; equalise weights; run the data and smooth; run it again for ranges and Hessians; round
     weights; run it once more to measure; store. All runs are of the model in high precision, in evaluation mode,
-    without gradients. Deterministic on one device and number of threads.
+    without gradients. Deterministic on one device and number of threads. A layer that no data reaches is rounded to
+    nearest by its own range; a warning and the report name it.
 
     Args:
         model: A trained model, not converted yet.
@@ -101,8 +115,7 @@ def ptq(
     Raises:
         ArgumentError: An unknown recipe, no layer to quantise, an ``ignore`` that is no module, a model that is
             compiled or whose weights are missing or hold NaN or Inf, data that a recipe needs and is missing, that is
-            empty or that the model does not take, that holds NaN or Inf, or that never reaches a layer (it is named),
-            or a machine that does not multiply an operand or a layer's sizes, which is found before the data runs.
+            empty or that the model does not take, that holds NaN or Inf, or that reaches no layer at all, or a machine that does not multiply an operand or a layer's sizes, which is found before the data runs.
             The model is then as it was.
         FormatError: Operands that no machine multiplies.
 
@@ -128,8 +141,14 @@ def ptq(
             f"fmtsim.ptq(model, {recipe.name!r}, batches)"
         )
     batches = [] if calibration_data is None else batches_of(calibration_data)
-    before, untied = stored(model), False
+    before, untied, unreached = stored(model), False, list[str]()
+    experts = _experts(model, recipe, filter_fn)
     configs = prepared(model, recipe, filter_fn)
+    if misfits := _ggml_fallbacks(configs, model):
+        revert(model)
+        recipe = replace(recipe, rules=(*misfits, *recipe.rules))
+        why |= {f"{HIGH}: {rule.where}": reason for rule, reason in misfits.items()}
+        configs = prepared(model, recipe, filter_fn)
     model.__dict__[REASONS] = {name: why.get(reason, reason) for name, reason in model.__dict__[REASONS].items()}
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
@@ -140,9 +159,12 @@ def ptq(
             smoothed = set() if recipe.smooth is None else smooth_inputs(model, recipe.smooth, configs, batches, show)
             rows: list[PtqRow] = []
             weights: dict[str, RoundedWeight] = {}
+            parts: list[Part] = []
             for products in stages(model, recipe, configs, batches, show):
-                collected(products, recipe, batches, show)
-                round_weights(products, recipe.weights, show)
+                collected(products, recipe, batches, show, parts)
+                parts += products.parts.values()
+                unreached += products.alone if batches else ()
+                round_weights(products, recipe, show)
                 measure(products, recipe, batches, show)
                 rows += _rows(products, recipe, smoothed)
                 # What the weights of layers with one matrix are rounded with, before they are overwritten.
@@ -153,6 +175,8 @@ def ptq(
                             blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
                             weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
                 install(products, recipe.bias_correction)
+            expert_rows, expert_weights = round_experts(experts, recipe.fused)
+            rows, weights = rows + expert_rows, weights | expert_weights
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)
     except BaseException:
@@ -170,12 +194,18 @@ def ptq(
             for t, copy in before:
                 t.copy_(copy)
         raise
+    stacks = {matrix.stack for matrix, _ in experts.values()}
+    for owner in {stack.rpartition(".")[0] for stack in stacks}:
+        model.__dict__[REASONS].pop(owner, None)
     report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
         equalised=equalised, left_alone=left_alone(model), tied=tied(model), extended=extended,
-        attention=str(recipe.serving_attention or ""),
+        attention=str(recipe.serving_attention or ""), unreached=tuple(unreached),
+        coverage=coverage_of_weights(model, stacks),
     )  # fmt: skip
     model.__dict__[PTQ] = Quantised(recipe, weights, report)
+    if unreached:
+        warnings.warn(f"calibration never ran {some(unreached)}: {UNREACHED}", CoverageWarning, stacklevel=2)
     return model
 
 
@@ -207,6 +237,66 @@ def excepted(
     every = (*first, *rules, *recipe.rules, *heads)
     why = {f"{HIGH}: {rule.where}": reason for rule, reason in (first | heads).items()}
     return recipe if every == recipe.rules else replace(recipe, rules=every), why
+
+
+# What llama-quantize takes where rows are no whole blocks: tensor_type_fallback in llama-quant.cpp, llama.cpp 007dbbf.
+_GGML_FALLBACKS = {
+    "q2_0": "q4_0", "q2_k": "q4_0", "q3_k": "q4_0", "tq1_0": "q4_0", "tq2_0": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1",
+    "q6_k": "q8_0", "iq4_xs": "iq4_nl",
+}  # fmt: skip
+
+
+def _ggml_fallbacks(configs: Mapping[str, LinearConfig], model: nn.Module) -> dict[Rule, str]:
+    """Return rules for layers whose rows are no whole blocks of ggml's, with the reasons of those that stay.
+
+    Other blocks that do not divide the inputs are named in one warning before any data runs: casts fill the last block
+    with zeros, which no layout of ``export`` stores.
+    """
+    rules, short = {}, []
+    for name, config in configs.items():
+        module: Any = model.get_submodule(name)
+        fmt, columns = config.fprop.b.format, max(k for _, k in module.matrices(module))
+        width = fmt.elements if isinstance(fmt, PackedFormat) else block_of(config.fprop.b)[1]
+        if fmt is None or width is None or columns % width == 0:
+            continue
+        if not isinstance(fmt, PackedFormat):
+            exported = columns > width and isinstance(module, EmulatedLinear)
+            short += [f"{name} ({columns} inputs, blocks of {width})"] if exported else []
+            continue
+        other: Any = get_format(_GGML_FALLBACKS.get(fmt.name, fmt.name))
+        use = LinearConfig(fprop=replace(config.fprop, b=Quantizer(format=other)))
+        reason = f"its {columns} inputs fill no blocks of {other.name}; llama-quantize stores F16"
+        rules[Rule(name=f"^{re.escape(name)}$", use=None if columns % other.elements else use)] = reason
+    if short:
+        text = "the last one is filled with zeros, which export refuses; leave layers out with ignore="
+        warnings.warn(f"blocks do not divide {some(short)}: {text}", CoverageWarning, stacklevel=3)
+    return rules
+
+
+def _experts(
+    model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None
+) -> dict[str, tuple[ExpertMatrix, Quantizer]]:
+    """Return the matrices of stacked experts that a recipe rounds to nearest, with their quantisers, by name.
+
+    Those are the ones of recipes that need no data and leave inputs and other weights as they are: the model multiplies
+    with its experts itself.
+    """
+    alone = not (recipe.needs_data or recipe.weights or recipe.rotate or recipe.equalise or recipe.machine)
+    matrices = expert_matrices(model)[0] if alone else {}
+    owners = {matrix.stack.rpartition(".")[0] for matrix in matrices.values()}
+    if not owners:
+        return {}
+    wanted = lambda module, name: name in owners and (filter_fn is None or filter_fn(module, name))  # noqa: E731
+    convert(model, recipe.prescribed, filter_fn=wanted)
+    products = {
+        f"{owner}.{name}": product.emulation.config.fprop
+        for owner in owners
+        for name, product in raw_products(model.get_submodule(owner)).items()
+        if product.emulation is not None
+    }
+    revert(model)
+    used = {name: (m, products[m.stack]) for name, m in matrices.items() if m.stack in products}
+    return {name: (m, use.b) for name, (m, use) in used.items() if use.a.format is None and use.b.format is not None}
 
 
 def output_heads(model: nn.Module) -> list[str]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.ptq.export.stored import REAL, StoredWeight, spread_over
-from fmtsim.ptq.export.weights import CodedWeight
+from fmtsim.ptq.export.weights import OMIT, CodedWeight
+from fmtsim.ptq.verb import output_heads
 from fmtsim.support.errors import DataError
 from fmtsim.support.records import check_items
 
@@ -87,7 +88,7 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
     """
     assert weight.tensor_scale is not None
     scale, block_scale = weight.tensor_scale, _scales(weight)
-    expected = exact(weight.elements, block_scale, scale).bfloat16()
+    expected = weight.values.bfloat16()
     candidates = _reciprocals(scale)
     # values as compressed-tensors has them: bfloat16 of element times (scale / global scale)
     counts = [
@@ -120,15 +121,10 @@ def _reciprocals(scale: Tensor) -> list[Tensor]:
     return [g for g in near.view(torch.float32) if 1 / g == scale] or [nearest]
 
 
-def exact(elements: Tensor, scale: Tensor, tensor_scale: Tensor) -> Tensor:
-    """Return element times both scales, rounded once to float32."""
-    return (spread_over(elements.double(), scale.double()) * tensor_scale.double()).float()
-
-
 def _scales(weight: CodedWeight) -> Tensor:
     rows, columns = weight.elements.shape
     if rows % weight.block[0] or columns % weight.block[1]:
-        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", "leave the layer out")
+        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", OMIT)
     return weight.scale.reshape(1) if weight.per == "tensor" else weight.scale
 
 
@@ -170,6 +166,10 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
     }
     model_config: Any = getattr(model, "config", None)
     config = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
+    if any(name in schemes for name in output_heads(model)):  # the file has the head beside the embedding
+        for fields in (config, config.get("text_config")):
+            if isinstance(fields, dict) and "tie_word_embeddings" in fields:
+                fields["tie_word_embeddings"] = False
     if config.get("architectures", ()) is None:  # save_pretrained writes it, and vLLM needs it
         config["architectures"] = [type(model).__name__]
     return json.dumps({**config, "quantization_config": quantization}, indent=2, default=str) + "\n"

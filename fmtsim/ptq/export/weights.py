@@ -13,10 +13,13 @@ from fmtsim.formats.block import BlockFormat, PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
 from fmtsim.nn.state import PTQ, converted_modules
 from fmtsim.ptq.calibrate import check_loaded
+from fmtsim.ptq.experts import expert_matrices
+from fmtsim.ptq.export.stored import spread_over
 from fmtsim.ptq.reshape import DIVISOR, transform_input
 from fmtsim.ptq.state import Quantised, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
@@ -26,6 +29,8 @@ from fmtsim.support.errors import ArgumentError
 
 _E4M3 = get_format("e4m3")
 assert isinstance(_E4M3, FloatFormat)
+OMIT = "leave the layer out: ignore= of fmtsim.ptq, --ignore of convert-checkpoint"
+"""What to do about a layer whose sizes a layout does not take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +60,16 @@ class CodedWeight:
     x: Quantizer
     x_scale: Tensor | None
     blocks: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """What elements and scales give, float32, rounded once."""
+        if self.blocks is not None:
+            fmt: Any = self.element
+            return Encoded(format=fmt, shape=self.elements.shape, dim=-1, codes=self.blocks).decode()
+        elements = self.elements.double() + 0.0 if self.is_integer else self.elements.double()  # codes have no -0
+        second = 1.0 if self.tensor_scale is None else self.tensor_scale.double()
+        return (spread_over(elements, self.scale.double()) * second).float()
 
     @property
     def codes(self) -> Tensor:
@@ -127,7 +142,9 @@ class CodedWeight:
 
 
 def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
-    """Return the linear weights that a model quantises, and every other tensor of its state_dict by name.
+    """Return the linear weights that a model quantises, those of stacked experts among them, and its other tensors.
+
+    Names are those of the state_dict. A model whose experts are coded has the names of its checkpoints instead.
 
     Raises:
         ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, is offloaded, or has no codes
@@ -136,7 +153,7 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
     check_loaded(model)
     quantised: Quantised | None = model.__dict__.get(PTQ)
     rounded: dict[str, RoundedWeight] = {} if quantised is None else quantised.weights
-    coded = []
+    coded: list[Any] = []
     for name, module in converted_modules(model, "export"):
         rotated = transform_input in module._forward_pre_hooks.values()
         if rotated or DIVISOR in module._buffers:
@@ -145,8 +162,14 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
                 f"layer {name!r}: its inputs are {what} at every call, for which layouts have no place; "
                 f"choose a recipe without {option}"
             )
-        if isinstance(module, EmulatedLinear) and (coded_weight := _coded(name, module, rounded.get(name))) is not None:
-            coded.append(coded_weight)
+        if isinstance(module, EmulatedLinear):
+            assert module.emulation is not None
+            use, own = module.emulation.config.fprop, module.weight.detach()
+            coded.append(_coded(name, own, use, rounded.get(name), _static_scale(module)))
+    stacks, names = expert_matrices(model)
+    experts = {name: matrix for name, matrix in stacks.items() if name in rounded}
+    coded += [_coded(name, matrix.w, Gemm(), rounded[name], None) for name, matrix in experts.items()]
+    coded = [weight for weight in coded if weight is not None]
     if not coded:
         kinds = {module.original_class.__name__ for _, module in converted_modules(model, "export")} - {"Linear"}
         if rounded and kinds:
@@ -158,20 +181,20 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
             f"{type(model).__name__} has no linear layer with a quantised weight; call fmtsim.ptq(model, recipe, data) "
             "first, or train it under a recipe that quantises weights"
         )
-    taken = {f"{weight.layer}.weight" for weight in coded}
+    taken = {f"{weight.layer}.weight" for weight in coded} | {matrix.stack for matrix in experts.values()}
     rest = {
-        name: t.detach().cpu().contiguous()
+        names.get(name, name) if experts else name: t.detach().cpu().contiguous()
         for name, t in model.state_dict().items()
         if name not in taken and STATE not in name.split(".")
     }
     return coded, rest
 
 
-def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight | None:
+def _coded(
+    name: str, w: Tensor, product: Gemm, rounded: RoundedWeight | None, x_scale: Tensor | None
+) -> CodedWeight | None:
     if not name:
         raise ArgumentError("the model is a single layer, whose weight has no layer's name; wrap it in nn.Sequential")
-    assert module.emulation is not None
-    product, w = module.emulation.config.fprop, module.weight.detach()
     if rounded is None:  # a model in training: the weight is rounded in every forward pass
         if product.b.format is None or product.b.source == "stored":
             return None
@@ -187,7 +210,7 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
         layer=name, element=element, elements=operand.elements.cpu(), scale=_or_one(scale, tensor_scale).cpu(),
         tensor_scale=None if scale is None or tensor_scale is None else tensor_scale.cpu(),
         block=w.shape if scale is None else (min(block[0], w.shape[0]), min(block[1], w.shape[1])),
-        dtype=w.dtype, x=x, x_scale=_static_scale(module), blocks=None if blocks is None else blocks.cpu(),
+        dtype=w.dtype, x=x, x_scale=x_scale, blocks=None if blocks is None else blocks.cpu(),
     )  # fmt: skip
 
 
