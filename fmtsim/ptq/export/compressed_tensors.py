@@ -166,7 +166,8 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
     }
     model_config: Any = getattr(model, "config", None)
     config = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
-    if any(name in schemes for name in output_heads(model)):  # the file has the head beside the embedding
+    heads = output_heads(model) if isinstance(model, nn.Module) else ["lm_head"]
+    if any(name in schemes for name in heads):  # the file has the head beside the embedding
         for fields in (config, config.get("text_config")):
             if isinstance(fields, dict) and "tie_word_embeddings" in fields:
                 fields["tie_word_embeddings"] = False

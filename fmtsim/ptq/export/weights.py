@@ -29,7 +29,7 @@ from fmtsim.support.errors import ArgumentError
 
 _E4M3 = get_format("e4m3")
 assert isinstance(_E4M3, FloatFormat)
-OMIT = "leave the layer out: ignore= of fmtsim.ptq, --ignore of convert-checkpoint"
+OMIT = "leave the layer out with ignore="
 """What to do about a layer whose sizes a layout does not take."""
 
 
