@@ -294,17 +294,14 @@ def check_model(verb: str, model: Any) -> None:
 
 def check_loaded(model: nn.Module) -> None:
     """Raise ArgumentError where a Parameter is on the meta device: not loaded yet, or offloaded by Accelerate."""
-    for name, p in model.named_parameters():
-        if not p.is_meta:
-            continue
-        # Accelerate's hook of the module, or of one around it, loads the weight for each call and drops it again
-        parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)]
-        if any(hasattr(model.get_submodule(parent), "_hf_hook") for parent in (*parents, "")):
-            raise ArgumentError(
-                f"parameter {name!r} is on the meta device, because Accelerate offloads it; load the model without "
-                "offload (device_map='cpu'), or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
-            )
-        raise ArgumentError(f"parameter {name!r} is on the meta device; load the trained weights first")
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if empty is not None and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ArgumentError(
+            f"parameter {empty!r} is on the meta device, because Accelerate offloads it; load the model without "
+            "offload (device_map='cpu'), or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        )
+    if empty is not None:
+        raise ArgumentError(f"parameter {empty!r} is on the meta device; load the trained weights first")
 
 
 def batches_of(data: Any) -> list[Any]:

@@ -11,8 +11,9 @@ _WEIGHT = ".weight"
 
 
 class ExpertMatrix(NamedTuple):
-    """A matrix of a stack: the stack's name in the model, and the view [outputs, inputs] of it."""
+    """A matrix of a stack: the module that has the stack, the stack's name, and the view [outputs, inputs] of it."""
 
+    owner: Any
     stack: str
     w: Tensor
 
@@ -38,7 +39,9 @@ def expert_matrices(model: nn.Module) -> tuple[dict[str, ExpertMatrix], dict[str
             first, count = int(rows.flatten()[0]), rows.numel()
             if part.endswith(_WEIGHT) and torch.equal(rows, torch.arange(first, first + count)[:, None]):
                 view = stack.flatten(0, 1)[first : first + count]
-                matrices[part.removesuffix(_WEIGHT)] = ExpertMatrix(name, view)
+                matrices[part.removesuffix(_WEIGHT)] = ExpertMatrix(
+                    model.get_submodule(name.rpartition(".")[0]), name, view
+                )
     if not matrices:
         return {}, {}
     others = {name: torch.zeros(1) for name in model.state_dict() if name not in stacks}

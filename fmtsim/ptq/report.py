@@ -138,16 +138,11 @@ class PtqReport(Result):
         return lines + [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
 
 
-def coverage_of_weights(model: nn.Module, stacks: Container[str]) -> Coverage:
-    """Return how much of the weights that products read is quantised: those of converted layers, and stacks."""
-    found = estimated(model, model.__dict__[REASONS])
-    raw = tuple(
-        row
-        for row in found.raw
-        if f"{row.layer}.{row.parameter}" not in stacks
-        and not isinstance(model.get_submodule(row.layer), EmulatedModule)
-        and not _inside(row.layer, model)
-    )
+def coverage_of_weights(model: nn.Module, done: Container[str]) -> Coverage:
+    """Return how much of the weights that products read is in layers, and stacks of experts, of these names."""
+    found = estimated(model, model.__dict__.get(REASONS, {}))
+    names = ((row, (row.layer, row.layer.rpartition(".")[0], f"{row.layer}.{row.parameter}")) for row in found.raw)
+    raw = tuple(row for row, places in names if not any(place in done for place in places))
     return replace(found, simulated=found.total - sum(row.multiply_adds for row in raw), raw=raw)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a quantisation, in their order: calibration, ranges, weights, measurement, installation."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmtsim.casts.quantize import encode
-from fmtsim.formats.block import PackedFormat
+from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
@@ -31,15 +29,11 @@ from fmtsim.ptq.calibrate import (
     quantised_input,
     static_scale,
 )
-from fmtsim.ptq.experts import ExpertMatrix
 from fmtsim.ptq.grid import clip, gptq, grid_of, hqq, learned_rounding, nearest
-from fmtsim.ptq.report import PtqRow, ratio
 from fmtsim.ptq.reshape import smooth
-from fmtsim.ptq.state import RoundedWeight
 from fmtsim.recipes.ptq import PtqRecipe, is_static
 from fmtsim.recipes.ptq_methods import Awq, Clip, Gptq, Hqq, LearnedRounding, Smooth
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
-from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress
 from fmtsim.support.records import located
@@ -174,7 +168,7 @@ def round_weights(products: Products, recipe: PtqRecipe, show: Progress) -> None
     """Round every weight by its quantiser and the recipe's method."""
     slots, method = list(products.slots.values()), recipe.weights
     if recipe.fused:
-        amaxes = shared_amaxes({slot.name: (slot.w, slot.quantizer) for slot in slots})
+        amaxes = shared_amaxes(slots)
         for slot in slots:
             slot.shared_amax = amaxes.get(slot.name)
     show.stage("weights", len(slots))
@@ -194,30 +188,24 @@ _FUSED = (
 )  # fmt: skip
 
 
-def fused_groups(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the names of layers that servers run as one product, two or more of one parent."""
-    groups: dict[tuple[str, int], list[str]] = {}
-    for name in names:
-        parent, _, last = name.rpartition(".")
-        for number in [i for i, group in enumerate(_FUSED) if last in group]:
-            groups.setdefault((parent, number), []).append(name)
-    yield from (group for group in groups.values() if len(group) > 1)
-
-
-def shared_amaxes(weights: Mapping[str, tuple[Tensor, Quantizer]]) -> dict[str, float]:
+def shared_amaxes(slots: Iterable[Slot]) -> dict[str, float]:
     """Return the largest magnitude of each group of fused layers by the names of these, where it makes their scales.
 
     That is where one quantiser of them all has a scale of the tensor made of its amax, and blocks of single rows.
     """
-    found = {}
-    for group in fused_groups(weights):
-        quantizers = {weights[name][1] for name in group}
-        quantizer = next(iter(quantizers))
-        scaling = getattr(quantizer.format, "scaling", None) if quantizer.scaling is None else quantizer.scaling
-        if len(quantizers) > 1 or scaling is None or scaling.statistic != "amax" or scaling.candidates != (1.0,):
+    groups: dict[Any, list[Slot]] = {}
+    for slot in slots:
+        parent, _, last = slot.name.rpartition(".")
+        fmt, scaling = slot.quantizer.format, slot.quantizer.scaling
+        s = scaling if scaling is not None else fmt.scaling if isinstance(fmt, BlockFormat) else None
+        if s is None or s.statistic != "amax" or s.candidates != (1.0,):
             continue
-        if scaling.block == (None, None) or (scaling.tensor is not None and scaling.block[0] == 1):
-            found |= dict.fromkeys(group, max(float(weights[name][0].abs().max()) for name in group))
+        if s.block == (None, None) or (s.tensor is not None and s.block[0] == 1):
+            fused = [group for group in _FUSED if last in group]
+            groups.setdefault((parent, *fused, slot.quantizer), []).extend([slot] if fused else [])
+    found: dict[str, float] = {}
+    for group in groups.values():
+        found |= dict.fromkeys((s.name for s in group), max((float(s.w.abs().max()) for s in group), default=0.0))
     return found
 
 
@@ -247,32 +235,6 @@ def _rounded(slot: Slot, method: Gptq | LearnedRounding | Clip | Hqq | None) -> 
     return learned_rounding(w, slot.hessian, grid, method)
 
 
-@torch.no_grad()
-def round_experts(
-    experts: Mapping[str, tuple[ExpertMatrix, Quantizer]], fused: bool
-) -> tuple[list[PtqRow], dict[str, RoundedWeight]]:
-    """Round matrices of stacked experts in place, and return a row for each stack and what each was rounded with."""
-    amaxes = shared_amaxes({name: (matrix.w, q) for name, (matrix, q) in experts.items()}) if fused else {}
-    rows: dict[str, tuple[int, int, Quantizer, float, float]] = {}
-    weights = {}
-    for name, ((stack, w), quantizer) in experts.items():
-        fmt, amax = quantizer.format, amaxes.get(name)
-        blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
-        weights[name] = RoundedWeight(quantizer, Quantizer(), *scales_with(w, quantizer, amax), blocks)
-        quantised = nearest(widened(w, amax), quantizer)[: len(w)]
-        noise, signal = ((t.double().square().sum().item()) for t in (w - quantised, w))
-        count, _, _, signals, noises = rows.get(stack, (0, 0, quantizer, 0.0, 0.0))
-        rows[stack] = count + len(w), w.shape[1], quantizer, signals + signal, noises + noise
-        w.copy_(quantised)
-    return [
-        PtqRow(
-            name=stack, shape=(outputs, inputs), x="", w=str(quantizer.format and quantizer.format.name), x_scale=None,
-            x_limit=None, clipped_percent=0.0, weight_db=ratio(signal, noise), output_db=math.nan, methods="",
-        )
-        for stack, (outputs, inputs, quantizer, signal, noise) in rows.items()
-    ], weights  # fmt: skip
-
-
 def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
     """Return what runs a product of the quantised model, given the slot's rounded weight."""
     gemm = recipe.served(part.x, slot.quantizer)
@@ -286,12 +248,8 @@ def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
 
 def scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
     """Return the scales of blocks and of the tensor that a weight is rounded with, before it is overwritten."""
-    return scales_with(slot.w if slot.clipped is None else slot.clipped, slot.quantizer, slot.shared_amax)
-
-
-def scales_with(w: Tensor, quantizer: Quantizer, amax: float | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales of blocks and of the tensor that a quantiser makes of a weight and a magnitude beside it."""
-    operand = quantize_operand(widened(w, amax), quantizer)
+    w = slot.w if slot.clipped is None else slot.clipped
+    operand = quantize_operand(widened(w, slot.shared_amax), slot.quantizer)
     scale = None if operand.scale is None else operand.scale[: -1 if len(operand.scale) > len(w) else None]
     return tuple(None if s is None else s.clone() for s in (scale, operand.tensor_scale))  # type: ignore[return-value]
 

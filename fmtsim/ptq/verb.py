@@ -25,7 +25,7 @@ from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.planning import machine_of
 from fmtsim.nn.raw_matmuls import raw_matrices, raw_products
 from fmtsim.nn.state import PTQ
-from fmtsim.ptq.calibrate import Part, Products, batches_of, call, check_model, evaluating, row_major
+from fmtsim.ptq.calibrate import Part, Products, Slot, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.experts import ExpertMatrix, expert_matrices
 from fmtsim.ptq.report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
 from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
@@ -36,7 +36,6 @@ from fmtsim.ptq.steps import (
     install,
     measure,
     measure_batch_norm,
-    round_experts,
     round_weights,
     scales_of,
     smooth_inputs,
@@ -50,14 +49,7 @@ from fmtsim.recipes.spec import Rule
 from fmtsim.spec.operand import block_of
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.support.errors import (
-    ArgumentError,
-    CoverageWarning,
-    FmtsimError,
-    PlanUnknownWarning,
-    did_you_mean,
-    shown,
-)
+from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.support.progress import Progress, make_progress
 from fmtsim.support.table import some
 
@@ -115,7 +107,8 @@ def ptq(
     Raises:
         ArgumentError: An unknown recipe, no layer to quantise, an ``ignore`` that is no module, a model that is
             compiled or whose weights are missing or hold NaN or Inf, data that a recipe needs and is missing, that is
-            empty or that the model does not take, that holds NaN or Inf, or that reaches no layer at all, or a machine that does not multiply an operand or a layer's sizes, which is found before the data runs.
+            empty or that the model does not take, that holds NaN or Inf, or that reaches no layer at all, or a machine
+            that does not multiply an operand or a layer's sizes, which is found before the data runs.
             The model is then as it was.
         FormatError: Operands that no machine multiplies.
 
@@ -164,6 +157,9 @@ def ptq(
                 collected(products, recipe, batches, show, parts)
                 parts += products.parts.values()
                 unreached += products.alone if batches else ()
+                for name, (matrix, quantizer) in experts.items():  # in the only stage of a recipe that rounds them
+                    like = Part(name=name, module=matrix.owner, part="", x=Quantizer())
+                    products.slots[name] = Slot(name=name, parts=[like], w=matrix.w, quantizer=quantizer)
                 round_weights(products, recipe, show)
                 measure(products, recipe, batches, show)
                 rows += _rows(products, recipe, smoothed)
@@ -175,8 +171,6 @@ def ptq(
                             blocks = encode(w, fmt, pad=True).codes if isinstance(fmt, PackedFormat) else None
                             weights[part.name] = RoundedWeight(slot.quantizer, part.x, *scales_of(slot), blocks)
                 install(products, recipe.bias_correction)
-            expert_rows, expert_weights = round_experts(experts, recipe.fused)
-            rows, weights = rows + expert_rows, weights | expert_weights
             extended = () if recipe.extended is None else extend(model, recipe.extended)
             _finish(model, recipe, batches, show)
     except BaseException:
@@ -201,7 +195,7 @@ def ptq(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
         equalised=equalised, left_alone=left_alone(model), tied=tied(model), extended=extended,
         attention=str(recipe.serving_attention or ""), unreached=tuple(unreached),
-        coverage=coverage_of_weights(model, stacks),
+        coverage=coverage_of_weights(model, {*configs, *stacks}),
     )  # fmt: skip
     model.__dict__[PTQ] = Quantised(recipe, weights, report)
     if unreached:
@@ -283,20 +277,17 @@ def _experts(
     """
     alone = not (recipe.needs_data or recipe.weights or recipe.rotate or recipe.equalise or recipe.machine)
     matrices = expert_matrices(model)[0] if alone else {}
-    owners = {matrix.stack.rpartition(".")[0] for matrix in matrices.values()}
-    if not owners:
+    if not matrices:
         return {}
-    wanted = lambda module, name: name in owners and (filter_fn is None or filter_fn(module, name))  # noqa: E731
-    convert(model, recipe.prescribed, filter_fn=wanted)
-    products = {
-        f"{owner}.{name}": product.emulation.config.fprop
-        for owner in owners
-        for name, product in raw_products(model.get_submodule(owner)).items()
-        if product.emulation is not None
-    }
+    convert(model, recipe.prescribed, filter_fn=filter_fn)
+    experts: dict[str, tuple[ExpertMatrix, Quantizer]] = {}
+    for name, matrix in matrices.items():
+        product = raw_products(matrix.owner).get(matrix.stack.rpartition(".")[2])
+        if product is not None and product.emulation is not None:
+            use = product.emulation.config.fprop
+            experts |= {name: (matrix, use.b)} if use.a.format is None and use.b.format is not None else {}
     revert(model)
-    used = {name: (m, products[m.stack]) for name, m in matrices.items() if m.stack in products}
-    return {name: (m, use.b) for name, (m, use) in used.items() if use.a.format is None and use.b.format is not None}
+    return experts
 
 
 def output_heads(model: nn.Module) -> list[str]:

@@ -28,8 +28,9 @@ def write_file(path: StrPath, content: Content) -> None:
 def write_files(contents: Mapping[StrPath, Content | None]) -> None:
     """Write files by path, text as UTF-8, all of them or none; None removes a file.
 
-    A Path is a file of the same disk that is moved there. Bytes go to temporary files in the same folders. When all are on the disk they take the files' names, in the order
-    of the mapping: readers find an old file or a new one. A pipe or a device (``/dev/stdout``) is written to.
+    Bytes go to temporary files in the same folders, as what a Path names should be already. When all are on the disk
+    they take the files' names, in the order of the mapping: readers find an old file or a new one. A pipe or a device
+    (``/dev/stdout``) is written to.
 
     Raises:
         DataError: A file cannot be written; it is named, and all files are as they were.

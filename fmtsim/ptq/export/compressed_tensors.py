@@ -54,13 +54,8 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
         assert weight.x_scale is not None
         tensors["input_global_scale"] = _reciprocals(weight.x_scale)[0].reshape(1)  # Transformer Engine's rule has one
     kind = "int" if weight.is_integer else "float"
-    weights = {
-        "num_bits": weight.element.bits,
-        "type": kind,
-        "symmetric": True,
-        "strategy": "tensor_group" if two_level else weight.per,
-        "dynamic": False,
-    }
+    strategy = "tensor_group" if two_level else weight.per
+    weights = {"num_bits": weight.element.bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
     weights |= {"group_size": weight.block[1]} if weight.per == "group" or two_level else {}
     weights |= {"scale_dtype": "torch.uint8"} if layout.startswith("mx") else {}
     weights |= {"scale_dtype": "torch.float8_e4m3fn"} if two_level else {}
@@ -106,11 +101,9 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
             "quantise with nvfp4_static or nvfp4_weights, whose scales are reciprocals, or " if inverse != scale else ""
         )
         raise weight.refuse(" and ".join(changes), f"{other}pass allow_rescale=True, which stores and reports that")
-    packed, stored = (
-        pack(weight.codes, 4),
-        block_scale.to(torch.float8_e4m3fn),
-    )  # scales on their grid: nothing is rounded
-    tensors = {"weight_packed": packed, "weight_scale": stored, "weight_global_scale": global_scale.reshape(1)}
+    stored = block_scale.to(torch.float8_e4m3fn)  # on its grid: nothing is rounded
+    tensors = {"weight_packed": pack(weight.codes, 4), "weight_scale": stored}
+    tensors["weight_global_scale"] = global_scale.reshape(1)
     return tensors, " and ".join(changes)
 
 
@@ -157,13 +150,10 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
         groups.setdefault(json.dumps(scheme), {"targets": [], **scheme})["targets"].append(layer)
     layouts = {scheme["format"] for scheme in schemes.values()}
     quantization = {
-        "quant_method": "compressed-tensors",
-        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "ignore": ignored,
-        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "ignore": ignored, "kv_cache_scheme": None,
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
-    }
+    }  # fmt: skip
     model_config: Any = getattr(model, "config", None)
     config = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
     heads = output_heads(model) if isinstance(model, nn.Module) else ["lm_head"]

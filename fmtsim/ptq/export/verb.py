@@ -3,11 +3,13 @@
 
 import hashlib
 import os
-import tempfile
+import shutil
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -17,15 +19,12 @@ from torch import Tensor, nn
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors, read_tensors, stored_tensor, tensor_content
-from fmtsim.nn.convert import REASONS
-from fmtsim.nn.coverage import Coverage, estimated
-from fmtsim.ptq.experts import expert_matrices
+from fmtsim.nn.coverage import Coverage
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
 from fmtsim.ptq.export.layouts import CODES, COMPRESSED_TENSORS, LAYOUTS, Layout, Reordered, read_config
 from fmtsim.ptq.export.stored import StoredWeight, read_tensor, spread_over
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
-from fmtsim.ptq.report import share_of
-from fmtsim.ptq.steps import fused_groups
+from fmtsim.ptq.report import coverage_of_weights, share_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import TEMPORARY, write_folder
 from fmtsim.support.records import located, parse_json, read_json
@@ -259,7 +258,6 @@ class Export:
         rescaled: What ``allow_rescale=True`` changed, by layer.
         checked: How many tensors were read back and have the bits that they should have.
         coverage: Elements of the weights that products read; ``simulated`` are those that are coded.
-        fused: What vLLM does to layers that it fuses, where their scales of the tensor differ.
     """
 
     layout: str
@@ -269,7 +267,6 @@ class Export:
     rescaled: dict[str, str] = field(default_factory=dict)
     checked: int = 0
     coverage: Coverage = Coverage(total=0, simulated=0, backward=0)
-    fused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         formats: dict[str, int] = {}
@@ -280,9 +277,7 @@ class Export:
         text = f"{where}: {self.layout}, weights of {counts}, {len(self.values)} tensors as values"
         lines = [text, f"read back: all {self.checked} tensors have the bits that were meant"]
         lines += [share_of(self.coverage, "coded")] if self.coverage.raw else []
-        return "\n".join(
-            [*lines, *self.fused, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())]
-        )
+        return "\n".join([*lines, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())])
 
 
 def export(
@@ -331,8 +326,13 @@ def export(
         raise ArgumentError(f"names= with layout={layout!r}, whose names are the model's; leave names= out")
     if allow_rescale and layout != "compressed-tensors":
         raise ArgumentError(f"allow_rescale=True with layout={layout!r}, which rescales nothing; leave it out")
-    coded, rest = weights_of(model)
+    coded, rest, stacks = weights_of(model)
     path, rescaled = Path(path).expanduser(), dict[str, str]()
+    in_file = {name: (names or {}).get(name, name) for name in (*(f"{weight.layer}.weight" for weight in coded), *rest)}
+    unknown = [name for name in names or () if name not in in_file]
+    if unknown:
+        raise ArgumentError(f"names= has {unknown[0]!r}, which the model has not; its state_dict lists its tensors")
+    contents: dict[str, bytes | str | Path | None]
     # 1. the contents of the files, by their names in the folder, and what their tensors should be read back as
     if layout == "compressed-tensors":
         stored = _stored(coded, partial(compressed_tensors.tensors_of, allow_rescale=allow_rescale))
@@ -352,30 +352,27 @@ def export(
         records = dict.fromkeys(rest, {"_type": "Tensor"}) | {f"{name}.weight": r for name, (_, r) in stored.items()}
         contents = {_FILES[0]: _safetensors(tensors, torchao.metadata_of(records))}
     else:
-        own_names = [*(f"{weight.layer}.weight" for weight in coded), *rest]
-        unknown = [name for name in names or () if name not in own_names]
-        if unknown:
-            raise ArgumentError(f"names= has {unknown[0]!r}, which the model has not; its state_dict lists its tensors")
         architecture = getattr(getattr(model, "config", None), "model_type", "") or "fmtsim"
-        file_names = {name: (names or {}).get(name, name) for name in own_names}
-        stored = {file_names[f"{layer}.weight"]: t for layer, t in _stored(coded, gguf.blocks_of).items()}
-        contents = {"model.gguf": gguf.content(stored, {file_names[n]: t for n, t in rest.items()}, architecture)}
-    file_names = file_names if layout == "gguf" else {}
+        stored = {in_file[f"{layer}.weight"]: t for layer, t in _stored(coded, gguf.blocks_of).items()}
+        contents = {"model.gguf": gguf.content(stored, {in_file[n]: t for n, t in rest.items()}, architecture)}
     signless = layout == "gguf"  # ggml's MXFP4 reads the code of -0 as 0
     values = ((f"{w.layer}.weight", w.values + 0.0 if signless and w.blocks is None else w.values) for w in coded)
-    meant = {file_names.get(name, name): digest(t) for name, t in values}
-    meant |= {file_names.get(name, name): digest(t) for name, t in rest.items()}
+    meant = {in_file[name]: digest(t) for name, t in chain(values, rest.items())}
     # 2. written beside their places, read back, and moved there
     folder = path if layout == "compressed-tensors" else path.parent
     beside = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=beside) as stage:
-        written = write_folder(Path(stage), contents)
-        check_written(written[0] if len(written) == 1 else Path(stage), meant)
+    stage = beside / f"{TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        written = write_folder(stage, contents)
+        check_written(written[0] if len(written) == 1 else stage, meant)
         files = write_folder(folder, {file.name if folder == path else path.name: file for file in written})
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    coverage = coverage_of_weights(model, {*(weight.layer for weight in coded), *stacks})
     formats = {weight.layer: weight.element.name for weight in coded}
     return Export(
         layout=layout, files=tuple(files), coded=formats, values=tuple(rest), rescaled=rescaled, checked=len(meant),
-        coverage=_coverage(model, coded), fused=_unequal(coded),
+        coverage=replace(coverage, simulated=sum(weight.elements.numel() for weight in coded)),
     )  # fmt: skip
 
 
@@ -393,27 +390,6 @@ def _stored(coded: list[CodedWeight], store: Callable[[CodedWeight], Any]) -> di
     return stored
 
 
-def _coverage(model: nn.Module, coded: list[CodedWeight]) -> Coverage:
-    """Return which share of the weights that products read is coded."""
-    found = estimated(model, model.__dict__.get(REASONS, {}))
-    elements = {weight.layer: weight.elements.numel() for weight in coded}
-    stacks = {matrix.stack for name, matrix in expert_matrices(model)[0].items() if name in elements}
-    raw = tuple(row for row in found.raw if row.layer not in elements and f"{row.layer}.{row.parameter}" not in stacks)
-    return replace(found, simulated=sum(elements.values()), raw=raw)
-
-
-def _unequal(coded: list[CodedWeight]) -> tuple[str, ...]:
-    """Return what vLLM makes of fused layers whose scales of the tensor differ (compressed_tensors_w4a4_nvfp4.py)."""
-    scales = {weight.layer: weight.tensor_scale for weight in coded if weight.tensor_scale is not None}
-    lines = []
-    for group in fused_groups(scales):
-        own = {name: float(scales[name]) for name in group}  # type: ignore[arg-type]
-        if len(set(own.values())) > 1:  # it takes the largest reciprocal for all
-            wrong = ", ".join(f"{name} by {min(own.values()) / s:.4g}" for name, s in own.items())
-            lines.append(f"vLLM takes one tensor scale for fused layers, and multiplies weights of {wrong}")
-    return tuple(lines)
-
-
 def digest(t: Tensor) -> bytes:
     """Return a digest of a tensor's dtype and bits."""
     content = t.detach().cpu().contiguous().reshape(-1)
@@ -426,16 +402,13 @@ def check_written(path: Path, meant: Mapping[str, bytes]) -> None:
     Raises:
         DataError: A tensor is missing or has other bits; it is named.
     """
-    checkpoint = open_checkpoint(path)
-
-    def read(name: str) -> Tensor:
-        value = checkpoint[name]
-        return value if isinstance(value, Tensor) else value.decode(torch.float32)
-
-    wrong = [name for name, bits in meant.items() if name not in checkpoint or digest(read(name)) != bits]
+    checkpoint, wrong = open_checkpoint(path), []
+    for name, bits in meant.items():
+        value = checkpoint[name] if name in checkpoint else torch.empty(0)
+        wrong += [name] * (digest(value if isinstance(value, Tensor) else value.decode(torch.float32)) != bits)
     if wrong:
         raise DataError(
-            f"what was written does not read back as it was meant: {some(wrong)}; the files were removed, please report it"
+            f"what was written does not read back as it was meant: {some(wrong)}; the files are gone; please report it"
         )
 
 

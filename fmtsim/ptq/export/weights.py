@@ -141,8 +141,8 @@ class CodedWeight:
         return ArgumentError(f"layer {self.layer!r}: {what}; {hint}")
 
 
-def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
-    """Return the linear weights that a model quantises, those of stacked experts among them, and its other tensors.
+def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor], set[str]]:
+    """Return the weights of linear layers and experts that a model quantises, other tensors, and stacks of the former.
 
     Names are those of the state_dict. A model whose experts are coded has the names of its checkpoints instead.
 
@@ -187,11 +187,11 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
         for name, t in model.state_dict().items()
         if name not in taken and STATE not in name.split(".")
     }
-    return coded, rest
+    return coded, rest, {matrix.stack for matrix in experts.values()}
 
 
 def _coded(
-    name: str, w: Tensor, product: Gemm, rounded: RoundedWeight | None, x_scale: Tensor | None
+    name: str, w: Any, product: Gemm, rounded: RoundedWeight | None, x_scale: Tensor | None
 ) -> CodedWeight | None:
     if not name:
         raise ArgumentError("the model is a single layer, whose weight has no layer's name; wrap it in nn.Sequential")
