@@ -27,8 +27,10 @@ def expert_matrices(model: nn.Module) -> tuple[dict[str, ExpertMatrix], dict[str
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return {}, {}
-    from transformers.core_model_loading import revert_weight_conversion  # type: ignore[import-not-found]
-
+    try:
+        from transformers.core_model_loading import revert_weight_conversion  # type: ignore[import-not-found]
+    except ImportError:  # version 4, whose experts are layers
+        return {}, {}
     matrices: dict[str, ExpertMatrix] = {}
     stacks = {name: p.detach() for name, p in model.named_parameters() if p.dim() == 3 and p.is_contiguous()}
     for name, stack in stacks.items():

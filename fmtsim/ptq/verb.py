@@ -272,8 +272,8 @@ def _experts(
 ) -> dict[str, tuple[ExpertMatrix, Quantizer]]:
     """Return the matrices of stacked experts that a recipe rounds to nearest, with their quantisers, by name.
 
-    Those are the ones of recipes that need no data and leave inputs and other weights as they are: the model multiplies
-    with its experts itself.
+    Those are the ones of recipes that need no data and leave inputs and other weights as they are, since the model
+    multiplies with its experts itself, in blocks that divide their inputs.
     """
     alone = not (recipe.needs_data or recipe.weights or recipe.rotate or recipe.equalise or recipe.machine)
     matrices = expert_matrices(model)[0] if alone else {}
@@ -284,8 +284,10 @@ def _experts(
     for name, matrix in matrices.items():
         product = raw_products(matrix.owner).get(matrix.stack.rpartition(".")[2])
         if product is not None and product.emulation is not None:
-            use = product.emulation.config.fprop
-            experts |= {name: (matrix, use.b)} if use.a.format is None and use.b.format is not None else {}
+            use, fmt = product.emulation.config.fprop, product.emulation.config.fprop.b.format
+            width = fmt.elements if isinstance(fmt, PackedFormat) else block_of(use.b)[1] or 1
+            if use.a.format is None and fmt is not None and matrix.w.shape[1] % width == 0:
+                experts[name] = matrix, use.b
     revert(model)
     return experts
 
