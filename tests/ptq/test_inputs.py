@@ -188,21 +188,11 @@ def test_layers_that_calibration_never_ran_are_rounded_by_their_own_ranges(recip
         assert limits["experts.2"] == max(limits["experts.0"], limits["experts.1"]) < limits["wide"] == limits["idle"]
 
 
-def test_a_layer_that_calibration_never_ran_can_be_left_out():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(16, 8), nn.Linear(16, 8)
-
-        def forward(self, x, other=False):
-            return self.idle(x) if other else self.used(x)
-
-    with pytest.raises(ArgumentError, match=r"calibration never ran idle; pass calibration data that reaches a layer"):
-        fmtsim.ptq(Branch(), "int8_static", DATA, ignore=["used"])
-    model = fmtsim.ptq(Branch(), "int8_static", DATA, filter_fn=lambda module, name: name == "used")
-    assert type(model.idle) is nn.Linear
-    rule = Rule(name="idle")
-    fmtsim.ptq(Branch(), PtqRecipe(name="r", w=operand("int8", Scaling()), rules=(rule,)), DATA)
+def test_data_that_reach_no_layer_are_refused():
+    message = r"calibration never ran idle; pass calibration data that reaches a layer"
+    refused(message, fmtsim.ptq, Experts(), "int8_static", [normal(20, 32)], ignore=["experts", "wide"])
+    model = fmtsim.ptq(Experts(), "int8_static", [normal(20, 32)], ignore=["experts.2", "idle"])
+    assert type(model.idle) is nn.Linear and not fmtsim.report(model).unreached
 
 
 def test_nothing_to_quantise():
