@@ -295,13 +295,12 @@ def check_model(verb: str, model: Any) -> None:
 def check_loaded(model: nn.Module) -> None:
     """Raise ArgumentError where a Parameter is on the meta device: not loaded yet, or offloaded by Accelerate."""
     empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
-    if empty is not None and any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise ArgumentError(
-            f"parameter {empty!r} is on the meta device, because Accelerate offloads it; load the model without "
-            "offload (device_map='cpu'), or call accelerate.hooks.remove_hook_from_module(model, recurse=True)"
-        )
+    why = "; load the trained weights first"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        why = ", because Accelerate offloads it; load the model without offload (device_map='cpu'), or call "
+        why += "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
     if empty is not None:
-        raise ArgumentError(f"parameter {empty!r} is on the meta device; load the trained weights first")
+        raise ArgumentError(f"parameter {empty!r} is on the meta device{why}")
 
 
 def batches_of(data: Any) -> list[Any]:

@@ -198,15 +198,13 @@ def shared_amaxes(slots: Iterable[Slot]) -> dict[str, float]:
         parent, _, last = slot.name.rpartition(".")
         fmt, scaling = slot.quantizer.format, slot.quantizer.scaling
         s = scaling if scaling is not None else fmt.scaling if isinstance(fmt, BlockFormat) else None
-        if s is None or s.statistic != "amax" or s.candidates != (1.0,):
+        fused = next((group for group in _FUSED if last in group), None)
+        if fused is None or s is None or s.statistic != "amax" or s.candidates != (1.0,):
             continue
         if s.block == (None, None) or (s.tensor is not None and s.block[0] == 1):
-            fused = [group for group in _FUSED if last in group]
-            groups.setdefault((parent, *fused, slot.quantizer), []).extend([slot] if fused else [])
-    found: dict[str, float] = {}
-    for group in groups.values():
-        found |= dict.fromkeys((s.name for s in group), max((float(s.w.abs().max()) for s in group), default=0.0))
-    return found
+            groups.setdefault((parent, fused, slot.quantizer), []).append(slot)
+    amaxes = [max(float(slot.w.abs().max()) for slot in group) for group in groups.values()]
+    return {slot.name: amax for group, amax in zip(groups.values(), amaxes, strict=True) for slot in group}
 
 
 def widened(w: Tensor, amax: float | None) -> Tensor:

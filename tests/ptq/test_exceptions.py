@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that fmtsim.ptq leaves alone, by default and by name, and quantisation without data."""
 
+import copy
 import warnings
 
 import pytest
@@ -99,17 +100,14 @@ def test_a_model_that_accelerate_offloads_is_refused_with_the_way_out(offload, t
     accelerate = pytest.importorskip("accelerate")
     folder = () if offload == "cpu_offload" else (tmp_path,)
     message = (
-        r"parameter '0.weight' is on the meta device, because Accelerate offloads it; load the model without offload "
-        r"\(device_map='cpu'\), or call accelerate.hooks.remove_hook_from_module\(model, recurse=True\)"
+        r"'0.weight' is on the meta device, because Accelerate offloads it; load .*, or call accelerate.hooks.remove_"
     )
-    plain, model, quantised = (nn.Sequential(nn.Linear(32, 32)) for _ in range(3))
-    plain.load_state_dict(model.state_dict())
-    fmtsim.ptq(quantised, "int4_g32")
+    model = nn.Sequential(nn.Linear(32, 32))
+    plain, quantised = copy.deepcopy(model), fmtsim.ptq(copy.deepcopy(model), "int4_g32")
     for each in (model, quantised):
         getattr(accelerate, offload)(each, *folder, execution_device=torch.device("cpu"))
     refused(message, fmtsim.ptq, model, "int4_g32")
     refused(message, fmtsim.state, quantised)
     refused(message, fmtsim.export, quantised, tmp_path / "never", "compressed-tensors")
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
-    weights = [fmtsim.ptq(each, "int4_g32")[0].weight for each in (model, plain)]
-    assert torch.equal(*weights)
+    assert torch.equal(*(fmtsim.ptq(each, "int4_g32")[0].weight for each in (model, plain)))
