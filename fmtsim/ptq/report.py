@@ -2,7 +2,7 @@
 """The report of a quantisation: what each layer lost."""
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,8 +118,40 @@ class PtqReport(Result):
         Args:
             path: Where to save a PNG.
             other: Report of another recipe on the same model.
+
+        Raises:
+            ArgumentError: There is no report, or they are of different layers.
         """
-        return _plot_layers([self] if other is None else [self, other], path)
+        reports = [self] if other is None else [self, other]
+        names = [row.name for row in self.rows]
+        if not names or any([row.name for row in report.rows] != names for report in reports):
+            raise ArgumentError("plot takes reports of the same layers; quantise copies of one model")
+        figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
+        panel = figure.subplots()
+        measured = all(any(not math.isnan(row.output_db) for row in report.rows) for report in reports)
+        what = "output" if measured else "weight"
+        decibels = [[getattr(row, f"{what}_db") for row in report.rows] for report in reports]
+        longest = max((one for row in decibels for one in row if math.isfinite(one)), default=1.0) * _LOSSLESS
+        thick = 0.8 / len(reports)
+        for i, report in enumerate(reports):
+            places = [k + thick * (i - (len(reports) - 1) / 2) for k in range(len(names))]
+            bars = panel.barh(
+                places, [0.0 if math.isnan(x) else min(max(x, 0.0), longest) for x in decibels[i]], thick,
+                color=COLOURS[i % 7], label=report.recipe,
+            )  # fmt: skip
+            words = {True: "no signal", False: "lossless"}
+            labels = [f"{x:.1f}" if math.isfinite(x) else words[math.isnan(x)] for x in decibels[i]]
+            panel.bar_label(bars, labels, padding=3, fontsize=7)
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.invert_yaxis()
+        panel.margins(x=0.12)
+        label_axes(panel, f"signal to noise of the {what}s (dB, longer is better)", "")
+        if len(reports) > 1:
+            panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(reports))
+        else:
+            panel.set_title(reports[0].recipe, fontsize=10)
+        panel.set_axisbelow(True)
+        return saved(figure, path)
 
     def _remarks(self) -> list[str]:
         where = f" {self.machine}" if self.machine else ""
@@ -209,52 +241,3 @@ def ratio(signal: float, noise: float) -> float:
     if signal == 0:
         return math.nan
     return math.inf if noise == 0 else 10 * math.log10(signal / noise)
-
-
-def _plot_layers(reports: Sequence[PtqReport], path: str | Path | None) -> "Figure":
-    """Draw the signal to noise of every layer's outputs, a bar a report, layers from top to bottom.
-
-    Where a report has none of outputs, as no data ran, it is that of the weights.
-
-    Args:
-        reports: One or several of the same model.
-        path: Where to save a PNG.
-
-    Raises:
-        ArgumentError: There is no report, or they are of different layers.
-    """
-    names = [row.name for row in reports[0].rows] if reports else []
-    if not names or any([row.name for row in report.rows] != names for report in reports):
-        raise ArgumentError("plot takes reports of the same layers; quantise copies of one model")
-    figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
-    panel = figure.subplots()
-    measured = all(any(not math.isnan(row.output_db) for row in report.rows) for report in reports)
-    what = "output" if measured else "weight"
-    decibels = [[getattr(row, f"{what}_db") for row in report.rows] for report in reports]
-    longest = max((one for row in decibels for one in row if math.isfinite(one)), default=1.0) * _LOSSLESS
-    thick = 0.8 / len(reports)
-    for i, report in enumerate(reports):
-        places = [k + thick * (i - (len(reports) - 1) / 2) for k in range(len(names))]
-        bars = panel.barh(
-            places, [_length(one, longest) for one in decibels[i]], thick,
-            color=COLOURS[i % 7], label=report.recipe,
-        )  # fmt: skip
-        panel.bar_label(bars, [_words(one) for one in decibels[i]], padding=3, fontsize=7)
-    panel.set_yticks(range(len(names)), names, fontsize=8)
-    panel.invert_yaxis()
-    panel.margins(x=0.12)
-    label_axes(panel, f"signal to noise of the {what}s (dB, longer is better)", "")
-    if len(reports) > 1:
-        panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(reports))
-    else:
-        panel.set_title(reports[0].recipe, fontsize=10)
-    panel.set_axisbelow(True)
-    return saved(figure, path)
-
-
-def _length(decibels: float, longest: float) -> float:
-    return 0.0 if math.isnan(decibels) else longest if decibels == math.inf else max(decibels, 0.0)
-
-
-def _words(decibels: float) -> str:
-    return "no signal" if math.isnan(decibels) else "lossless" if decibels == math.inf else f"{decibels:.1f}"

@@ -25,7 +25,7 @@ from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.planning import machine_of
 from fmtsim.nn.raw_matmuls import raw_matrices, raw_products
 from fmtsim.nn.state import PTQ
-from fmtsim.ptq.calibrate import Part, Products, Slot, batches_of, call, check_model, evaluating, row_major
+from fmtsim.ptq.calibrate import Part, Slot, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.experts import ExpertMatrix, expert_matrices
 from fmtsim.ptq.report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
 from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
@@ -162,7 +162,11 @@ def ptq(
                     products.slots[name] = Slot(name=name, parts=[like], w=matrix.w, quantizer=quantizer)
                 round_weights(products, recipe, show)
                 measure(products, recipe, batches, show)
-                rows += _rows(products, recipe, smoothed)
+                for slot in products.slots.values():
+                    coded = recipe.weights is not None and slot.quantizer.format is not None
+                    methods = [str(recipe.smooth)] * (slot.parts[0].name in smoothed) + [str(recipe.weights)] * coded
+                    methods += ["bias correction"] * (recipe.bias_correction and bias_corrects(slot))
+                    rows.append(row_of(slot, ", ".join(methods)))
                 # What the weights of layers with one matrix are rounded with, before they are overwritten.
                 for slot in products.slots.values():
                     for part in slot.parts:
@@ -284,10 +288,10 @@ def _experts(
     for name, matrix in matrices.items():
         product = raw_products(matrix.owner).get(matrix.stack.rpartition(".")[2])
         if product is not None and product.emulation is not None:
-            use, fmt = product.emulation.config.fprop, product.emulation.config.fprop.b.format
-            width = fmt.elements if isinstance(fmt, PackedFormat) else block_of(use.b)[1] or 1
-            if use.a.format is None and fmt is not None and matrix.w.shape[1] % width == 0:
-                experts[name] = matrix, use.b
+            x, w = product.emulation.config.fprop.a, product.emulation.config.fprop.b
+            width = w.format.elements if isinstance(w.format, PackedFormat) else block_of(w)[1] or 1
+            fits = x.format is None and w.format is not None and matrix.w.shape[1] % width == 0
+            experts |= {name: (matrix, w)} if fits else {}
     revert(model)
     return experts
 
@@ -354,13 +358,3 @@ def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progr
         if attention is not None:
             revert_attention(model)
         raise
-
-
-def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> list[PtqRow]:
-    rows = []
-    for slot in products.slots.values():
-        methods = [str(recipe.smooth)] if slot.parts[0].name in smoothed else []
-        methods += [str(recipe.weights)] if recipe.weights is not None and slot.quantizer.format is not None else []
-        methods += ["bias correction"] if recipe.bias_correction and bias_corrects(slot) else []
-        rows.append(row_of(slot, ", ".join(methods)))
-    return rows

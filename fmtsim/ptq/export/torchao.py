@@ -57,8 +57,9 @@ def _integers(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
     tensors = {"qdata": weight.integers, "scale": weight.scale}
     if weight.inputs == "token" and weight.inputs_are("int8") and weight.element.bits == 8 and weight.per == "channel":
         act = {"granularity": _PER_ROW, "mapping_type": _typed("MappingType", "SYMMETRIC"), "reduce_range": False}
-        fields = {"block_size": [1, weight.block[1]], "dtype": _dtype(weight.dtype)}
-        return "Int8Tensor", tensors, {**fields, "act_quant_kwargs": _typed("QuantizeTensorToInt8Kwargs", act)}
+        act = _typed("QuantizeTensorToInt8Kwargs", act)
+        own = {"block_size": [1, weight.block[1]], "dtype": _dtype(weight.dtype), "act_quant_kwargs": act}
+        return "Int8Tensor", tensors, own
     dynamic = {"none": None, "token_zp": "int8_asym_per_token"}
     if weight.inputs not in dynamic:
         raise weight.refuse(f"torchao has no integer weights under inputs in {weight.x}", _CHOICES)

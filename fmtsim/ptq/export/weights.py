@@ -206,18 +206,13 @@ def _coded(
         blocks = encode(w, operand.quantizer.format, pad=True).codes if blocks is None else blocks
     fmt, block, scale, tensor_scale = operand.quantizer.format, operand.block, operand.scale, operand.tensor_scale
     element: Any = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    one = torch.ones(1, 1) if tensor_scale is None else tensor_scale.reshape(1, 1)
     return CodedWeight(
-        layer=name, element=element, elements=operand.elements.cpu(), scale=_or_one(scale, tensor_scale).cpu(),
+        layer=name, element=element, elements=operand.elements.cpu(), scale=(scale if scale is not None else one).cpu(),
         tensor_scale=None if scale is None or tensor_scale is None else tensor_scale.cpu(),
         block=w.shape if scale is None else (min(block[0], w.shape[0]), min(block[1], w.shape[1])),
         dtype=w.dtype, x=x, x_scale=x_scale, blocks=None if blocks is None else blocks.cpu(),
     )  # fmt: skip
-
-
-def _or_one(scale: Tensor | None, tensor_scale: Tensor | None) -> Tensor:
-    if scale is not None:
-        return scale
-    return torch.ones(1, 1) if tensor_scale is None else tensor_scale.reshape(1, 1)
 
 
 def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
