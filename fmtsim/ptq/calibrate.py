@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run calibration data through a model in high precision, and find the clip of each static scale."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,10 +110,7 @@ class Products:
         modules: The converted modules whose products count, by name.
         parts: Inputs of products, by module and part.
         slots: Matrices that are multiplied with.
-        alone: Names of the modules that ``run_alone`` ran.
     """
-
-    alone: Sequence[str] = ()
 
     def __init__(
         self, model: nn.Module, configs: Mapping[str, LinearConfig], names: Container[str] | None = None,
@@ -139,8 +136,7 @@ class Products:
 
     def run_alone(self, see: See) -> None:
         """Run each module that no data reached by itself on a row of zeros, and show its products."""
-        self.alone = self.unreached
-        modules = {name: self.modules[name] for name in self.alone}
+        modules = {name: self.modules[name] for name in self.unreached}
         with evaluating(self.model), _plain(modules, lambda name: self._watch(name, see)), torch.no_grad():
             for module in modules.values():
                 like, shapes = next(module.parameters()), module.input_shapes(1)

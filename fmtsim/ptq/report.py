@@ -20,10 +20,7 @@ from fmtsim.support.table import Result, Rows, decibels, some
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-UNREACHED = (
-    "weights are rounded to nearest by their own ranges, static inputs under the widest range of their like, such as "
-    "other experts"
-)
+UNREACHED = "weights are rounded to nearest by their own ranges, static inputs under the widest range of their like"
 """What happens to layers that no calibration data reaches."""
 _LOSSLESS = 1.1  # of the longest bar: one without noise
 _HEAD = ("layer", "shape", "x", "w", "x scale", "clipped %", "weight dB", "output dB", "with")
@@ -74,7 +71,7 @@ class PtqReport(Result):
         extended: Normalisations and softmaxes whose inputs are rounded, and embeddings that were.
         machine: Where the quantised layers multiply, "" where that is float32 in no particular order.
         unreached: Layers that calibration data never ran.
-        coverage: Elements of the weights that products read; ``simulated`` are those of quantised layers and experts.
+        coverage: Elements of the weights that products read; ``simulated`` are those of quantised layers.
     """
 
     recipe: str
@@ -117,10 +114,7 @@ class PtqReport(Result):
 
         Args:
             path: Where to save a PNG.
-            other: Report of another recipe on the same model.
-
-        Raises:
-            ArgumentError: There is no report, or they are of different layers.
+            other: Report of another recipe on the same model; ArgumentError where it has other layers.
         """
         reports = [self] if other is None else [self, other]
         names = [row.name for row in self.rows]
@@ -139,9 +133,8 @@ class PtqReport(Result):
                 places, [0.0 if math.isnan(x) else min(max(x, 0.0), longest) for x in decibels[i]], thick,
                 color=COLOURS[i % 7], label=report.recipe,
             )  # fmt: skip
-            words = {True: "no signal", False: "lossless"}
-            labels = [f"{x:.1f}" if math.isfinite(x) else words[math.isnan(x)] for x in decibels[i]]
-            panel.bar_label(bars, labels, padding=3, fontsize=7)
+            words = [f"{x:.1f}" if math.isfinite(x) else "no signal" if x != x else "lossless" for x in decibels[i]]
+            panel.bar_label(bars, words, padding=3, fontsize=7)
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.invert_yaxis()
         panel.margins(x=0.12)
@@ -171,10 +164,9 @@ class PtqReport(Result):
 
 
 def coverage_of_weights(model: nn.Module, done: Container[str]) -> Coverage:
-    """Return how much of the weights that products read is in layers, and stacks of experts, of these names."""
+    """Return how much of the weights that products read is in layers of these names."""
     found = estimated(model, model.__dict__.get(REASONS, {}))
-    names = ((row, (row.layer, row.layer.rpartition(".")[0], f"{row.layer}.{row.parameter}")) for row in found.raw)
-    raw = tuple(row for row, places in names if not any(place in done for place in places))
+    raw = tuple(row for row in found.raw if row.layer not in done and row.layer.rpartition(".")[0] not in done)
     return replace(found, simulated=found.total - sum(row.multiply_adds for row in raw), raw=raw)
 
 

@@ -104,8 +104,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     tensors, and, as ``"scales"``, what it would be of a converted model: the static and stored scales alone.
 
     Raises:
-        ArgumentError: The model is neither converted nor quantised, or Accelerate offloads the weights of a quantised
-            one.
+        ArgumentError: The model is neither converted nor quantised, or quantised and offloaded by Accelerate.
 
     >>> import torch, fmtsim
     >>> model = fmtsim.convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed")

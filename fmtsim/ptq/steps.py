@@ -84,10 +84,7 @@ def stages(
 def collected(
     products: Products, recipe: PtqRecipe, batches: list[Any], show: Progress, ranges: Sequence[Part] = ()
 ) -> Products:
-    """Return products after a run that gave them their statistics, Hessians and ranges.
-
-    ``ranges`` are the parts of earlier stages.
-    """
+    """Return products after a run that gave them their statistics; ``ranges`` has the parts of earlier stages."""
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         collect(part, x, recipe.calibration)
@@ -105,8 +102,7 @@ def collected(
     products.run_alone(lambda part, slot, x: None)
     for part in reached:
         choose_top(part, recipe.calibration)
-    # 3. Their static inputs get the widest range of the layers whose names differ in numbers alone, such as other
-    # experts, else of all layers that were reached.
+    # 3. Their static inputs get the widest range of layers whose names differ in numbers alone, else of all reached.
     ranged = [part for part in (*ranges, *reached) if part.top is not None]
     for part in products.parts.values():
         if recipe.calibration is not None and part.top is None and is_static(part.x):
@@ -168,9 +164,7 @@ def round_weights(products: Products, recipe: PtqRecipe, show: Progress) -> None
     """Round every weight by its quantiser and the recipe's method."""
     slots, method = list(products.slots.values()), recipe.weights
     if recipe.fused:
-        amaxes = shared_amaxes(slots)
-        for slot in slots:
-            slot.shared_amax = amaxes.get(slot.name)
+        share_amaxes(slots)
     show.stage("weights", len(slots))
     for i, slot in enumerate(slots):
         try:
@@ -180,31 +174,29 @@ def round_weights(products: Products, recipe: PtqRecipe, show: Progress) -> None
         show.step(i + 1)
 
 
-# Last names of layers that servers run as one product, under one scale of the tensor: vLLM's fused q/k/v, gate/up of
-# dense layers and of experts, q/k/v of encoders, and the first projections of DeepSeek's attention.
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("query", "key", "value"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)  # fmt: skip
+# Last names of layers that vLLM runs as one product, under one scale of the tensor; the last are DeepSeek's.
+_FUSED = ("q_proj k_proj v_proj", "gate_proj up_proj", "w1 w3", "query key value", "q_a_proj kv_a_proj_with_mqa")
 
 
-def shared_amaxes(slots: Iterable[Slot]) -> dict[str, float]:
-    """Return the largest magnitude of each group of fused layers by the names of these, where it makes their scales.
+def share_amaxes(slots: Iterable[Slot]) -> None:
+    """Give fused layers the largest magnitude among them, where one quantiser of them all has a scale of the tensor.
 
-    That is where one quantiser of them all has a scale of the tensor made of its amax, and blocks of single rows.
+    That scale is made of the amax, and blocks are of single rows.
     """
     groups: dict[Any, list[Slot]] = {}
     for slot in slots:
         parent, _, last = slot.name.rpartition(".")
         fmt, scaling = slot.quantizer.format, slot.quantizer.scaling
         s = scaling if scaling is not None else fmt.scaling if isinstance(fmt, BlockFormat) else None
-        fused = next((group for group in _FUSED if last in group), None)
+        fused = next((group for group in _FUSED if last in group.split()), None)
         if fused is None or s is None or s.statistic != "amax" or s.candidates != (1.0,):
             continue
         if s.block == (None, None) or (s.tensor is not None and s.block[0] == 1):
             groups.setdefault((parent, fused, slot.quantizer), []).append(slot)
-    amaxes = [max(float(slot.w.abs().max()) for slot in group) for group in groups.values()]
-    return {slot.name: amax for group, amax in zip(groups.values(), amaxes, strict=True) for slot in group}
+    for group in groups.values():
+        amax = max(float(slot.w.abs().max()) for slot in group)
+        for slot in group:
+            slot.shared_amax = amax
 
 
 def widened(w: Tensor, amax: float | None) -> Tensor:

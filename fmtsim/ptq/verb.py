@@ -23,10 +23,9 @@ from fmtsim.nn.attention import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.planning import machine_of
-from fmtsim.nn.raw_matmuls import raw_matrices, raw_products
+from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.nn.state import PTQ
-from fmtsim.ptq.calibrate import Part, Slot, batches_of, call, check_model, evaluating, row_major
-from fmtsim.ptq.experts import ExpertMatrix, expert_matrices
+from fmtsim.ptq.calibrate import Part, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
 from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
 from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend
@@ -135,7 +134,6 @@ def ptq(
         )
     batches = [] if calibration_data is None else batches_of(calibration_data)
     before, untied, unreached = stored(model), False, list[str]()
-    experts = _experts(model, recipe, filter_fn)
     configs = prepared(model, recipe, filter_fn)
     if misfits := _ggml_fallbacks(configs, model):
         revert(model)
@@ -156,10 +154,7 @@ def ptq(
             for products in stages(model, recipe, configs, batches, show):
                 collected(products, recipe, batches, show, parts)
                 parts += products.parts.values()
-                unreached += products.alone if batches else ()
-                for name, (matrix, quantizer) in experts.items():  # in the only stage of a recipe that rounds them
-                    like = Part(name=name, module=matrix.owner, part="", x=Quantizer())
-                    products.slots[name] = Slot(name=name, parts=[like], w=matrix.w, quantizer=quantizer)
+                unreached += [p.name for p in products.parts.values() if batches and not p.rows]
                 round_weights(products, recipe, show)
                 measure(products, recipe, batches, show)
                 for slot in products.slots.values():
@@ -192,14 +187,11 @@ def ptq(
             for t, copy in before:
                 t.copy_(copy)
         raise
-    stacks = {matrix.stack for matrix, _ in experts.values()}
-    for owner in {stack.rpartition(".")[0] for stack in stacks}:
-        model.__dict__[REASONS].pop(owner, None)
     report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
         equalised=equalised, left_alone=left_alone(model), tied=tied(model), extended=extended,
         attention=str(recipe.serving_attention or ""), unreached=tuple(unreached),
-        coverage=coverage_of_weights(model, {*configs, *stacks}),
+        coverage=coverage_of_weights(model, configs),
     )  # fmt: skip
     model.__dict__[PTQ] = Quantised(recipe, weights, report)
     if unreached:
@@ -245,11 +237,7 @@ _GGML_FALLBACKS = {
 
 
 def _ggml_fallbacks(configs: Mapping[str, LinearConfig], model: nn.Module) -> dict[Rule, str]:
-    """Return rules for layers whose rows are no whole blocks of ggml's, with the reasons of those that stay.
-
-    Other blocks that do not divide the inputs are named in one warning before any data runs: casts fill the last block
-    with zeros, which no layout of ``export`` stores.
-    """
+    """Return rules for layers whose rows are no whole blocks of ggml's; name those of other blocks in one warning."""
     rules, short = {}, []
     for name, config in configs.items():
         module: Any = model.get_submodule(name)
@@ -269,31 +257,6 @@ def _ggml_fallbacks(configs: Mapping[str, LinearConfig], model: nn.Module) -> di
         text = "the last one is filled with zeros, which export refuses; leave layers out with ignore="
         warnings.warn(f"blocks do not divide {some(short)}: {text}", CoverageWarning, stacklevel=3)
     return rules
-
-
-def _experts(
-    model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None
-) -> dict[str, tuple[ExpertMatrix, Quantizer]]:
-    """Return the matrices of stacked experts that a recipe rounds to nearest, with their quantisers, by name.
-
-    Those are the ones of recipes that need no data and leave inputs and other weights as they are, since the model
-    multiplies with its experts itself, in blocks that divide their inputs.
-    """
-    alone = not (recipe.needs_data or recipe.weights or recipe.rotate or recipe.equalise or recipe.machine)
-    matrices = expert_matrices(model)[0] if alone else {}
-    if not matrices:
-        return {}
-    convert(model, recipe.prescribed, filter_fn=filter_fn)
-    experts: dict[str, tuple[ExpertMatrix, Quantizer]] = {}
-    for name, matrix in matrices.items():
-        product = raw_products(matrix.owner).get(matrix.stack.rpartition(".")[2])
-        if product is not None and product.emulation is not None:
-            x, w = product.emulation.config.fprop.a, product.emulation.config.fprop.b
-            width = w.format.elements if isinstance(w.format, PackedFormat) else block_of(w)[1] or 1
-            fits = x.format is None and w.format is not None and matrix.w.shape[1] % width == 0
-            experts |= {name: (matrix, w)} if fits else {}
-    revert(model)
-    return experts
 
 
 def output_heads(model: nn.Module) -> list[str]:

@@ -43,8 +43,7 @@ class PtqRecipe:
         bias_correction: Add the mean error of the layer's outputs on the calibration data to the bias (Nagel et al.,
             arXiv:1906.04721, section 4.2, measured instead of derived).
         batch_norm: Measure the statistics of batch normalisation anew in the quantised model.
-        fused: Give layers that servers run as one product (q, k and v; gate and up) one scale of the weight's tensor,
-            made of their largest magnitude, where the format of w has such a scale; False makes one for each layer.
+        fused: Give layers that servers fuse (q, k, v; gate, up) one scale of the tensor, where w has such scales.
         attention: Quantisers of attention, for models that call torch's scaled_dot_product_attention; those of k and
             v stand for a quantised cache.
         extended: Quantiser of the inputs of normalisation and softmax modules, at every call, and of embeddings, once;

@@ -279,8 +279,7 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
 
     A block of the target that holds several of the weight's takes the largest of their scales, blocks of zeros left
     out; a tensor scale is a power of two. A scale that the target does not have goes up to its next one, and elements
-    are then rounded to nearest. None where no multiple of the weight's elements is in the target, or no scale that
-    is as large.
+    are then rounded to nearest. None where no multiple of the elements, or no scale as large, is in the target.
     """
     source, (scale, tensor_scale) = weight.format, weight.parts()[1:3]
     whole = tensor_scale is None or tensor_scale.dim() == 0

@@ -81,8 +81,8 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
         why = f"{target.name} has no multiple of their elements, or no scale as large, or they have zero points"
         lines.append(f"--scales rule, as own cannot be carried over: {some(writer.new_scales)} ({why})")
     wrote = f"{out}: {len(writer.schemes)} weights in {target.name}, layout {arguments.layout}"
-    checked = f"read back: all {len(writer.meant)} tensors have the bits that were meant"
-    answer(arguments, record, lambda: "\n".join([*lines, wrote, checked]))
+    lines += [wrote, f"read back: all {len(writer.meant)} tensors have the bits that were meant"]
+    answer(arguments, record, lambda: "\n".join(lines))
     return 0
 
 

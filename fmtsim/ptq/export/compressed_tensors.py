@@ -43,7 +43,16 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
     elif weight.is_element("e4m3") and not weight.is_mx("e4m3"):
         coded = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
     else:
-        coded = _microscaled(weight)
+        mx = {"e2m1": "mxfp4-pack", "e2m3": "mxfp6-pack", "e4m3": "mxfp8"}
+        element = next((element for element in mx if weight.is_mx(element)), "")
+        if not element:
+            raise weight.refuse(
+                f"compressed-tensors has no {weight.element.name} in blocks of {weight.block}", _CHOICES
+            )
+        _scales(weight)
+        codes = weight.codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(weight.codes, weight.element.bits)
+        name = "weight" if element == "e4m3" else "weight_packed"
+        coded = {name: codes, "weight_scale": weight.powers}, f"{mx[element]}-quantized"
     tensors, layout = coded
     inputs = _inputs(weight, layout)
     if weight.inputs == "static":
@@ -62,17 +71,6 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
     weights |= {"block_structure": list(weight.block)} if weight.per == "block" else {}
     scheme = {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
     return tensors, scheme, changes
-
-
-def _microscaled(weight: CodedWeight) -> tuple[Tensors, str]:
-    for element, layout in (("e2m1", "mxfp4-pack"), ("e2m3", "mxfp6-pack"), ("e4m3", "mxfp8")):
-        if weight.is_mx(element):
-            _scales(weight)
-            codes = weight.codes
-            packed = codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(codes, weight.element.bits)
-            name = "weight" if element == "e4m3" else "weight_packed"
-            return {name: packed, "weight_scale": weight.powers}, f"{layout}-quantized"
-    raise weight.refuse(f"compressed-tensors has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
 
 
 def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:

@@ -326,7 +326,7 @@ def export(
         raise ArgumentError(f"names= with layout={layout!r}, whose names are the model's; leave names= out")
     if allow_rescale and layout != "compressed-tensors":
         raise ArgumentError(f"allow_rescale=True with layout={layout!r}, which rescales nothing; leave it out")
-    coded, rest, stacks = weights_of(model)
+    coded, rest = weights_of(model)
     path, rescaled = Path(path).expanduser(), dict[str, str]()
     in_file = {name: (names or {}).get(name, name) for name in (*(f"{weight.layer}.weight" for weight in coded), *rest)}
     unknown = [name for name in names or () if name not in in_file]
@@ -355,8 +355,8 @@ def export(
         architecture = getattr(getattr(model, "config", None), "model_type", "") or "fmtsim"
         stored = {in_file[f"{layer}.weight"]: t for layer, t in _stored(coded, gguf.blocks_of).items()}
         contents = {"model.gguf": gguf.content(stored, {in_file[n]: t for n, t in rest.items()}, architecture)}
-    signless = layout == "gguf"  # ggml's MXFP4 reads the code of -0 as 0
-    values = ((f"{w.layer}.weight", w.values + 0.0 if signless and w.blocks is None else w.values) for w in coded)
+    zero = 0.0 if layout == "gguf" else -0.0  # ggml's MXFP4 reads the code of -0 as 0
+    values = ((f"{w.layer}.weight", w.values + zero if w.blocks is None else w.values) for w in coded)
     meant = {in_file[name]: digest(t) for name, t in chain(values, rest.items())}
     # 2. written beside their places, read back, and moved there
     folder = path if layout == "compressed-tensors" else path.parent
@@ -368,7 +368,7 @@ def export(
         files = write_folder(folder, {file.name if folder == path else path.name: file for file in written})
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    coverage = coverage_of_weights(model, {*(weight.layer for weight in coded), *stacks})
+    coverage = coverage_of_weights(model, {weight.layer for weight in coded})
     formats = {weight.layer: weight.element.name for weight in coded}
     return Export(
         layout=layout, files=tuple(files), coded=formats, values=tuple(rest), rescaled=rescaled, checked=len(meant),
@@ -397,11 +397,7 @@ def digest(t: Tensor) -> bytes:
 
 
 def check_written(path: Path, meant: Mapping[str, bytes]) -> None:
-    """Read files back and compare the bits of every tensor, weights in codes as float32 values.
-
-    Raises:
-        DataError: A tensor is missing or has other bits; it is named.
-    """
+    """Read files back; raise DataError that names tensors with other bits than meant, weights being float32 values."""
     checkpoint, wrong = open_checkpoint(path), []
     for name, bits in meant.items():
         value = checkpoint[name] if name in checkpoint else torch.empty(0)

@@ -13,12 +13,10 @@ from fmtsim.formats.block import BlockFormat, PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
-from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
+from fmtsim.nn.modules import STATE, EmulatedLinear
 from fmtsim.nn.state import PTQ, converted_modules
 from fmtsim.ptq.calibrate import check_loaded
-from fmtsim.ptq.experts import expert_matrices
 from fmtsim.ptq.export.stored import spread_over
 from fmtsim.ptq.reshape import DIVISOR, transform_input
 from fmtsim.ptq.state import Quantised, RoundedWeight
@@ -29,8 +27,7 @@ from fmtsim.support.errors import ArgumentError
 
 _E4M3 = get_format("e4m3")
 assert isinstance(_E4M3, FloatFormat)
-OMIT = "leave the layer out with ignore="
-"""What to do about a layer whose sizes a layout does not take."""
+OMIT = "leave the layer out with ignore="  # about a layer whose sizes a layout does not take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,10 +138,8 @@ class CodedWeight:
         return ArgumentError(f"layer {self.layer!r}: {what}; {hint}")
 
 
-def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor], set[str]]:
-    """Return the weights of linear layers and experts that a model quantises, other tensors, and stacks of the former.
-
-    Names are those of the state_dict. A model whose experts are coded has the names of its checkpoints instead.
+def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
+    """Return the linear weights that a model quantises, and every other tensor of its state_dict by name.
 
     Raises:
         ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, is offloaded, or has no codes
@@ -153,7 +148,7 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor], 
     check_loaded(model)
     quantised: Quantised | None = model.__dict__.get(PTQ)
     rounded: dict[str, RoundedWeight] = {} if quantised is None else quantised.weights
-    coded: list[Any] = []
+    coded = []
     for name, module in converted_modules(model, "export"):
         rotated = transform_input in module._forward_pre_hooks.values()
         if rotated or DIVISOR in module._buffers:
@@ -162,14 +157,8 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor], 
                 f"layer {name!r}: its inputs are {what} at every call, for which layouts have no place; "
                 f"choose a recipe without {option}"
             )
-        if isinstance(module, EmulatedLinear):
-            assert module.emulation is not None
-            use, own = module.emulation.config.fprop, module.weight.detach()
-            coded.append(_coded(name, own, use, rounded.get(name), _static_scale(module)))
-    stacks, names = expert_matrices(model)
-    experts = {name: matrix for name, matrix in stacks.items() if name in rounded}
-    coded += [_coded(name, matrix.w, Gemm(), rounded[name], None) for name, matrix in experts.items()]
-    coded = [weight for weight in coded if weight is not None]
+        if isinstance(module, EmulatedLinear) and (coded_weight := _coded(name, module, rounded.get(name))) is not None:
+            coded.append(coded_weight)
     if not coded:
         kinds = {module.original_class.__name__ for _, module in converted_modules(model, "export")} - {"Linear"}
         if rounded and kinds:
@@ -181,20 +170,20 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor], 
             f"{type(model).__name__} has no linear layer with a quantised weight; call fmtsim.ptq(model, recipe, data) "
             "first, or train it under a recipe that quantises weights"
         )
-    taken = {f"{weight.layer}.weight" for weight in coded} | {matrix.stack for matrix in experts.values()}
+    taken = {f"{weight.layer}.weight" for weight in coded}
     rest = {
-        names.get(name, name) if experts else name: t.detach().cpu().contiguous()
+        name: t.detach().cpu().contiguous()
         for name, t in model.state_dict().items()
         if name not in taken and STATE not in name.split(".")
     }
-    return coded, rest, {matrix.stack for matrix in experts.values()}
+    return coded, rest
 
 
-def _coded(
-    name: str, w: Any, product: Gemm, rounded: RoundedWeight | None, x_scale: Tensor | None
-) -> CodedWeight | None:
+def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight | None:
     if not name:
         raise ArgumentError("the model is a single layer, whose weight has no layer's name; wrap it in nn.Sequential")
+    assert module.emulation is not None
+    product, w = module.emulation.config.fprop, module.weight.detach()
     if rounded is None:  # a model in training: the weight is rounded in every forward pass
         if product.b.format is None or product.b.source == "stored":
             return None
@@ -206,6 +195,8 @@ def _coded(
         blocks = encode(w, operand.quantizer.format, pad=True).codes if blocks is None else blocks
     fmt, block, scale, tensor_scale = operand.quantizer.format, operand.block, operand.scale, operand.tensor_scale
     element: Any = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    memory = dict(module._modules[STATE].named_children()).get("x_f") if STATE in module._modules else None
+    x_scale = memory.scales().scale.reshape(()).cpu() if isinstance(memory, DelayedScale) else None
     one = torch.ones(1, 1) if tensor_scale is None else tensor_scale.reshape(1, 1)
     return CodedWeight(
         layer=name, element=element, elements=operand.elements.cpu(), scale=(scale if scale is not None else one).cpu(),
@@ -255,8 +246,3 @@ def _with_codes(name: str, operand: Operand) -> Operand:
             "or symmetric integer elements"
         )
     return operand
-
-
-def _static_scale(module: EmulatedModule) -> Tensor | None:
-    memory = dict(module._modules[STATE].named_children()).get("x_f") if STATE in module._modules else None  # type: ignore[union-attr]
-    return memory.scales().scale.reshape(()).cpu() if isinstance(memory, DelayedScale) else None
