@@ -113,12 +113,15 @@ def test_any_short_block_is_an_error_in_any_rank():
 
 
 TENSORS = [
-    (DtypeError, torch.ones(3, dtype=torch.int32), f"x has dtype torch.int32; {DTYPES} (convert it with .float())"),
+    (DtypeError, torch.ones(3, dtype=torch.int16), f"x has dtype torch.int16; {DTYPES} (convert it with .float())"),
+    *((DtypeError, torch.ones(3, dtype=dtype),
+       f"x has dtype {dtype}; {DTYPES} (convert it with .double(), which is exact below 2**53)")
+      for dtype in (torch.int32, torch.int64)),
     (DtypeError, torch.ones(3, dtype=torch.uint8), f"x has dtype torch.uint8; {DTYPES} (convert it with .float())"),
     (DtypeError, torch.ones(3, dtype=torch.bool), f"x has dtype torch.bool; {DTYPES} (convert it with .float())"),
     (DtypeError, torch.ones(3, dtype=torch.complex64),
      f"x has dtype torch.complex64; {DTYPES} (take the real and imaginary parts apart)"),
-    (DtypeError, numpy.arange(3), f"x has dtype int64; {DTYPES} (convert it with x.astype('float32'))"),
+    (DtypeError, numpy.arange(3), f"x has dtype int64; {DTYPES} (convert it with x.astype('float64'))"),
     (DtypeError, numpy.ones(3, dtype="complex64"),
      f"x has dtype complex64; {DTYPES} (take the real and imaginary parts apart)"),
     (ArgumentError, numpy.ma.ones(3), "x is a masked array, and the mask would be lost; pass x.filled(0)"),

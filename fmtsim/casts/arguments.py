@@ -108,7 +108,10 @@ def check_input(x: torch.Tensor, name: str = "x", *, float8: bool = False) -> No
     """Refuse what is not a dense tensor of a dtype that casts take; the verbs take float8 as well."""
     check_dense(name, x)
     if x.dtype not in FLOAT_DTYPES and not (float8 and x.dtype in FLOAT8_DTYPES):
-        hint = "take the real and imaginary parts apart" if x.dtype.is_complex else "convert it with .float()"
+        # float32 holds integers of up to 16 bits; a wider one would be rounded twice
+        narrow = x.dtype.itemsize < 4
+        hint = "convert it with .float()" if narrow else "convert it with .double(), which is exact below 2**53"
+        hint = "take the real and imaginary parts apart" if x.dtype.is_complex else hint
         hint = "decode it with fmtsim.decode(x)" if x.dtype.is_floating_point else hint
         raise DtypeError(f"{_dtype_message(name, x.dtype, float8)} ({hint})")
 

@@ -44,10 +44,11 @@ def tensor_of(array: "numpy.ndarray[Any, Any]", name: str = "x") -> Tensor:
     _check_unmasked(array, name)
     dtype = _torch_dtype(array.dtype)
     if dtype not in (*FLOAT_DTYPES, *FLOAT8_DTYPES):
+        wide = array.dtype.kind in "iu" and array.dtype.itemsize > 2  # float32 would round such integers first
         hint = (
             "take the real and imaginary parts apart"
             if array.dtype.kind == "c"
-            else f"convert it with {name}.astype('float32')"
+            else f"convert it with {name}.astype('float{64 if wide else 32}')"
         )
         raise DtypeError(f"{name} has dtype {array.dtype}; choose {_KINDS} ({hint})")
     return bits_of(array).view(dtype)

@@ -24,6 +24,7 @@ from fmtsim.scaling.scales import reciprocal
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
+from fmtsim.support.table import some
 
 Tell = Callable[[int], None]
 
@@ -71,6 +72,7 @@ class Slot:
         hessian: Sum of ``x^T x`` over all rows, float64 [K, K]; None where no method needs it.
         rows: Rows in it.
         clipped: The weight that its scales are made of, where a method clips it; None is w.
+        shared_amax: Largest magnitude of the layers that share a scale of the tensor; None where w's own counts.
         quantised: float32 [N, K], or None before.
         error: Mean of ``y - y_q`` over the rows seen, float64 [N].
         signal, noise: Sums of squares of y and of ``y - y_q``, in high precision and quantised, for the same inputs.
@@ -84,6 +86,7 @@ class Slot:
     hessian: Tensor | None = None
     rows: int = 0
     clipped: Tensor | None = None
+    shared_amax: float | None = None
     quantised: Tensor | None = None
     error: Tensor | None = None
     signal: float = 0.0
@@ -132,23 +135,26 @@ class Products:
                 tell(i + 1)
 
     def run_alone(self, see: See) -> None:
-        """Run every module by itself on a row of zeros and show its products, where there is no data."""
-        modules = self.modules
+        """Run each module that no data reached by itself on a row of zeros, and show its products."""
+        modules = {name: self.modules[name] for name in self.unreached}
         with evaluating(self.model), _plain(modules, lambda name: self._watch(name, see)), torch.no_grad():
             for module in modules.values():
                 like, shapes = next(module.parameters()), module.input_shapes(1)
                 zeros = {shape: like.new_zeros(shape) for shape in shapes}  # one tensor where shapes are the same
                 type(module).forward(module, *(zeros[shape] for shape in shapes))
 
-    def check(self) -> None:
-        """Raise ArgumentError where calibration never ran a module, and name it."""
+    @property
+    def unreached(self) -> list[str]:
+        """Names of the modules that calibration has not run yet."""
         ran = {part.module for part in self.parts.values()}
-        idle = [name or "(model)" for name, module in self.modules.items() if module not in ran]
-        if idle:
-            shown = ", ".join(map(repr, idle[:4])) + (f" and {len(idle) - 4} more" if len(idle) > 4 else "")
+        return [name for name, module in self.modules.items() if module not in ran]
+
+    def check(self) -> None:
+        """Raise ArgumentError where calibration ran no module at all."""
+        if self.modules and len(self.unreached) == len(self.modules):
             raise ArgumentError(
-                f"calibration never ran {shown}; pass calibration data that reaches it, or leave it out with "
-                "filter_fn= or a Rule(name=...)"
+                f"calibration never ran {some([name or '(model)' for name in self.modules])}; pass calibration data "
+                "that reaches a layer"
             )
 
     def _watch(self, name: str, see: See) -> Callable[[str], Callable[..., None]] | None:
@@ -274,13 +280,23 @@ def check_model(verb: str, model: Any) -> None:
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             what = f"module {name!r}" if name else "the model"
             raise ArgumentError(f"{what} is compiled, which hides its layers; quantise it first, then torch.compile it")
+    check_loaded(model)
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ArgumentError(f"parameter {name!r} has no shape yet; run one batch through the model first")
-        if p.is_meta:
-            raise ArgumentError(f"parameter {name!r} is on the meta device; load the trained weights first")
         if p.is_floating_point() and not bool(torch.isfinite(p).all()):
             raise ArgumentError(f"parameter {name!r} holds NaN or Inf; load sound weights first")
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise ArgumentError where a Parameter is on the meta device: not loaded yet, or offloaded by Accelerate."""
+    empty = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    why = "; load the trained weights first"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        why = ", because Accelerate offloads it; load the model without offload (device_map='cpu'), or call "
+        why += "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+    if empty is not None:
+        raise ArgumentError(f"parameter {empty!r} is on the meta device{why}")
 
 
 def batches_of(data: Any) -> list[Any]:

@@ -2,14 +2,15 @@
 """The report of a quantisation: what each layer lost."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from fmtsim.nn.convert import REASONS
+from fmtsim.nn.coverage import Coverage, estimated, percent
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Slot, limit, static_scale
 from fmtsim.support.errors import ArgumentError
@@ -19,6 +20,8 @@ from fmtsim.support.table import Result, Rows, decibels, some
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+UNREACHED = "weights are rounded to nearest by their own ranges, static inputs under the widest range of their like"
+"""What happens to layers that no calibration data reaches."""
 _LOSSLESS = 1.1  # of the longest bar: one without noise
 _HEAD = ("layer", "shape", "x", "w", "x scale", "clipped %", "weight dB", "output dB", "with")
 _WORDS = (0, 1, 2, 3, 8)  # columns; the others hold numbers
@@ -67,6 +70,8 @@ class PtqReport(Result):
         attention: Its quantisers, "" where it runs as it did.
         extended: Normalisations and softmaxes whose inputs are rounded, and embeddings that were.
         machine: Where the quantised layers multiply, "" where that is float32 in no particular order.
+        unreached: Layers that calibration data never ran.
+        coverage: Elements of the weights that products read; ``simulated`` are those of quantised layers.
     """
 
     recipe: str
@@ -78,6 +83,13 @@ class PtqReport(Result):
     attention: str = ""
     extended: tuple[str, ...] = ()
     machine: str = ""
+    unreached: tuple[str, ...] = ()
+    coverage: Coverage = Coverage(total=0, simulated=0, backward=0)
+
+    @property
+    def summary(self) -> str:
+        """One line: the recipe, the share of the weights that is quantised, and what is left."""
+        return f"{self.recipe}: {share_of(self.coverage, 'quantised')}"
 
     def __getitem__(self, name: str) -> PtqRow:
         rows = [row for row in self.rows if row.name == name]
@@ -102,16 +114,46 @@ class PtqReport(Result):
 
         Args:
             path: Where to save a PNG.
-            other: Report of another recipe on the same model.
+            other: Report of another recipe on the same model; ArgumentError where it has other layers.
         """
-        return _plot_layers([self] if other is None else [self, other], path)
+        reports = [self] if other is None else [self, other]
+        names = [row.name for row in self.rows]
+        if not names or any([row.name for row in report.rows] != names for report in reports):
+            raise ArgumentError("plot takes reports of the same layers; quantise copies of one model")
+        figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
+        panel = figure.subplots()
+        measured = all(any(not math.isnan(row.output_db) for row in report.rows) for report in reports)
+        what = "output" if measured else "weight"
+        decibels = [[getattr(row, f"{what}_db") for row in report.rows] for report in reports]
+        longest = max((one for row in decibels for one in row if math.isfinite(one)), default=1.0) * _LOSSLESS
+        thick = 0.8 / len(reports)
+        for i, report in enumerate(reports):
+            places = [k + thick * (i - (len(reports) - 1) / 2) for k in range(len(names))]
+            bars = panel.barh(
+                places, [0.0 if math.isnan(x) else min(max(x, 0.0), longest) for x in decibels[i]], thick,
+                color=COLOURS[i % 7], label=report.recipe,
+            )  # fmt: skip
+            words = [f"{x:.1f}" if math.isfinite(x) else "no signal" if x != x else "lossless" for x in decibels[i]]
+            panel.bar_label(bars, words, padding=3, fontsize=7)
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.invert_yaxis()
+        panel.margins(x=0.12)
+        label_axes(panel, f"signal to noise of the {what}s (dB, longer is better)", "")
+        if len(reports) > 1:
+            panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(reports))
+        else:
+            panel.set_title(reports[0].recipe, fontsize=10)
+        panel.set_axisbelow(True)
+        return saved(figure, path)
 
     def _remarks(self) -> list[str]:
         where = f" {self.machine}" if self.machine else ""
         total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
         lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
+        lines += [share_of(self.coverage, "quantised").partition(";")[0]] if self.coverage.raw else []
         lines += [f"attention: {self.attention}"] if self.attention else []
         lines += [f"rounded, too: {some(self.extended)}"] if self.extended else []
+        lines += [f"calibration never ran {some(self.unreached)}: {UNREACHED}"] if self.unreached else []
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_alone:
             if name not in self.extended:
@@ -119,6 +161,19 @@ class PtqReport(Result):
         for reason, names in reasons.items():
             lines.append(f"left in high precision: {some(names)} ({reason})")
         return lines + [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
+
+
+def coverage_of_weights(model: nn.Module, done: Container[str]) -> Coverage:
+    """Return how much of the weights that products read is in layers of these names."""
+    found = estimated(model, model.__dict__.get(REASONS, {}))
+    raw = tuple(row for row in found.raw if row.layer not in done and row.layer.rpartition(".")[0] not in done)
+    return replace(found, simulated=found.total - sum(row.multiply_adds for row in raw), raw=raw)
+
+
+def share_of(coverage: Coverage, done: str) -> str:
+    """Return in words which share of the weights that products read is quantised, or coded, and what is not."""
+    rest = f"; left: {coverage.left()}" if coverage.raw else ""
+    return f"{percent(coverage.simulated, coverage.total)} of the weights that products read {done}{rest}"
 
 
 def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -178,52 +233,3 @@ def ratio(signal: float, noise: float) -> float:
     if signal == 0:
         return math.nan
     return math.inf if noise == 0 else 10 * math.log10(signal / noise)
-
-
-def _plot_layers(reports: Sequence[PtqReport], path: str | Path | None) -> "Figure":
-    """Draw the signal to noise of every layer's outputs, a bar a report, layers from top to bottom.
-
-    Where a report has none of outputs, as no data ran, it is that of the weights.
-
-    Args:
-        reports: One or several of the same model.
-        path: Where to save a PNG.
-
-    Raises:
-        ArgumentError: There is no report, or they are of different layers.
-    """
-    names = [row.name for row in reports[0].rows] if reports else []
-    if not names or any([row.name for row in report.rows] != names for report in reports):
-        raise ArgumentError("plot takes reports of the same layers; quantise copies of one model")
-    figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
-    panel = figure.subplots()
-    measured = all(any(not math.isnan(row.output_db) for row in report.rows) for report in reports)
-    what = "output" if measured else "weight"
-    decibels = [[getattr(row, f"{what}_db") for row in report.rows] for report in reports]
-    longest = max((one for row in decibels for one in row if math.isfinite(one)), default=1.0) * _LOSSLESS
-    thick = 0.8 / len(reports)
-    for i, report in enumerate(reports):
-        places = [k + thick * (i - (len(reports) - 1) / 2) for k in range(len(names))]
-        bars = panel.barh(
-            places, [_length(one, longest) for one in decibels[i]], thick,
-            color=COLOURS[i % 7], label=report.recipe,
-        )  # fmt: skip
-        panel.bar_label(bars, [_words(one) for one in decibels[i]], padding=3, fontsize=7)
-    panel.set_yticks(range(len(names)), names, fontsize=8)
-    panel.invert_yaxis()
-    panel.margins(x=0.12)
-    label_axes(panel, f"signal to noise of the {what}s (dB, longer is better)", "")
-    if len(reports) > 1:
-        panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(reports))
-    else:
-        panel.set_title(reports[0].recipe, fontsize=10)
-    panel.set_axisbelow(True)
-    return saved(figure, path)
-
-
-def _length(decibels: float, longest: float) -> float:
-    return 0.0 if math.isnan(decibels) else longest if decibels == math.inf else max(decibels, 0.0)
-
-
-def _words(decibels: float) -> str:
-    return "no signal" if math.isnan(decibels) else "lossless" if decibels == math.inf else f"{decibels:.1f}"

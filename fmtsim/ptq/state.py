@@ -11,6 +11,7 @@ from fmtsim.nn.attention import convert_attention
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import PTQ, converted_state, is_converted, load_converted_state
+from fmtsim.ptq.calibrate import check_loaded
 from fmtsim.ptq.grid import nearest
 from fmtsim.ptq.report import PtqReport
 from fmtsim.ptq.reshape import DIVISOR, attach, detach, divide_input, unsmooth
@@ -103,7 +104,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     tensors, and, as ``"scales"``, what it would be of a converted model: the static and stored scales alone.
 
     Raises:
-        ArgumentError: The model is neither converted nor quantised.
+        ArgumentError: The model is neither converted nor quantised, or quantised and offloaded by Accelerate.
 
     >>> import torch, fmtsim
     >>> model = fmtsim.convert(nn.Sequential(nn.Linear(64, 64)), recipe="te_delayed")
@@ -117,6 +118,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     quantised: Quantised | None = model.__dict__.get(PTQ)
     if quantised is None:
         return scales
+    check_loaded(model)
     return {
         "recipe": recipe_to_dict(quantised.recipe),
         "layers": [name for name, module in model.named_modules() if isinstance(module, EmulatedModule)],

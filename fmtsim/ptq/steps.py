@@ -2,17 +2,20 @@
 """The steps of a quantisation, in their order: calibration, ranges, weights, measurement, installation."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.convolutions import EmulatedConvTranspose
+from fmtsim.nn.coverage import numbered
 from fmtsim.nn.modules import STATE, EmulatedBilinear, EmulatedModule
 from fmtsim.ptq.calibrate import (
     Part,
@@ -28,7 +31,7 @@ from fmtsim.ptq.calibrate import (
 )
 from fmtsim.ptq.grid import clip, gptq, grid_of, hqq, learned_rounding, nearest
 from fmtsim.ptq.reshape import smooth
-from fmtsim.recipes.ptq import PtqRecipe
+from fmtsim.recipes.ptq import PtqRecipe, is_static
 from fmtsim.recipes.ptq_methods import Awq, Clip, Gptq, Hqq, LearnedRounding, Smooth
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale
 from fmtsim.support.errors import ArgumentError
@@ -68,6 +71,8 @@ def stages(
     show.stage("order", len(batches))
     order.run(batches, see, show.step)
     order.check()
+    for module in order.unreached:  # joins the others of its block, or is a stage of its own at the end
+        names[module] = (_BLOCK.match(module) or [module])[0] if recipe.sequential == "block" else module
     # 2. Yield the stages in the order of their first products.
     done: set[str] = set()
     for stage in dict.fromkeys(names.values()):
@@ -76,22 +81,33 @@ def stages(
         done |= members
 
 
-def collected(products: Products, recipe: PtqRecipe, batches: list[Any], show: Progress) -> Products:
-    """Return products after a run that gave them their statistics, Hessians and ranges."""
+def collected(
+    products: Products, recipe: PtqRecipe, batches: list[Any], show: Progress, ranges: Sequence[Part] = ()
+) -> Products:
+    """Return products after a run that gave them their statistics; ``ranges`` has the parts of earlier stages."""
 
     def see(part: Part, slot: Slot, x: Tensor) -> None:
         collect(part, x, recipe.calibration)
         if not isinstance(recipe.weights, Hqq | None) and slot.quantizer.format is not None:
             _correlate(slot, x)
 
+    # 1. The data; where there is none, all that is needed is which matrices there are.
     show.stage("calibration", len(batches))
     if batches:
         products.run(batches, see, show.step)
-        products.check()
-    else:  # no static scale and no method needs data: what is needed is which matrices there are
-        products.run_alone(see)
-    for part in products.parts.values():
+        if recipe.sequential is None:  # a stage may have layers alone that no data reaches
+            products.check()
+    reached = list(products.parts.values())
+    # 2. Modules that no data reached have no statistics: their weights are rounded to nearest by their own ranges.
+    products.run_alone(lambda part, slot, x: None)
+    for part in reached:
         choose_top(part, recipe.calibration)
+    # 3. Their static inputs get the widest range of layers whose names differ in numbers alone, else of all reached.
+    ranged = [part for part in (*ranges, *reached) if part.top is not None]
+    for part in products.parts.values():
+        if recipe.calibration is not None and part.top is None and is_static(part.x):
+            alike = [other for other in ranged if numbered(other.name) == numbered(part.name)]
+            part.top = max((other.top or 0.0 for other in alike or ranged), default=0.0)
     return products
 
 
@@ -128,7 +144,6 @@ def smooth_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    products.check()
     shared = [slot for slot in products.slots.values() if len(slot.parts) > 1 and not fed.isdisjoint(slot.parts)]
     if shared:
         both = " and ".join(part.name for part in shared[0].parts[:2])
@@ -145,9 +160,11 @@ def smooth_inputs(
     return names
 
 
-def round_weights(products: Products, method: Gptq | LearnedRounding | Clip | Hqq | None, show: Progress) -> None:
-    """Round every weight by its quantiser and the method."""
-    slots = list(products.slots.values())
+def round_weights(products: Products, recipe: PtqRecipe, show: Progress) -> None:
+    """Round every weight by its quantiser and the recipe's method."""
+    slots, method = list(products.slots.values()), recipe.weights
+    if recipe.fused:
+        share_amaxes(slots)
     show.stage("weights", len(slots))
     for i, slot in enumerate(slots):
         try:
@@ -157,16 +174,51 @@ def round_weights(products: Products, method: Gptq | LearnedRounding | Clip | Hq
         show.step(i + 1)
 
 
+# Last names of layers that vLLM runs as one product, under one scale of the tensor; the last are DeepSeek's.
+_FUSED = ("q_proj k_proj v_proj", "gate_proj up_proj", "w1 w3", "query key value", "q_a_proj kv_a_proj_with_mqa")
+
+
+def share_amaxes(slots: Iterable[Slot]) -> None:
+    """Give fused layers the largest magnitude among them, where one quantiser of them all has a scale of the tensor.
+
+    That scale is made of the amax, and blocks are of single rows.
+    """
+    groups: dict[Any, list[Slot]] = {}
+    for slot in slots:
+        parent, _, last = slot.name.rpartition(".")
+        fmt, scaling = slot.quantizer.format, slot.quantizer.scaling
+        s = scaling if scaling is not None else fmt.scaling if isinstance(fmt, BlockFormat) else None
+        fused = next((group for group in _FUSED if last in group.split()), None)
+        if fused is None or s is None or s.statistic != "amax" or s.candidates != (1.0,):
+            continue
+        if s.block == (None, None) or (s.tensor is not None and s.block[0] == 1):
+            groups.setdefault((parent, fused, slot.quantizer), []).append(slot)
+    for group in groups.values():
+        amax = max(float(slot.w.abs().max()) for slot in group)
+        for slot in group:
+            slot.shared_amax = amax
+
+
+def widened(w: Tensor, amax: float | None) -> Tensor:
+    """Return a weight with one more row that holds a magnitude, so that a scale of the tensor covers it."""
+    if amax is None:
+        return w
+    row = w.new_zeros(1, w.shape[1])
+    row[0, 0] = amax
+    return torch.cat([w, row])
+
+
 def _rounded(slot: Slot, method: Gptq | LearnedRounding | Clip | Hqq | None) -> Tensor:
-    w = slot.w.cpu()
+    w, rows, amax = slot.w.cpu(), len(slot.w), slot.shared_amax
     if isinstance(method, Hqq) and slot.quantizer.format is not None:
         return hqq(w, slot.quantizer, method)
     if slot.hessian is None or (isinstance(method, Clip) and any(word in slot.name for word in method.skip)):
-        return nearest(slot.w, slot.quantizer)
+        return nearest(widened(slot.w, amax), slot.quantizer)[:rows]
     if isinstance(method, Clip):
         slot.clipped = clip(w, slot.hessian, slot.quantizer, method).to(slot.w.device)
-        return nearest(slot.clipped, slot.quantizer)
-    grid = grid_of(w, slot.quantizer)
+        return nearest(widened(slot.clipped, amax), slot.quantizer)[:rows]
+    grid = grid_of(widened(w, amax), slot.quantizer)
+    grid = replace(grid, scale=grid.scale[:rows])
     if isinstance(method, Gptq):
         return gptq(w, slot.hessian, grid, method)
     assert isinstance(method, LearnedRounding)
@@ -186,8 +238,10 @@ def serving_layer(recipe: PtqRecipe, part: Part, slot: Slot) -> Layer:
 
 def scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
     """Return the scales of blocks and of the tensor that a weight is rounded with, before it is overwritten."""
-    operand = quantize_operand(slot.w if slot.clipped is None else slot.clipped, slot.quantizer)
-    return tuple(None if s is None else s.clone() for s in (operand.scale, operand.tensor_scale))  # type: ignore[return-value]
+    w = slot.w if slot.clipped is None else slot.clipped
+    operand = quantize_operand(widened(w, slot.shared_amax), slot.quantizer)
+    scale = None if operand.scale is None else operand.scale[: -1 if len(operand.scale) > len(w) else None]
+    return tuple(None if s is None else s.clone() for s in (scale, operand.tensor_scale))  # type: ignore[return-value]
 
 
 def measure(products: Products, recipe: PtqRecipe, batches: list[Any], show: Progress) -> None:
@@ -293,9 +347,8 @@ def bias_corrects(slot: Slot) -> bool:
 def _correct(slot: Slot) -> bool:
     """Add the mean error of a layer's outputs to its bias; layers without one get one."""
     module: Any = slot.parts[0].module
-    if not bias_corrects(slot):
+    if not bias_corrects(slot) or slot.error is None:  # no error was measured where no data went
         return False
-    assert slot.error is not None
     if module.bias is None:
         outputs = getattr(module, "out_features", None) or module.out_channels
         module.bias = nn.Parameter(torch.zeros(outputs, dtype=slot.w.dtype, device=slot.w.device), requires_grad=False)

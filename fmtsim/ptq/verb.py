@@ -4,7 +4,7 @@
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,17 +15,18 @@ from torch.nn.utils import parametrize
 
 from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import PackedFormat
+from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.nn.attention import convert_attention, revert_attention
 from fmtsim.nn.convert import REASONS, convert, revert
-from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.planning import machine_of
 from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.nn.state import PTQ
-from fmtsim.ptq.calibrate import Products, batches_of, call, check_model, evaluating, row_major
-from fmtsim.ptq.report import PtqReport, PtqRow, left_alone, row_of, tied
+from fmtsim.ptq.calibrate import Part, batches_of, call, check_model, evaluating, row_major
+from fmtsim.ptq.report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
 from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
 from fmtsim.ptq.state import Quantised, RoundedWeight, contract, extend
 from fmtsim.ptq.steps import (
@@ -44,9 +45,12 @@ from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.recipes.spec import Rule
+from fmtsim.spec.operand import block_of
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.support.progress import Progress, make_progress
+from fmtsim.support.table import some
 
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
@@ -77,7 +81,8 @@ def ptq(
 
     The steps: rotate; equalise weights; run the data and smooth; run it again for ranges and Hessians; round
     weights; run it once more to measure; store. All runs are of the model in high precision, in evaluation mode,
-    without gradients. Deterministic on one device and number of threads.
+    without gradients. Deterministic on one device and number of threads. A layer that no data reaches is rounded to
+    nearest by its own range; a warning and the report name it.
 
     Args:
         model: A trained model, not converted yet.
@@ -101,8 +106,8 @@ def ptq(
     Raises:
         ArgumentError: An unknown recipe, no layer to quantise, an ``ignore`` that is no module, a model that is
             compiled or whose weights are missing or hold NaN or Inf, data that a recipe needs and is missing, that is
-            empty or that the model does not take, that holds NaN or Inf, or that never reaches a layer (it is named),
-            or a machine that does not multiply an operand or a layer's sizes, which is found before the data runs.
+            empty or that the model does not take, that holds NaN or Inf, or that reaches no layer at all, or a machine
+            that does not multiply an operand or a layer's sizes, which is found before the data runs.
             The model is then as it was.
         FormatError: Operands that no machine multiplies.
 
@@ -128,8 +133,13 @@ def ptq(
             f"fmtsim.ptq(model, {recipe.name!r}, batches)"
         )
     batches = [] if calibration_data is None else batches_of(calibration_data)
-    before, untied = stored(model), False
+    before, untied, unreached = stored(model), False, list[str]()
     configs = prepared(model, recipe, filter_fn)
+    if misfits := _ggml_fallbacks(configs, model):
+        revert(model)
+        recipe = replace(recipe, rules=(*misfits, *recipe.rules))
+        why |= {f"{HIGH}: {rule.where}": reason for rule, reason in misfits.items()}
+        configs = prepared(model, recipe, filter_fn)
     model.__dict__[REASONS] = {name: why.get(reason, reason) for name, reason in model.__dict__[REASONS].items()}
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
@@ -140,11 +150,18 @@ def ptq(
             smoothed = set() if recipe.smooth is None else smooth_inputs(model, recipe.smooth, configs, batches, show)
             rows: list[PtqRow] = []
             weights: dict[str, RoundedWeight] = {}
+            parts: list[Part] = []
             for products in stages(model, recipe, configs, batches, show):
-                collected(products, recipe, batches, show)
-                round_weights(products, recipe.weights, show)
+                collected(products, recipe, batches, show, parts)
+                parts += products.parts.values()
+                unreached += [p.name for p in products.parts.values() if batches and not p.rows]
+                round_weights(products, recipe, show)
                 measure(products, recipe, batches, show)
-                rows += _rows(products, recipe, smoothed)
+                for slot in products.slots.values():
+                    coded = recipe.weights is not None and slot.quantizer.format is not None
+                    methods = [str(recipe.smooth)] * (slot.parts[0].name in smoothed) + [str(recipe.weights)] * coded
+                    methods += ["bias correction"] * (recipe.bias_correction and bias_corrects(slot))
+                    rows.append(row_of(slot, ", ".join(methods)))
                 # What the weights of layers with one matrix are rounded with, before they are overwritten.
                 for slot in products.slots.values():
                     for part in slot.parts:
@@ -173,9 +190,12 @@ def ptq(
     report = PtqReport(
         recipe=recipe.name, machine=recipe.machine, rows=tuple(rows), seconds=time.perf_counter() - began,
         equalised=equalised, left_alone=left_alone(model), tied=tied(model), extended=extended,
-        attention=str(recipe.serving_attention or ""),
+        attention=str(recipe.serving_attention or ""), unreached=tuple(unreached),
+        coverage=coverage_of_weights(model, configs),
     )  # fmt: skip
     model.__dict__[PTQ] = Quantised(recipe, weights, report)
+    if unreached:
+        warnings.warn(f"calibration never ran {some(unreached)}: {UNREACHED}", CoverageWarning, stacklevel=2)
     return model
 
 
@@ -207,6 +227,36 @@ def excepted(
     every = (*first, *rules, *recipe.rules, *heads)
     why = {f"{HIGH}: {rule.where}": reason for rule, reason in (first | heads).items()}
     return recipe if every == recipe.rules else replace(recipe, rules=every), why
+
+
+# What llama-quantize takes where rows are no whole blocks: tensor_type_fallback in llama-quant.cpp, llama.cpp 007dbbf.
+_GGML_FALLBACKS = {
+    "q2_0": "q4_0", "q2_k": "q4_0", "q3_k": "q4_0", "tq1_0": "q4_0", "tq2_0": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1",
+    "q6_k": "q8_0", "iq4_xs": "iq4_nl",
+}  # fmt: skip
+
+
+def _ggml_fallbacks(configs: Mapping[str, LinearConfig], model: nn.Module) -> dict[Rule, str]:
+    """Return rules for layers whose rows are no whole blocks of ggml's; name those of other blocks in one warning."""
+    rules, short = {}, []
+    for name, config in configs.items():
+        module: Any = model.get_submodule(name)
+        fmt, columns = config.fprop.b.format, max(k for _, k in module.matrices(module))
+        width = fmt.elements if isinstance(fmt, PackedFormat) else block_of(config.fprop.b)[1]
+        if fmt is None or width is None or columns % width == 0:
+            continue
+        if not isinstance(fmt, PackedFormat):
+            exported = columns > width and isinstance(module, EmulatedLinear)
+            short += [f"{name} ({columns} inputs, blocks of {width})"] if exported else []
+            continue
+        other: Any = get_format(_GGML_FALLBACKS.get(fmt.name, fmt.name))
+        use = LinearConfig(fprop=replace(config.fprop, b=Quantizer(format=other)))
+        reason = f"its {columns} inputs fill no blocks of {other.name}; llama-quantize stores F16"
+        rules[Rule(name=f"^{re.escape(name)}$", use=None if columns % other.elements else use)] = reason
+    if short:
+        text = "the last one is filled with zeros, which export refuses; leave layers out with ignore="
+        warnings.warn(f"blocks do not divide {some(short)}: {text}", CoverageWarning, stacklevel=3)
+    return rules
 
 
 def output_heads(model: nn.Module) -> list[str]:
@@ -271,13 +321,3 @@ def _finish(model: nn.Module, recipe: PtqRecipe, batches: list[Any], show: Progr
         if attention is not None:
             revert_attention(model)
         raise
-
-
-def _rows(products: Products, recipe: PtqRecipe, smoothed: set[str]) -> list[PtqRow]:
-    rows = []
-    for slot in products.slots.values():
-        methods = [str(recipe.smooth)] if slot.parts[0].name in smoothed else []
-        methods += [str(recipe.weights)] if recipe.weights is not None and slot.quantizer.format is not None else []
-        methods += ["bias correction"] if recipe.bias_correction and bias_corrects(slot) else []
-        rows.append(row_of(slot, ", ".join(methods)))
-    return rows

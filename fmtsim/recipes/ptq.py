@@ -43,6 +43,7 @@ class PtqRecipe:
         bias_correction: Add the mean error of the layer's outputs on the calibration data to the bias (Nagel et al.,
             arXiv:1906.04721, section 4.2, measured instead of derived).
         batch_norm: Measure the statistics of batch normalisation anew in the quantised model.
+        fused: Give layers that servers fuse (q, k, v; gate, up) one scale of the tensor, where w has such scales.
         attention: Quantisers of attention, for models that call torch's scaled_dot_product_attention; those of k and
             v stand for a quantised cache.
         extended: Quantiser of the inputs of normalisation and softmax modules, at every call, and of embeddings, once;
@@ -65,6 +66,7 @@ class PtqRecipe:
     sequential: Sequential | None = None
     bias_correction: bool = False
     batch_norm: bool = False
+    fused: bool = True
     attention: AttentionConfig | None = None
     extended: Quantizer | None = None
     rules: tuple[Rule, ...] = ()

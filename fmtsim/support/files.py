@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fmtsim.support.errors import ArgumentError, DataError, shown
 
-Content = bytes | str
+Content = bytes | str | Path
 StrPath = str | os.PathLike[str]
 TEMPORARY = ".fmtsim-"
 """How the names of temporary files begin; a killed process may leave one."""
@@ -28,8 +28,9 @@ def write_file(path: StrPath, content: Content) -> None:
 def write_files(contents: Mapping[StrPath, Content | None]) -> None:
     """Write files by path, text as UTF-8, all of them or none; None removes a file.
 
-    Bytes go to temporary files in the same folders. When all are on the disk they take the files' names, in the order
-    of the mapping: readers find an old file or a new one. A pipe or a device (``/dev/stdout``) is written to.
+    Bytes go to temporary files in the same folders, as what a Path names should be already. When all are on the disk
+    they take the files' names, in the order of the mapping: readers find an old file or a new one. A pipe or a device
+    (``/dev/stdout``) is written to.
 
     Raises:
         DataError: A file cannot be written; it is named, and all files are as they were.
@@ -55,8 +56,13 @@ def write_files(contents: Mapping[StrPath, Content | None]) -> None:
                 temporary.unlink()
 
 
-def _stage(path: StrPath, data: bytes, staged: dict[StrPath, Path]) -> None:
-    """Write a temporary file beside the one that a path, or a link, leads to."""
+def _stage(path: StrPath, data: bytes | Path, staged: dict[StrPath, Path]) -> None:
+    """Write a temporary file beside the one that a path, or a link, leads to, or take a file that is written."""
+    if isinstance(data, Path):
+        if not os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
+            staged[path] = data
+            return
+        data = data.read_bytes()  # a link may lead to another disk
     if os.path.exists(path) and not os.path.isfile(path):
         Path(path).write_bytes(data)  # a device has no name to take; a folder fails here
         return

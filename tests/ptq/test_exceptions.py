@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that fmtsim.ptq leaves alone, by default and by name, and quantisation without data."""
 
+import copy
 import warnings
 
 import pytest
@@ -92,3 +93,21 @@ def test_every_kind_of_layer_is_found_without_data():
 ])  # fmt: skip
 def test_what_ptq_lacks_is_said(arguments, options, message):
     refused(message, fmtsim.ptq, Tiny(), *arguments, **options)
+
+
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_a_model_that_accelerate_offloads_is_refused_with_the_way_out(offload, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    folder = () if offload == "cpu_offload" else (tmp_path,)
+    message = (
+        r"'0.weight' is on the meta device, because Accelerate offloads it; load .*, or call accelerate.hooks.remove_"
+    )
+    model = nn.Sequential(nn.Linear(32, 32))
+    plain, quantised = copy.deepcopy(model), fmtsim.ptq(copy.deepcopy(model), "int4_g32")
+    for each in (model, quantised):
+        getattr(accelerate, offload)(each, *folder, execution_device=torch.device("cpu"))
+    refused(message, fmtsim.ptq, model, "int4_g32")
+    refused(message, fmtsim.state, quantised)
+    refused(message, fmtsim.export, quantised, tmp_path / "never", "compressed-tensors")
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert torch.equal(*(fmtsim.ptq(each, "int4_g32")[0].weight for each in (model, plain)))

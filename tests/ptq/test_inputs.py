@@ -2,6 +2,7 @@
 """What fmtsim.ptq refuses: data, models and recipes that do not fit, each with the next step."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import PtqRecipe
 from fmtsim.recipes import Rule
 from fmtsim.recipes.ptq_catalogue import operand
-from fmtsim.support.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.operands import normal
 from tests.support.ptq_models import DATA, mlp
 from tests.support.refusals import refused
@@ -150,21 +151,42 @@ def test_models_that_are_not_ready(where, message):
         refused(message, use, broken(where))
 
 
-def test_a_layer_that_calibration_never_ran_is_named():
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(16, 8), nn.Linear(16, 8)
+class Experts(nn.Module):
+    """Layers of which data reach the first of each kind: two experts, and one in a branch of its own."""
 
-        def forward(self, x, other=False):
-            return self.idle(x) if other else self.used(x)
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.wide, self.idle = nn.Linear(32, 32), nn.Linear(32, 32)
 
-    with pytest.raises(ArgumentError, match=r"calibration never ran 'idle'; pass calibration data that reaches it"):
-        fmtsim.ptq(Branch(), "int8_static", DATA)
-    model = fmtsim.ptq(Branch(), "int8_static", DATA, filter_fn=lambda module, name: name == "used")
-    assert type(model.idle) is nn.Linear
-    rule = Rule(name="idle")
-    fmtsim.ptq(Branch(), PtqRecipe(name="r", w=operand("int8", Scaling()), rules=(rule,)), DATA)
+    def forward(self, x, other=False):
+        return self.idle(x) if other else self.wide(8 * self.experts[1](self.experts[0](x)))
+
+
+@pytest.mark.parametrize("recipe", ["int4_g32", "int8_token", "q8_0", "int8_static", "int4_gptq", "nvfp4_static"])
+def test_layers_that_calibration_never_ran_are_rounded_by_their_own_ranges(recipe):
+    model, alone = Experts(), Experts()
+    said = (
+        "calibration never ran experts.2, idle: weights are rounded to nearest by their own ranges, static inputs under"
+    )
+    with pytest.warns(CoverageWarning, match=said):
+        report = fmtsim.report(fmtsim.ptq(model, recipe, [normal(20, 32, seed=1)]))
+    assert report.unreached == ("experts.2", "idle") and said in str(report)
+    assert [math.isnan(report[name].output_db) for name in ("experts.1", "experts.2", "idle")] == [False, True, True]
+    fmtsim.ptq(alone, PtqRecipe(name="alone", w=fmtsim.get_recipe(recipe).w))
+    for name in ("experts.2", "idle"):
+        assert torch.equal(model.get_submodule(name).weight, alone.get_submodule(name).weight)
+    if "static" in recipe:  # experts.2 has the range of the widest expert, idle that of all layers
+        limits = {row.name: row.x_limit for row in report.rows}
+        assert limits["experts.2"] == max(limits["experts.0"], limits["experts.1"]) < limits["wide"] == limits["idle"]
+
+
+def test_data_that_reach_no_layer_are_refused():
+    message = r"calibration never ran idle; pass calibration data that reaches a layer"
+    refused(message, fmtsim.ptq, Experts(), "int8_static", [normal(20, 32)], ignore=["experts", "wide"])
+    model = fmtsim.ptq(Experts(), "int8_static", [normal(20, 32)], ignore=["experts.2", "idle"])
+    assert type(model.idle) is nn.Linear and not fmtsim.report(model).unreached
 
 
 def test_nothing_to_quantise():

@@ -13,7 +13,7 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import Gptq, PtqRecipe
 from fmtsim.ptq.grid import gptq, grid_of
 from fmtsim.spec.quantizer import Quantizer
-from fmtsim.support.errors import ArgumentError
+from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.operands import normal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,8 +100,10 @@ def test_modules_that_share_a_weight_are_one_stage_and_idle_ones_are_named():
             return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
 
     model, recipe = Twice(), dataclasses.replace(GPTQ, sequential="layer")
-    with pytest.raises(ArgumentError, match="calibration never ran 'idle'"):
-        fmtsim.ptq(model, recipe, [normal(40, 32, seed=1)])
+    for stages in ("layer", "block"):
+        with pytest.warns(CoverageWarning, match="calibration never ran idle: weights are rounded to nearest by"):
+            reached = fmtsim.ptq(Twice(), dataclasses.replace(GPTQ, sequential=stages), [normal(40, 32, seed=1)])
+        assert [row.name for row in fmtsim.report(reached).rows] == ["a", "b", "idle"]
     before = model.b.weight.detach().clone()
     fmtsim.ptq(model, recipe, [normal(40, 32, seed=1)], filter_fn=lambda module, name: name != "idle")
     rows = fmtsim.report(model).rows

@@ -275,10 +275,11 @@ def _largest(x: Tensor, block: Block) -> Tensor:
 
 
 def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
-    """Return a weight in another format under its own scales; None where no multiple of its elements is in the other.
+    """Return a weight in another format under its own scales, none of which falls.
 
     A block of the target that holds several of the weight's takes the largest of their scales, blocks of zeros left
-    out; a tensor scale is a power of two. What the target does not have there is rounded to nearest.
+    out; a tensor scale is a power of two. A scale that the target does not have goes up to its next one, and elements
+    are then rounded to nearest. None where no multiple of the elements, or no scale as large, is in the target.
     """
     source, (scale, tensor_scale) = weight.format, weight.parts()[1:3]
     whole = tensor_scale is None or tensor_scale.dim() == 0
@@ -291,10 +292,14 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
     scale = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
     step = _largest(torch.where(x == 0, 0.0, _spread(scale, source.block, x.shape)), target.block) / float(ratio)
     second = torch.tensor(1.0)
-    if target.tensor_scale:  # the largest step becomes the largest power of two of the scale's format
+    if target.tensor_scale:  # the largest step is below the largest power of two of the scale's format, or between both
         top = torch.frexp(torch.tensor(target.scale.max, dtype=torch.float64)).exponent
         second = torch.exp2((torch.frexp(step.max()).exponent - top).double()).float()
-    scales = decode(encode((step / second.double()).float(), target.scale).unpacked(), target.scale).float()
+        second = second * 2 if step.max() / second > target.scale.max else second
+    step = step / second.double()
+    scales = decode(encode(step, target.scale, rounding="up").unpacked(), target.scale).float()
+    if bool((scales < step).any()):
+        return None
     exact = _spread(scales.double() * second.double(), target.block, x.shape)
     codes = encode(torch.where(exact > 0, x / exact, 0.0), target.element).unpacked().reshape(weight.shape)
     return Encoded.from_parts(

@@ -2,6 +2,7 @@
 """Run of ``fmtsim convert-checkpoint``: weights of a checkpoint in another format."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -22,13 +23,16 @@ from fmtsim.formats.tensor_file import stored_tensor, tensor_content
 from fmtsim.lab.analysis.recode import block_format, carry, check_recode
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.ptq.export import compressed_tensors, open_checkpoint
+from fmtsim.ptq.export.verb import check_written, digest
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import TEMPORARY, write_file
 from fmtsim.support.progress import make_progress
 from fmtsim.support.records import read_json
+from fmtsim.support.table import some
 
+_REAL = (get_format("fp32"), get_format("e8m0"))  # formats of scales that are float32 numbers
 _SHARD = 1 << 30  # bytes, after which a file is written
 
 
@@ -43,10 +47,13 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     if os.path.exists(out):
         raise ArgumentError(f"--out {out} is there already; name a folder that does not exist yet")
     checkpoint = open_checkpoint(arguments.folder)
-    try:
-        pattern = None if arguments.weights is None else re.compile(arguments.weights)
-    except re.error as error:
-        raise ArgumentError(f"--weights {arguments.weights} is not a regular expression: {error}") from None
+    patterns: dict[str, re.Pattern[str]] = {}
+    for option in ("weights", "ignore"):
+        word = getattr(arguments, option)
+        try:
+            patterns[option] = re.compile("(?!)" if word is None else word)  # which nothing matches
+        except re.error as error:
+            raise ArgumentError(f"--{option} {word} is not a regular expression: {error}") from None
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=out.parent))
     try:
@@ -55,29 +62,40 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
             progress.stage(f"converting to {target.name}", len(checkpoint))
             for number, name in enumerate(checkpoint):
                 value = checkpoint[name]
-                if not isinstance(value, Tensor) or (pattern is not None and pattern.search(name) and value.dim() > 1):
-                    writer.encoded(name, _recoded(value, target, arguments.scales))
+                plain = isinstance(value, Tensor) and not (value.dim() > 1 and patterns["weights"].search(name))
+                if plain or patterns["ignore"].search(name):
+                    writer.tensors({name: checkpoint.decode(name)})
+                    writer.plain += [] if isinstance(value, Tensor) else [name.removesuffix(".weight")]
                 else:
-                    writer.tensors({name: value})
+                    writer.encoded(name, _recoded(name, value, target, arguments.scales, writer))
                 progress.step(number + 1)
         writer.close(Path(arguments.folder).expanduser())
+        check_written(folder, writer.meant)
         os.replace(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     record = {"out": str(out), "layout": arguments.layout, "format": target.name, "weights": len(writer.schemes),
-              "changes": writer.changes}  # fmt: skip
+              "changes": writer.changes, "new_scales": writer.new_scales, "checked": len(writer.meant)}  # fmt: skip
     lines = [f"{name}: {change}" for name, change in writer.changes.items()]
+    if writer.new_scales:
+        why = f"{target.name} has no multiple of their elements, or no scale as large, or they have zero points"
+        lines.append(f"--scales rule, as own cannot be carried over: {some(writer.new_scales)} ({why})")
     wrote = f"{out}: {len(writer.schemes)} weights in {target.name}, layout {arguments.layout}"
-    answer(arguments, record, lambda: "\n".join([*lines, wrote]))
+    lines += [wrote, f"read back: all {len(writer.meant)} tensors have the bits that were meant"]
+    answer(arguments, record, lambda: "\n".join(lines))
     return 0
 
 
-def _recoded(value: Any, target: BlockFormat, scales: str) -> Encoded:
-    """Return a weight in another format, by its scale rule or under its own scales where its elements allow it."""
+def _recoded(name: str, value: Any, target: BlockFormat, scales: str, writer: "_Writer") -> Encoded:
+    """Return a weight in another format, by its scale rule or under its own scales; the writer notes what that does."""
     if isinstance(value, Encoded) and value.format == target:
         return value
     if scales == "own" and isinstance(value, Encoded) and (moved := carry(value, target)) is not None:
+        changed = int((moved.decode(torch.float64) != value.decode(torch.float64)).sum())
+        if changed:
+            writer.changes[name] = f"{changed} of {value.shape.numel()} weights change under its own scales, rounded up"
         return moved
+    writer.new_scales += [name] if scales == "own" and not isinstance(value, Tensor) else []
     values = value if isinstance(value, Tensor) else value.decode()
     return encode(values.float(), target, pad=True)
 
@@ -89,6 +107,9 @@ class _Writer:
         self.folder, self.layout, self.target = folder, layout, target
         self.schemes: dict[str, Any] = {}
         self.changes: dict[str, str] = {}
+        self.new_scales: list[str] = []  # weights whose own scales cannot be carried over
+        self.plain: list[str] = []  # layers that are left out
+        self.meant: dict[str, bytes] = {}  # digests of what the tensors should be read back as
         self._shard: dict[str, Tensor] = {}
         self._files: dict[str, str] = {}
         self._bytes = 0
@@ -102,16 +123,11 @@ class _Writer:
             blocks = weight.codes.unflatten(-1, (-1, 16))
             assert weight.scales is not None
             self.schemes[name] = "gpt-oss"
-            self.tensors({f"{name}_blocks": blocks, f"{name}_scales": weight.scales.reshape(blocks.shape[:-1])})
-        elif (
-            self.layout == "deepseek"
-            and fmt.scale == get_format("fp32")
-            and fmt.element == get_format("e4m3")
-            and all(fmt.block)
-        ):
+            stored = {f"{name}_blocks": blocks, f"{name}_scales": weight.scales.reshape(blocks.shape[:-1])}
+        elif self.layout == "deepseek" and fmt.element == get_format("e4m3") and all(fmt.block) and fmt.scale in _REAL:
             self.schemes[name] = "deepseek"
-            grid = scales.reshape(*weight.shape[:-2], -1, scales.shape[-1])
-            self.tensors({name: codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": grid})
+            grid = scales.float().reshape(*weight.shape[:-2], -1, scales.shape[-1])
+            stored = {name: codes.view(torch.float8_e4m3fn), f"{name}_scale_inv": grid}
         elif self.layout == "compressed-tensors" and len(weight.shape) == 2 and name.endswith(".weight"):
             block: Any = tuple(
                 n if size is None else min(size, n) for n, size in zip(weight.shape, fmt.block, strict=True)
@@ -121,16 +137,21 @@ class _Writer:
                 tensor_scale=tensor_scale, block=block, dtype=torch.bfloat16, x_scale=None,
             )  # fmt: skip
             tensors, self.schemes[stem], change = compressed_tensors.tensors_of(coded, allow_rescale=True)
-            self.changes |= {stem: change} if change else {}
-            self.tensors({f"{stem}.{key}": tensor for key, tensor in tensors.items()})
+            stored = {f"{stem}.{key}": tensor for key, tensor in tensors.items()}
+            if change:
+                self.changes[stem] = change
+                weight = dataclasses.replace(weight, tensor_scale=1 / tensors["weight_global_scale"].reshape(()))
         else:
             raise ArgumentError(
                 f"--layout {self.layout} has no place for {name!r} of shape {tuple(weight.shape)} in {fmt.name}; "
-                "gpt-oss takes mxfp4, deepseek e4m3 in blocks under float32 scales, compressed-tensors matrices"
+                "gpt-oss takes mxfp4, deepseek e4m3 in blocks under float32 scales, compressed-tensors matrices; "
+                "--ignore PATTERN leaves weights out"
             )
+        self.tensors(stored, {name: digest(weight.decode(torch.float32))})
 
-    def tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Write tensors by name."""
+    def tensors(self, tensors: dict[str, Tensor], meant: dict[str, bytes] | None = None) -> None:
+        """Write tensors by name; ``meant`` has digests of what they are read back as, where that is not themselves."""
+        self.meant |= {name: digest(t) for name, t in tensors.items()} if meant is None else meant
         self._shard |= tensors
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
         if self._bytes > _SHARD:
@@ -155,7 +176,7 @@ class _Writer:
         }
         if self.layout == "compressed-tensors":
             model: Any = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config))
-            text = compressed_tensors.config_of(model, self.schemes, [])
+            text = compressed_tensors.config_of(model, self.schemes, self.plain)
         else:
             method: dict[str, Any] = {"quant_method": "mxfp4"}
             if self.layout == "deepseek":

@@ -70,7 +70,7 @@ class SwitchingModel:
                 continue
             named = Of(show, name)
             products = collected(Products(source, configs), recipe, batches, named)
-            round_weights(products, recipe.weights, named)
+            round_weights(products, recipe, named)
             self._add(recipe, products)
         require_some(recipes.keys() - self.left_out.keys(), self.left_out)
         names = set(self.forms)

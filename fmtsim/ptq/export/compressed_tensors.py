@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.ptq.export.stored import REAL, StoredWeight, spread_over
-from fmtsim.ptq.export.weights import CodedWeight
+from fmtsim.ptq.export.weights import OMIT, CodedWeight
+from fmtsim.ptq.verb import output_heads
 from fmtsim.support.errors import DataError
 from fmtsim.support.records import check_items
 
@@ -42,7 +43,16 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
     elif weight.is_element("e4m3") and not weight.is_mx("e4m3"):
         coded = {"weight": weight.codes.view(torch.float8_e4m3fn), "weight_scale": _scales(weight)}, "float-quantized"
     else:
-        coded = _microscaled(weight)
+        mx = {"e2m1": "mxfp4-pack", "e2m3": "mxfp6-pack", "e4m3": "mxfp8"}
+        element = next((element for element in mx if weight.is_mx(element)), "")
+        if not element:
+            raise weight.refuse(
+                f"compressed-tensors has no {weight.element.name} in blocks of {weight.block}", _CHOICES
+            )
+        _scales(weight)
+        codes = weight.codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(weight.codes, weight.element.bits)
+        name = "weight" if element == "e4m3" else "weight_packed"
+        coded = {name: codes, "weight_scale": weight.powers}, f"{mx[element]}-quantized"
     tensors, layout = coded
     inputs = _inputs(weight, layout)
     if weight.inputs == "static":
@@ -53,30 +63,14 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
         assert weight.x_scale is not None
         tensors["input_global_scale"] = _reciprocals(weight.x_scale)[0].reshape(1)  # Transformer Engine's rule has one
     kind = "int" if weight.is_integer else "float"
-    weights = {
-        "num_bits": weight.element.bits,
-        "type": kind,
-        "symmetric": True,
-        "strategy": "tensor_group" if two_level else weight.per,
-        "dynamic": False,
-    }
+    strategy = "tensor_group" if two_level else weight.per
+    weights = {"num_bits": weight.element.bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
     weights |= {"group_size": weight.block[1]} if weight.per == "group" or two_level else {}
     weights |= {"scale_dtype": "torch.uint8"} if layout.startswith("mx") else {}
     weights |= {"scale_dtype": "torch.float8_e4m3fn"} if two_level else {}
     weights |= {"block_structure": list(weight.block)} if weight.per == "block" else {}
     scheme = {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
     return tensors, scheme, changes
-
-
-def _microscaled(weight: CodedWeight) -> tuple[Tensors, str]:
-    for element, layout in (("e2m1", "mxfp4-pack"), ("e2m3", "mxfp6-pack"), ("e4m3", "mxfp8")):
-        if weight.is_mx(element):
-            _scales(weight)
-            codes = weight.codes
-            packed = codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(codes, weight.element.bits)
-            name = "weight" if element == "e4m3" else "weight_packed"
-            return {name: packed, "weight_scale": weight.powers}, f"{layout}-quantized"
-    raise weight.refuse(f"compressed-tensors has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
 
 
 def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
@@ -87,7 +81,7 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
     """
     assert weight.tensor_scale is not None
     scale, block_scale = weight.tensor_scale, _scales(weight)
-    expected = exact(weight.elements, block_scale, scale).bfloat16()
+    expected = weight.values.bfloat16()
     candidates = _reciprocals(scale)
     # values as compressed-tensors has them: bfloat16 of element times (scale / global scale)
     counts = [
@@ -105,11 +99,9 @@ def _nvfp4(weight: CodedWeight, allow_rescale: bool) -> tuple[Tensors, str]:
             "quantise with nvfp4_static or nvfp4_weights, whose scales are reciprocals, or " if inverse != scale else ""
         )
         raise weight.refuse(" and ".join(changes), f"{other}pass allow_rescale=True, which stores and reports that")
-    packed, stored = (
-        pack(weight.codes, 4),
-        block_scale.to(torch.float8_e4m3fn),
-    )  # scales on their grid: nothing is rounded
-    tensors = {"weight_packed": packed, "weight_scale": stored, "weight_global_scale": global_scale.reshape(1)}
+    stored = block_scale.to(torch.float8_e4m3fn)  # on its grid: nothing is rounded
+    tensors = {"weight_packed": pack(weight.codes, 4), "weight_scale": stored}
+    tensors["weight_global_scale"] = global_scale.reshape(1)
     return tensors, " and ".join(changes)
 
 
@@ -120,15 +112,10 @@ def _reciprocals(scale: Tensor) -> list[Tensor]:
     return [g for g in near.view(torch.float32) if 1 / g == scale] or [nearest]
 
 
-def exact(elements: Tensor, scale: Tensor, tensor_scale: Tensor) -> Tensor:
-    """Return element times both scales, rounded once to float32."""
-    return (spread_over(elements.double(), scale.double()) * tensor_scale.double()).float()
-
-
 def _scales(weight: CodedWeight) -> Tensor:
     rows, columns = weight.elements.shape
     if rows % weight.block[0] or columns % weight.block[1]:
-        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", "leave the layer out")
+        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", OMIT)
     return weight.scale.reshape(1) if weight.per == "tensor" else weight.scale
 
 
@@ -161,15 +148,17 @@ def config_of(model: nn.Module, schemes: dict[str, dict[str, Any]], ignored: lis
         groups.setdefault(json.dumps(scheme), {"targets": [], **scheme})["targets"].append(layer)
     layouts = {scheme["format"] for scheme in schemes.values()}
     quantization = {
-        "quant_method": "compressed-tensors",
-        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "ignore": ignored,
-        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "ignore": ignored, "kv_cache_scheme": None,
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
-    }
+    }  # fmt: skip
     model_config: Any = getattr(model, "config", None)
     config = model_config.to_dict() if hasattr(model_config, "to_dict") else {}
+    heads = output_heads(model) if isinstance(model, nn.Module) else ["lm_head"]
+    if any(name in schemes for name in heads):  # the file has the head beside the embedding
+        for fields in (config, config.get("text_config")):
+            if isinstance(fields, dict) and "tie_word_embeddings" in fields:
+                fields["tie_word_embeddings"] = False
     if config.get("architectures", ()) is None:  # save_pretrained writes it, and vLLM needs it
         config["architectures"] = [type(model).__name__]
     return json.dumps({**config, "quantization_config": quantization}, indent=2, default=str) + "\n"

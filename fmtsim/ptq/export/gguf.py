@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packed import GGML_FORMATS, PackedFormat, gguf_package
-from fmtsim.ptq.export.weights import CodedWeight
+from fmtsim.ptq.export.weights import OMIT, CodedWeight
 from fmtsim.spec.cast import block_bytes
 from fmtsim.support.errors import DataError, first_line
 
@@ -46,9 +46,7 @@ def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
         if not hasattr(library().GGMLQuantizationType, fmt.type):
             raise weight.refuse(f"the package gguf has no type {fmt.type or fmt.name}", _CHOICES)
         if columns % fmt.elements:
-            raise weight.refuse(
-                f"{fmt.name} has blocks of {fmt.elements}, which do not divide {columns} inputs", "leave the layer out"
-            )
+            raise weight.refuse(f"{fmt.name} has blocks of {fmt.elements}, which do not divide {columns} inputs", OMIT)
         return weight.blocks, fmt.type
     if weight.block != (1, _GROUP) or columns % _GROUP or weight.tensor_scale is not None:
         raise weight.refuse(f"GGUF's blocks are 1 x {_GROUP}, and these {weight.block} of {rows} x {columns}", _CHOICES)
@@ -72,16 +70,15 @@ def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
     return torch.cat([scales.reshape(rows, columns // _GROUP, -1).view(torch.uint8), codes], -1).reshape(rows, -1), kind
 
 
-def content(coded: Mapping[str, CodedWeight], rest: Mapping[str, Tensor], architecture: str) -> bytes:
-    """Return the bytes of a file of weights and other tensors by name."""
-    gguf, types = library(), {}
+def content(coded: Mapping[str, tuple[Tensor, str]], rest: Mapping[str, Tensor], architecture: str) -> bytes:
+    """Return the bytes of a file of weights, as ``blocks_of`` has them, and other tensors by name."""
+    gguf = library()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         writer = gguf.GGUFWriter(path, architecture)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        for name, weight in coded.items():
-            blocks, types[name] = blocks_of(weight)
-            writer.add_tensor(name, blocks.numpy(), raw_dtype=gguf.GGMLQuantizationType[types[name]])
+        for name, (blocks, kind) in coded.items():
+            writer.add_tensor(name, blocks.numpy(), raw_dtype=gguf.GGMLQuantizationType[kind])
         for name, t in rest.items():
             if t.dtype == torch.bfloat16:
                 kind = gguf.GGMLQuantizationType.BF16

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack
 from fmtsim.ptq.export.stored import REAL, StoredWeight
-from fmtsim.ptq.export.weights import CodedWeight
+from fmtsim.ptq.export.weights import OMIT, CodedWeight
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import check_items
 
@@ -26,41 +26,26 @@ def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors of a layer's weight by their attribute, and the record that says which class they make."""
     rows, columns = weight.elements.shape
     if rows % weight.block[0] or columns % weight.block[1]:
-        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", "leave the layer out")
+        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", OMIT)
     if weight.is_integer:
         kind, tensors, fields = _integers(weight)
     elif weight.is_element("e2m1") and weight.tensor_scale is not None and weight.block == (1, 16):
         if weight.inputs != "none":
             raise weight.refuse(f"this layout has NVFP4 weights alone, and inputs are {weight.x}", _NVFP4)
-        kind, tensors = (
-            "NVFP4Tensor",
-            {
-                "qdata": pack(weight.codes, 4),
-                "scale": weight.scale.to(torch.float8_e4m3fn),  # on its grid: nothing is rounded
-                "per_tensor_scale": weight.tensor_scale,
-            },
-        )
+        kind, scale = "NVFP4Tensor", weight.scale.to(torch.float8_e4m3fn)  # on its grid: nothing is rounded
+        tensors = {"qdata": pack(weight.codes, 4), "scale": scale, "per_tensor_scale": weight.tensor_scale}
         fields = {"block_size": 16, "orig_dtype": _dtype(weight.dtype), "is_swizzled_scales": False,
                   "use_triton_kernel": False, "act_quant_kwargs": None}  # fmt: skip
     elif weight.is_mx("e4m3") or weight.is_mx("e2m1"):
         if weight.inputs != "none":
             raise weight.refuse(f"this layout has MX weights alone, and inputs are {weight.x}", _CHOICES)
         small = weight.is_element("e2m1")
-        kind, tensors = (
-            "MXTensor",
-            {
-                "qdata": pack(weight.codes, 4) if small else weight.codes.view(torch.float8_e4m3fn),
-                "scale": weight.powers.view(torch.float8_e8m0fnu),
-            },
-        )
-        fields = {
-            "elem_dtype": _dtype(torch.float4_e2m1fn_x2 if small else torch.float8_e4m3fn),
-            "block_size": 32,
-            "orig_dtype": _dtype(weight.dtype),
-            "kernel_preference": _typed("KernelPreference", "EMULATED"),
-            "act_quant_kwargs": None,
-            "is_swizzled_scales": False,
-        }
+        codes = pack(weight.codes, 4) if small else weight.codes.view(torch.float8_e4m3fn)
+        kind, tensors = "MXTensor", {"qdata": codes, "scale": weight.powers.view(torch.float8_e8m0fnu)}
+        element = _dtype(torch.float4_e2m1fn_x2 if small else torch.float8_e4m3fn)
+        fields = {"elem_dtype": element, "block_size": 32, "orig_dtype": _dtype(weight.dtype),
+                  "kernel_preference": _typed("KernelPreference", "EMULATED"), "act_quant_kwargs": None,
+                  "is_swizzled_scales": False}  # fmt: skip
     elif weight.is_element("e4m3") and weight.tensor_scale is None:
         kind, tensors, fields = _float8(weight)
     else:
@@ -72,21 +57,17 @@ def _integers(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
     tensors = {"qdata": weight.integers, "scale": weight.scale}
     if weight.inputs == "token" and weight.inputs_are("int8") and weight.element.bits == 8 and weight.per == "channel":
         act = {"granularity": _PER_ROW, "mapping_type": _typed("MappingType", "SYMMETRIC"), "reduce_range": False}
-        fields = {"block_size": [1, weight.block[1]], "dtype": _dtype(weight.dtype)}
-        return "Int8Tensor", tensors, {**fields, "act_quant_kwargs": _typed("QuantizeTensorToInt8Kwargs", act)}
+        act = _typed("QuantizeTensorToInt8Kwargs", act)
+        own = {"block_size": [1, weight.block[1]], "dtype": _dtype(weight.dtype), "act_quant_kwargs": act}
+        return "Int8Tensor", tensors, own
     dynamic = {"none": None, "token_zp": "int8_asym_per_token"}
     if weight.inputs not in dynamic:
         raise weight.refuse(f"torchao has no integer weights under inputs in {weight.x}", _CHOICES)
-    return (
-        "IntxUnpackedToInt8Tensor",
-        {**tensors, "zero_point": torch.zeros_like(weight.scale, dtype=torch.int8)},
-        {
-            "target_dtype": {"_type": "torch.dtype", "_data": f"int{weight.element.bits}"},
-            "block_size": list(weight.block),
-            "dtype": _dtype(weight.dtype),
-            "activation_quantization": dynamic[weight.inputs],
-        },
-    )
+    tensors["zero_point"] = torch.zeros_like(weight.scale, dtype=torch.int8)
+    target = {"_type": "torch.dtype", "_data": f"int{weight.element.bits}"}
+    fields: Any = {"target_dtype": target, "block_size": list(weight.block), "dtype": _dtype(weight.dtype),
+              "activation_quantization": dynamic[weight.inputs]}  # fmt: skip
+    return "IntxUnpackedToInt8Tensor", tensors, fields
 
 
 def _float8(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
@@ -96,13 +77,9 @@ def _float8(weight: CodedWeight) -> tuple[str, Tensors, dict[str, Any]]:
         act = {"float8_dtype": _dtype(torch.float8_e4m3fn), "granularity": per, "kernel_preference": _AUTO}
     elif weight.inputs != "none":
         raise weight.refuse(f"torchao has no float8 weights under inputs in {weight.x}", _CHOICES)
-    fields = {
-        "block_size": list(weight.block),
-        "mm_config": None,
-        "act_quant_kwargs": act and _typed("QuantizeTensorToFloat8Kwargs", act),
-        "kernel_preference": _AUTO,
-        "dtype": _dtype(weight.dtype),
-    }
+    inputs = act and _typed("QuantizeTensorToFloat8Kwargs", act)
+    fields = {"block_size": list(weight.block), "mm_config": None, "act_quant_kwargs": inputs,
+              "kernel_preference": _AUTO, "dtype": _dtype(weight.dtype)}  # fmt: skip
     return "Float8Tensor", {"qdata": weight.codes.view(torch.float8_e4m3fn), "scale": weight.scale}, fields
 
 

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """export and read_export: files of compressed-tensors, torchao and GGUF, with the codes that fmtsim rounded to."""
 
+import hashlib
 import os
+import shutil
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,13 +19,16 @@ from torch import Tensor, nn
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors, read_tensors, stored_tensor, tensor_content
+from fmtsim.nn.coverage import Coverage
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
 from fmtsim.ptq.export.layouts import CODES, COMPRESSED_TENSORS, LAYOUTS, Layout, Reordered, read_config
 from fmtsim.ptq.export.stored import StoredWeight, read_tensor, spread_over
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
+from fmtsim.ptq.report import coverage_of_weights, share_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
-from fmtsim.support.files import write_file, write_folder
+from fmtsim.support.files import TEMPORARY, write_folder
 from fmtsim.support.records import located, parse_json, read_json
+from fmtsim.support.table import some
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -249,6 +256,8 @@ class Export:
         coded: Layers whose weights are codes and scales, with their formats.
         values: Other tensors, which are stored as the values that they have.
         rescaled: What ``allow_rescale=True`` changed, by layer.
+        checked: How many tensors were read back and have the bits that they should have.
+        coverage: Elements of the weights that products read; ``simulated`` are those that are coded.
     """
 
     layout: str
@@ -256,6 +265,8 @@ class Export:
     coded: dict[str, str]
     values: tuple[str, ...]
     rescaled: dict[str, str] = field(default_factory=dict)
+    checked: int = 0
+    coverage: Coverage = Coverage(total=0, simulated=0, backward=0)
 
     def __str__(self) -> str:
         formats: dict[str, int] = {}
@@ -264,7 +275,9 @@ class Export:
         counts = ", ".join(f"{count} in {name}" for name, count in formats.items())
         where = " and ".join(map(str, self.files))
         text = f"{where}: {self.layout}, weights of {counts}, {len(self.values)} tensors as values"
-        return "\n".join([text, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())])
+        lines = [text, f"read back: all {self.checked} tensors have the bits that were meant"]
+        lines += [share_of(self.coverage, "coded")] if self.coverage.raw else []
+        return "\n".join([*lines, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())])
 
 
 def export(
@@ -275,7 +288,8 @@ def export(
 
     The model is one that ``fmtsim.ptq`` or ``fmtsim.load_state`` made, or one in training under a recipe that casts its
     weights (``ao_int4_qat``): those are rounded as its next forward pass would round them. Other tensors, quantised
-    convolutions among them, are written as values. No number is rounded: what a layout cannot hold is an error.
+    convolutions among them, are written as values. No number is rounded: what a layout cannot hold is an error. Files
+    are read back before they get their names, and every tensor's bits are compared with the model's.
 
     Args:
         model: The quantised model.
@@ -295,7 +309,7 @@ def export(
     Raises:
         ArgumentError: The layout is unknown, or has no place for a weight or the quantised inputs of a layer, which
             is named; or no weight of the model is quantised.
-        DataError: The files cannot be written.
+        DataError: The files cannot be written, or do not read back as they should; no file has its name then.
         FmtsimError: GGUF without the package ``gguf``.
 
     >>> import tempfile, torch, fmtsim
@@ -313,55 +327,85 @@ def export(
     if allow_rescale and layout != "compressed-tensors":
         raise ArgumentError(f"allow_rescale=True with layout={layout!r}, which rescales nothing; leave it out")
     coded, rest = weights_of(model)
-    write = {"compressed-tensors": _compressed, "torchao": _torchao, "gguf": _gguf}[layout]
-    rescaled: dict[str, str] = {}
-    files = write(model, Path(path).expanduser(), coded, rest, names or {}, rescaled if allow_rescale else None)
-    formats = {weight.layer: weight.element.name for weight in coded}
-    return Export(layout=layout, files=tuple(files), coded=formats, values=tuple(rest), rescaled=rescaled)
-
-
-Names = Mapping[str, str]
-Coded = list[CodedWeight]
-
-
-def _compressed(
-    model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names, rescaled: dict[str, str] | None
-) -> list[Path]:
-    tensors, schemes = dict(rest), {}
-    for weight in coded:
-        own = compressed_tensors.tensors_of(weight, allow_rescale=rescaled is not None)
-        weight_tensors, schemes[weight.layer], changes = own
-        if rescaled is not None and changes:
-            rescaled[weight.layer] = changes
-        tensors |= {f"{weight.layer}.{name}": t for name, t in weight_tensors.items()}
-    ignored = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in schemes]
-    config = compressed_tensors.config_of(model, schemes, ignored)
-    return write_folder(path, dict(zip(_FILES, (_safetensors(tensors, {"format": "pt"}), config), strict=True)))
-
-
-def _torchao(
-    model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names, rescaled: dict[str, str] | None
-) -> list[Path]:
-    records: dict[str, Any] = {name: {"_type": "Tensor"} for name in rest}
-    tensors = dict(rest)
-    for weight in coded:
-        weight_tensors, records[f"{weight.layer}.weight"] = torchao.tensors_of(weight)
-        tensors |= {torchao.named(weight.layer, name): t for name, t in weight_tensors.items()}
-    write_file(path, _safetensors(tensors, torchao.metadata_of(records)))
-    return [path]
-
-
-def _gguf(
-    model: nn.Module, path: Path, coded: Coded, rest: dict[str, Tensor], names: Names, rescaled: dict[str, str] | None
-) -> list[Path]:
-    weights = {f"{weight.layer}.weight": weight for weight in coded}
-    unknown = [name for name in names if name not in weights and name not in rest]
+    path, rescaled = Path(path).expanduser(), dict[str, str]()
+    in_file = {name: (names or {}).get(name, name) for name in (*(f"{weight.layer}.weight" for weight in coded), *rest)}
+    unknown = [name for name in names or () if name not in in_file]
     if unknown:
         raise ArgumentError(f"names= has {unknown[0]!r}, which the model has not; its state_dict lists its tensors")
-    architecture = getattr(getattr(model, "config", None), "model_type", "") or "fmtsim"
-    coded_by_name = {names.get(name, name): weight for name, weight in weights.items()}
-    write_file(path, gguf.content(coded_by_name, {names.get(name, name): t for name, t in rest.items()}, architecture))
-    return [path]
+    contents: dict[str, bytes | str | Path | None]
+    # 1. the contents of the files, by their names in the folder, and what their tensors should be read back as
+    if layout == "compressed-tensors":
+        stored = _stored(coded, partial(compressed_tensors.tensors_of, allow_rescale=allow_rescale))
+        rescaled = {layer: changes for layer, (_, _, changes) in stored.items() if changes}
+        tensors = rest | {f"{layer}.{end}": t for layer, (own, *_) in stored.items() for end, t in own.items()}
+        schemes = {layer: scheme for layer, (_, scheme, _) in stored.items()}
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        config = compressed_tensors.config_of(model, schemes, [name for name in linear if name not in schemes])
+        contents = dict(zip(_FILES, (_safetensors(tensors, {"format": "pt"}), config), strict=True))
+        for i, weight in enumerate(coded):
+            if weight.layer in rescaled:
+                reciprocal = stored[weight.layer][0]["weight_global_scale"].reshape(())
+                coded[i] = replace(weight, tensor_scale=1 / reciprocal)
+    elif layout == "torchao":
+        stored = _stored(coded, torchao.tensors_of)
+        tensors = rest | {torchao.named(name, key): t for name, (own, _) in stored.items() for key, t in own.items()}
+        records = dict.fromkeys(rest, {"_type": "Tensor"}) | {f"{name}.weight": r for name, (_, r) in stored.items()}
+        contents = {_FILES[0]: _safetensors(tensors, torchao.metadata_of(records))}
+    else:
+        architecture = getattr(getattr(model, "config", None), "model_type", "") or "fmtsim"
+        stored = {in_file[f"{layer}.weight"]: t for layer, t in _stored(coded, gguf.blocks_of).items()}
+        contents = {"model.gguf": gguf.content(stored, {in_file[n]: t for n, t in rest.items()}, architecture)}
+    zero = 0.0 if layout == "gguf" else -0.0  # ggml's MXFP4 reads the code of -0 as 0
+    values = ((f"{w.layer}.weight", w.values + zero if w.blocks is None else w.values) for w in coded)
+    meant = {in_file[name]: digest(t) for name, t in chain(values, rest.items())}
+    # 2. written beside their places, read back, and moved there
+    folder = path if layout == "compressed-tensors" else path.parent
+    beside = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    stage = beside / f"{TEMPORARY}{uuid.uuid4().hex}"
+    try:
+        written = write_folder(stage, contents)
+        check_written(written[0] if len(written) == 1 else stage, meant)
+        files = write_folder(folder, {file.name if folder == path else path.name: file for file in written})
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    coverage = coverage_of_weights(model, {weight.layer for weight in coded})
+    formats = {weight.layer: weight.element.name for weight in coded}
+    return Export(
+        layout=layout, files=tuple(files), coded=formats, values=tuple(rest), rescaled=rescaled, checked=len(meant),
+        coverage=replace(coverage, simulated=sum(weight.elements.numel() for weight in coded)),
+    )  # fmt: skip
+
+
+def _stored(coded: list[CodedWeight], store: Callable[[CodedWeight], Any]) -> dict[str, Any]:
+    """Return what a layout stores of each layer; one error names all layers that it has no place for."""
+    stored, refusals = {}, dict[str, ArgumentError]()
+    for weight in coded:
+        try:
+            stored[weight.layer] = store(weight)
+        except ArgumentError as error:
+            refusals[weight.layer] = error
+    if refusals:
+        first, *others = refusals
+        raise ArgumentError(f"{refusals[first]}" + (f"; likewise {some(others)}" if others else ""))
+    return stored
+
+
+def digest(t: Tensor) -> bytes:
+    """Return a digest of a tensor's dtype and bits."""
+    content = t.detach().cpu().contiguous().reshape(-1)
+    return hashlib.blake2b(str(t.dtype).encode() + content.view(torch.uint8).numpy().tobytes()).digest()
+
+
+def check_written(path: Path, meant: Mapping[str, bytes]) -> None:
+    """Read files back; raise DataError that names tensors with other bits than meant, weights being float32 values."""
+    checkpoint, wrong = open_checkpoint(path), []
+    for name, bits in meant.items():
+        value = checkpoint[name] if name in checkpoint else torch.empty(0)
+        wrong += [name] * (digest(value if isinstance(value, Tensor) else value.decode(torch.float32)) != bits)
+    if wrong:
+        raise DataError(
+            f"what was written does not read back as it was meant: {some(wrong)}; the files are gone; please report it"
+        )
 
 
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -14,8 +14,10 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.nn.modules import STATE, EmulatedLinear, EmulatedModule
+from fmtsim.nn.modules import STATE, EmulatedLinear
 from fmtsim.nn.state import PTQ, converted_modules
+from fmtsim.ptq.calibrate import check_loaded
+from fmtsim.ptq.export.stored import spread_over
 from fmtsim.ptq.reshape import DIVISOR, transform_input
 from fmtsim.ptq.state import Quantised, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
@@ -25,6 +27,7 @@ from fmtsim.support.errors import ArgumentError
 
 _E4M3 = get_format("e4m3")
 assert isinstance(_E4M3, FloatFormat)
+OMIT = "leave the layer out with ignore="  # about a layer whose sizes a layout does not take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,6 +57,16 @@ class CodedWeight:
     x: Quantizer
     x_scale: Tensor | None
     blocks: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """What elements and scales give, float32, rounded once."""
+        if self.blocks is not None:
+            fmt: Any = self.element
+            return Encoded(format=fmt, shape=self.elements.shape, dim=-1, codes=self.blocks).decode()
+        elements = self.elements.double() + 0.0 if self.is_integer else self.elements.double()  # codes have no -0
+        second = 1.0 if self.tensor_scale is None else self.tensor_scale.double()
+        return (spread_over(elements, self.scale.double()) * second).float()
 
     @property
     def codes(self) -> Tensor:
@@ -129,8 +142,10 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
     """Return the linear weights that a model quantises, and every other tensor of its state_dict by name.
 
     Raises:
-        ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, or it has no codes of its own.
+        ArgumentError: Nothing is quantised, a weight was changed after ``fmtsim.ptq``, is offloaded, or has no codes
+            of its own.
     """
+    check_loaded(model)
     quantised: Quantised | None = model.__dict__.get(PTQ)
     rounded: dict[str, RoundedWeight] = {} if quantised is None else quantised.weights
     coded = []
@@ -180,18 +195,15 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
         blocks = encode(w, operand.quantizer.format, pad=True).codes if blocks is None else blocks
     fmt, block, scale, tensor_scale = operand.quantizer.format, operand.block, operand.scale, operand.tensor_scale
     element: Any = fmt.element if isinstance(fmt, BlockFormat) else fmt
+    memory = dict(module._modules[STATE].named_children()).get("x_f") if STATE in module._modules else None
+    x_scale = memory.scales().scale.reshape(()).cpu() if isinstance(memory, DelayedScale) else None
+    one = torch.ones(1, 1) if tensor_scale is None else tensor_scale.reshape(1, 1)
     return CodedWeight(
-        layer=name, element=element, elements=operand.elements.cpu(), scale=_or_one(scale, tensor_scale).cpu(),
+        layer=name, element=element, elements=operand.elements.cpu(), scale=(scale if scale is not None else one).cpu(),
         tensor_scale=None if scale is None or tensor_scale is None else tensor_scale.cpu(),
         block=w.shape if scale is None else (min(block[0], w.shape[0]), min(block[1], w.shape[1])),
-        dtype=w.dtype, x=x, x_scale=_static_scale(module), blocks=None if blocks is None else blocks.cpu(),
+        dtype=w.dtype, x=x, x_scale=x_scale, blocks=None if blocks is None else blocks.cpu(),
     )  # fmt: skip
-
-
-def _or_one(scale: Tensor | None, tensor_scale: Tensor | None) -> Tensor:
-    if scale is not None:
-        return scale
-    return torch.ones(1, 1) if tensor_scale is None else tensor_scale.reshape(1, 1)
 
 
 def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
@@ -234,8 +246,3 @@ def _with_codes(name: str, operand: Operand) -> Operand:
             "or symmetric integer elements"
         )
     return operand
-
-
-def _static_scale(module: EmulatedModule) -> Tensor | None:
-    memory = dict(module._modules[STATE].named_children()).get("x_f") if STATE in module._modules else None  # type: ignore[union-attr]
-    return memory.scales().scale.reshape(()).cpu() if isinstance(memory, DelayedScale) else None

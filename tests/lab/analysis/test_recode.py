@@ -42,6 +42,28 @@ def test_every_code_and_scale_of_mxfp4_decodes_the_same_within_the_span_and_not_
         assert loses(mxfp4([-steps - 1, 0]), target)
 
 
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("e4m3_1x32", "mxfp8_e4m3"), ("e4m3_1x32", "e4m3_128x128_pow2"), ("e4m3_1x32", "e4m3_128x128"), ("mxfp4", "nvfp4"),
+     ("nvfp4", "mxint8"), ("nvfp4", "e4m3_channel")],
+)  # fmt: skip
+def test_no_scale_falls_when_it_is_carried_over(source, target):
+    """Under scales over the whole range each block of the target covers its largest magnitude: none saturates."""
+    random = torch.Generator().manual_seed(0)
+    powers = 2.0 ** torch.randint(-12, 12, (128, 4), generator=random).repeat_interleave(32, 1)
+    weight, fmt = fmtsim.encode(torch.randn(128, 128, generator=random) * powers, source), fmtsim.get_format(target)
+    moved = carry(weight, fmt)
+    _, scale, second, _ = moved.parts()
+    height, width = (n or 128 for n in fmt.block)
+    w = weight.decode(torch.float64).abs()
+    covered = scale.double() * (1 if second is None else second.double()) * fmt.element.max
+    assert bool((covered >= w.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3))).all())
+
+
+def test_a_scale_beyond_the_largest_is_not_carried_over():
+    assert carry(mxfp4([127]), fmtsim.get_format("mxint8")) is None  # 2^127 / 0.25
+
+
 def test_scales_with_a_significand_are_no_powers_of_two():
     found = fmtsim.lab.check_recode("e4m3_128x128", "mxfp8_e4m3")
     assert (found.scales, found.held, found.lossless) == (508, 254, False)
@@ -92,7 +114,7 @@ def test_a_weight_has_the_blocks_that_change_their_places_and_the_worst_error():
     weight = Encoded.from_parts(EncodedParts(codes, scales), fmtsim.get_format("mxfp4"), codes.shape)
     found = fmtsim.lab.check_recode(weight, "nvfp4")
     (row,) = found.weights
-    assert (row.blocks, row.carried, row.first, row.worst) == (8, 1, ((2, 1),), 1.0) and not found.lossless
+    assert (row.blocks, row.carried, row.first, row.worst) == (8, 1, ((2, 1),), 1 / 3) and not found.lossless
     assert "1 change under their own scales" in str(found) and "(2, 1)" in str(found)
     assert fmtsim.lab.check_recode({"a": weight, "b": torch.ones(2)}, "mxfp8_e4m3").lossless
     assert carry(fmtsim.encode(torch.ones(4, 64), "nvfp4_row"), fmtsim.get_format("mxfp8_e4m3")) is None

@@ -8,6 +8,7 @@ import torch
 
 import fmtsim
 from fmtsim.formats.tensor_file import stored_tensor, write_tensors
+from fmtsim.lab.cli import checkpoints
 from fmtsim.lab.cli.main import main
 
 
@@ -104,3 +105,53 @@ def test_what_cannot_be_converted_leaves_no_folder(folder, capsys):
         assert sorted(path.name for path in folder.parent.iterdir()) == ["m", "plain"]
     assert main(["convert-checkpoint", str(folder), "--to", "mxfp4", "--out", str(folder)]) == 2
     assert f"--out {folder} is there already; name a folder that does not exist yet" in capsys.readouterr().err
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    """A checkpoint as DeepSeek V3 stores E4M3: one block under a scale that is no power of two, and a matrix of 40."""
+    tensors = {"l.weight": torch.ones(128, 128), "m.weight": torch.ones(8, 40)}
+    tensors["l.weight"][0, 0] = 448
+    tensors = {name: w.to(torch.float8_e4m3fn) for name, w in tensors.items()}
+    tensors |= {"l.weight_scale_inv": torch.tensor([[0.75]]), "m.weight_scale_inv": torch.tensor([[0.5]])}
+    (tmp_path / "d").mkdir()
+    write_tensors(tmp_path / "d" / "model.safetensors", {n: stored_tensor(t) for n, t in tensors.items()}, {})
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "d" / "config.json").write_text(json.dumps({"quantization_config": method}))
+    return tmp_path / "d"
+
+
+@pytest.mark.parametrize("words", ["e4m3_128x128_pow2", "e4m3_128x128_pow2 --layout deepseek", "mxfp8_e4m3"])
+def test_scales_that_are_carried_over_go_up_and_saturate_nothing(words, blocks, capsys):
+    out = blocks.parent / "out"
+    words = f"convert-checkpoint {blocks} --out {out} --scales own --ignore ^m[.] --to {words}"
+    assert main(words.split()) == 0
+    text = capsys.readouterr().out
+    assert "l.weight: 1 of 16384 weights change under its own scales, rounded up" in text
+    assert text.endswith("\nread back: all 2 tensors have the bits that were meant\n")
+    after = fmtsim.open_checkpoint(out)
+    assert after["l.weight"].decode()[0, :2].tolist() == [320, 0.75]  # 336 is a tie of 320 and 352, the scale is 1
+    assert torch.equal(after["m.weight"].float(), torch.full((8, 40), 0.5))
+
+
+def test_a_weight_without_a_common_multiple_says_that_it_has_new_scales(blocks, capsys):
+    out = blocks.parent / "out"
+    words = ["convert-checkpoint", str(blocks), "--to", "nvfp4", "--out", str(out), "--scales", "own"]
+    assert main(words) == 2
+    assert "'m': blocks of (1, 16) do not divide 8 x 40; leave the layer out with --ignore" in capsys.readouterr().err
+    assert main([*words, "--ignore", "("]) == 2
+    assert "--ignore ( is not a regular expression" in capsys.readouterr().err and not out.exists()
+    assert main([*words, "--ignore", "^m[.]"]) == 0
+    said = "--scales rule, as own cannot be carried over: l.weight (nvfp4 has no multiple of their elements"
+    assert capsys.readouterr().out.startswith(said)
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == ["m"]
+
+
+def test_a_planted_error_in_what_is_written_is_seen(folder, capsys, monkeypatch):
+    two_d(folder)
+    store = checkpoints.stored_tensor
+    monkeypatch.setattr(checkpoints, "stored_tensor", lambda t: store(t ^ 1 if t.dtype == torch.uint8 else t))
+    assert main(["convert-checkpoint", str(folder), "--to", "nvfp4", "--out", str(folder.parent / "out")]) == 2
+    said = "what was written does not read back as it was meant: q.weight; the files are gone"
+    assert said in capsys.readouterr().err
+    assert [path.name for path in folder.parent.iterdir()] == ["m"]

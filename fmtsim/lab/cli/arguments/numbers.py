@@ -184,11 +184,12 @@ def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
     option(parser, "--to", "the block format", metavar="FORMAT", names=names.formats, required=True)
     out = "the folder to write, which must not exist yet; without it, say what would be lost, and exit with 1 if any is"
     option(parser, "--out", out, metavar="DIR", type=Path)
-    layouts = "compressed-tensors: 2-d weights; gpt-oss: MXFP4; deepseek: E4M3 under real scales"
+    layouts = "compressed-tensors: 2-d weights; gpt-oss: MXFP4; deepseek: E4M3 in blocks, scales as float32"
     option(parser, "--layout", layouts, "compressed-tensors", choices=("compressed-tensors", "gpt-oss", "deepseek"))
-    scales = "rule: the format's own; own: those of the checkpoint, carried over, so that fewer bits are lost"
+    scales = "rule: the format's own; own: those of the checkpoint, or the format's next above where it lacks one"
     option(parser, "--scales", scales, "rule", choices=("rule", "own"))
     option(parser, "--weights", "a regular expression: weights to encode that are not quantised", metavar="PATTERN")
+    option(parser, "--ignore", "a regular expression: weights to leave in high precision", metavar="PATTERN")
     flag(parser, "--quiet", "show no progress")
     add_json(parser)
 
