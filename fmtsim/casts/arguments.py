@@ -26,11 +26,11 @@ BlockOf = tuple[str, int | None, int | None] | None
 def check_whole(name: str, *types: type) -> None:
     """Refuse DTensors, whose operators would need sharding strategies: a shard has scales and sums of its own."""
     if any(cls.__name__ == "DTensor" for cls in types):
-        raise ArgumentError(
-            f"{name} is a DTensor, as torch's parallelize_module makes them, and no operator of fmtsim has a sharding "
-            "strategy; pass its to_local() or full_tensor(), and share out the layers of a model with "
-            "fmtsim.distributed.parallelize, then convert it"
+        text = (
+            f"{name} is a DTensor (torch's parallelize_module makes them), for which fmtsim has no sharding strategies"
         )
+        step = "share out a model's layers with fmtsim.distributed.parallelize, then convert it"
+        raise ArgumentError(f"{text}; pass its to_local() or full_tensor(); {step}")
 
 
 def check_dense(name: str, x: Any) -> None:

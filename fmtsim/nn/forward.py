@@ -32,17 +32,13 @@ class _Wrapped(partial):  # type: ignore[type-arg]
         return inspect.signature(_inner(*self.args[:2]))
 
 
-def is_own(module: nn.Module, forward: Any, cls: type[nn.Module] | None = None) -> bool:
-    """Return True if a function is a module's bound forward, that of its class or of another one."""
-    function = (cls or type(module)).forward
-    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is function
+def is_own(module: nn.Module, forward: Any) -> bool:
+    """Return True if a function is the bound forward of a module's class."""
+    return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, type(module).forward)
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module another class, whose forward runs also where the instance or Accelerate's hook holds the bound one.
-
-    Such an attribute would hide the new class's forward.
-    """
+    """Give a module another class, whose forward runs also where the instance or Accelerate's hook has the old one."""
     for slot in SLOTS:
         if is_own(module, module.__dict__.get(slot)):
             module.__dict__[slot] = MethodType(cls.forward, module)
@@ -50,11 +46,8 @@ def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def hidden_by(module: nn.Module) -> str | None:
-    """Return the name of the function in an instance that hides its class's forward, None where that runs.
-
-    Accelerate's hooks call the class's forward by ``_old_forward``, and what ``wrap`` made calls it by the class.
-    """
-    forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+    """Return the name of the function in an instance that hides its class's forward, None where that runs."""
+    forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # which Accelerate's hook calls
     while isinstance(forward, _Wrapped):
         forward = forward.args[1]
     if forward is None or is_own(module, forward):

@@ -77,14 +77,9 @@ class Emulation:
         return " on ".join(filter(None, (self.recipe, " and ".join(self.config.machines))))
 
     @property
-    def ran(self) -> bool:
-        """Whether a product of the module ran; set to False before a call, it tells whether one runs in it."""
-        return any(layer.ran for _, products in self.layers for layer in products.values())
-
-    @ran.setter
-    def ran(self, value: bool) -> None:
-        for layer in (layer for _, products in self.layers for layer in products.values()):
-            layer.ran = value
+    def runs(self) -> int:
+        """How many calls of products of the module ran."""
+        return sum(layer.runs for _, products in self.layers for layer in products.values())
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
@@ -107,15 +102,14 @@ class Emulation:
 
 
 class _Memory(nn.ModuleDict):
-    """Hold the scales of a layer; it has no weight, which torch's parallelize_module asks of all that a layer holds."""
+    """Hold the scales of a layer; torch's parallelize_module, which asks it for a weight, is told what to use."""
 
     def __getattr__(self, name: str) -> Any:
-        """Look up a module."""
-        if name in ("weight", "bias"):
-            raise AttributeError(
-                f"what a converted layer remembers of its scales has no {name}; torch's parallelize_module takes no "
-                "such layer: share them out with fmtsim.distributed.parallelize, then convert the model"
+        if name == "weight":
+            text = (
+                "what a converted layer remembers of its scales has no weight; torch's parallelize_module takes no such"
             )
+            raise AttributeError(f"{text} layer: use fmtsim.distributed.parallelize, then convert the model")
         return super().__getattr__(name)
 
 
@@ -278,15 +272,11 @@ def _check_run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
     how = module.__dict__.get("emulation")
     if how is None or how.not_run or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    how.ran = False
-    y = forward(*args, **kwargs)
-    if not how.ran:
+    before, y = how.runs, forward(*args, **kwargs)
+    if how.runs == before:
         how.not_run = f"a forward that was set on the instance after convert, {hidden_by(module)}, ran in its place"
-        warnings.warn(
-            f"layer {how.name!r} ran, and was not emulated: {how.not_run}; call the converted layer's forward in it",
-            CoverageWarning,
-            stacklevel=caller_level(),
-        )
+        text = f"layer {how.name!r} ran, and was not emulated: {how.not_run}; call the converted layer's forward in it"
+        warnings.warn(text, CoverageWarning, stacklevel=caller_level())
     return y
 
 

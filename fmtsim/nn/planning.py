@@ -197,11 +197,11 @@ def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_step
     _check_schedule(name, layer_plan, total_steps)
     hiding = hidden_by(module)
     if hiding is not None:
-        raise ArgumentError(
-            f"layer {name!r} ({type(module).__name__}) has a forward of its own, {hiding}, on the instance, which "
-            "would hide the emulated one; take it off (del layer.forward), convert, and put it around the converted "
-            "layer's forward, or leave the layer out with filter_fn= or a Rule(name=...)"
+        text = (
+            f"layer {name!r} ({type(module).__name__}) has a forward of its own on the instance, {hiding}, which would"
         )
+        step = "take it off (del layer.forward), convert, and put it around the converted layer's forward, or leave"
+        raise ArgumentError(f"{text} hide the emulated one; {step} the layer out with filter_fn= or a Rule(name=...)")
     emulated = emulated_class(type(module))
     assert emulated is not None  # why_not would have had a reason
     for outputs, inputs in emulated.matrices(module):

@@ -73,10 +73,10 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
         )
     offloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if offloaded is not None:
-        raise ArgumentError(
-            f"{offloaded} is on the meta device between the forwards of its layer, so products of a batch are not told "
-            "to be its own; call report(model) without a batch, or load the model without offloading"
+        text = (
+            f"{offloaded} is on the meta device between the forwards of its layer, and its products are not known to be"
         )
+        raise ArgumentError(f"{text} its own; call report(model) without a batch, or load the model without offloading")
     with undisturbed(model):
         how = model.__dict__.get(SCALED)  # a scaled model measures its branches in its first batch
         if how is not None and how.taus is None:
@@ -423,15 +423,15 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
 
 def _not_reached(model: nn.Module) -> Iterator[str]:
     """Yield the converted layers that no forward has reached yet, once one has reached others: experts, branches."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule) and m.emulation is not None}
-    layers = {name: m for name, m in layers.items() if not isinstance(m, ParameterProduct)}
+    modules = {
+        name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule) and m.emulation is not None
+    }
+    layers = {name: m.emulation for name, m in modules.items() if not isinstance(m, ParameterProduct)}
     alike: dict[str, list[str]] = {}
-    for name, module in layers.items():
-        if not (module.emulation.ran or module.not_run):  # type: ignore[union-attr]
-            alike.setdefault(numbered(name), []).append(name)
-    count = sum(map(len, alike.values()))
+    for name in (name for name, how in layers.items() if how is not None and not (how.runs or how.not_run)):
+        alike.setdefault(numbered(name), []).append(name)
+    count, names = sum(map(len, alike.values())), ", ".join(map(together, alike.values()))
     if 0 < count < len(layers):
-        names = ", ".join(map(together, alike.values()))
         yield f"{count} of {len(layers)} converted layers not reached so far: {names}"
 
 
