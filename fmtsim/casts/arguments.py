@@ -57,8 +57,8 @@ def check_together(**tensors: torch.Tensor | None) -> None:
         plain = plain and type(t) in PLAIN_TYPES
         if t.device != present[first].device:
             step = f"for example {name}.to({first}.device)"
-            if "meta" in (t.device.type, present[first].device.type):
-                step = "or load it; Accelerate loads offloaded weights only while the forward of their own module runs"
+            if t.is_meta and name in ("w", "bias"):  # of a layer
+                step += ", or load it: Accelerate's offloaded weights are there while the forward of their module runs"
             raise ArgumentError(
                 f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, {step}"
             )

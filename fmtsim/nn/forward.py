@@ -73,11 +73,12 @@ def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
 
 def unwrap(module: nn.Module, mark: str) -> None:
     """Undo ``wrap``; where another forward was put around it since, it stays there and calls the inner forward."""
-    wrapped: Any = module.__dict__.pop(mark)
-    wrapped.args[2].clear()
+    wrapped = module.__dict__.pop(mark)
+    _, inner, runs = wrapped.args
+    runs.clear()
     for slot in SLOTS:
         if module.__dict__.get(slot) is wrapped:
-            module.__dict__[slot] = wrapped.args[1] or MethodType(type(module).forward, module)
+            module.__dict__[slot] = inner or MethodType(type(module).forward, module)
     if is_own(module, module.__dict__.get("forward")):
         del module.__dict__["forward"]
 

@@ -69,7 +69,7 @@ def test_hooked_layers_run_emulated(layer, kind):
     make, inputs = LAYERS[layer]
     if (layer, kind) == ("attention", "cpu"):
         model = convert(hook(kind, seeded(make)), "te_current")
-        message = "w on meta; move them to one device, or load it; Accelerate loads offloaded weights only while the"
+        message = "w on meta; move them to one device, .*load it: Accelerate's offloaded weights are there while the"
         return refused(message, model, *inputs)  # its own forward reads out_proj's weight: torch's fails, too
     model, plain = hook(kind, seeded(make)), result(seeded(make), inputs)
     y = result(convert(model, "te_current"), inputs)
