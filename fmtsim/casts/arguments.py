@@ -23,10 +23,21 @@ BlockOf = tuple[str, int | None, int | None] | None
 """The name of a format and the extents of its block; None for an element format."""
 
 
+def check_whole(name: str, *types: type) -> None:
+    """Refuse DTensors, whose operators would need sharding strategies: a shard has scales and sums of its own."""
+    if any(cls.__name__ == "DTensor" for cls in types):
+        text = (
+            f"{name} is a DTensor (torch's parallelize_module makes them), for which fmtsim has no sharding strategies"
+        )
+        step = "share out a model's layers with fmtsim.distributed.parallelize, then convert it"
+        raise ArgumentError(f"{text}; pass its to_local() or full_tensor(); {step}")
+
+
 def check_dense(name: str, x: Any) -> None:
     """Refuse what is not a tensor whose elements lie in memory by strides; ``name`` is what errors call it."""
     if not isinstance(x, torch.Tensor):
         raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
+    check_whole(name, type(x))
     if torch.compiler.is_compiling():  # dynamo cannot see layouts
         return
     if x.is_nested:
@@ -45,9 +56,11 @@ def check_together(**tensors: torch.Tensor | None) -> None:
     for name, t in present.items():
         plain = plain and type(t) in PLAIN_TYPES
         if t.device != present[first].device:
+            step = f"for example {name}.to({first}.device)"
+            if t.is_meta and name in ("w", "bias"):  # of a layer
+                step += ", or load it: Accelerate's offloaded weights are there while the forward of their module runs"
             raise ArgumentError(
-                f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, "
-                f"for example {name}.to({first}.device)"
+                f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, {step}"
             )
     if not plain and not torch.compiler.is_compiling():
         # Refuse what torch does not take beside a fake tensor: subclasses, and tensors of another mode.

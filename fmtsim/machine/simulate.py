@@ -16,6 +16,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from fmtsim.casts.arguments import check_whole
 from fmtsim.machine.patches import patched
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError, did_you_mean, shown
@@ -121,6 +122,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         if not _PLAIN.issuperset(types):
             if torch._subclasses.FakeTensor in types:
                 raise ArgumentError(f"{func}{_place()} has a fake tensor, which has no numbers; pass the tensor itself")
+            if (known := _operator(func)) is not None and known.kind == "product":
+                check_whole(f"an operand of {func}{_place()}", *types)
             return NotImplemented  # a subclass says what its operators are, which come back here
         operator = _operator(func)
         if operator is None:

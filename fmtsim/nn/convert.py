@@ -19,8 +19,8 @@ from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.attention import detach
 from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
-from fmtsim.nn.forward import unwrap
-from fmtsim.nn.modules import STATE, EmulatedModule, emulated_class
+from fmtsim.nn.forward import change_class, unwrap
+from fmtsim.nn.modules import HIDING, STATE, EmulatedModule, emulated_class
 from fmtsim.nn.planning import (
     Configure,
     Filter,
@@ -163,7 +163,7 @@ def convert(
     for module, name, layer_plan in layers:
         changed = emulated_class(type(module))
         assert changed is not None  # plan_layers only lists modules that have one
-        module.__class__ = changed  # type: ignore[assignment]
+        change_class(module, changed)
         assert isinstance(module, EmulatedModule)
         module.emulate(name, layer_plan, keys, total_steps)
     attach_products(model, products, keys, total_steps)
@@ -179,6 +179,8 @@ def convert(
             module.emulation.recipe = named.name
     model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
     notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
+    if named is not None and named.multiple > 1:
+        notes = (f"its source refuses rows and features that {named.multiple} does not divide, fmtsim not", *notes)
     model.__dict__[NOTES] = (*(() if named is None else idle_shares(named, model)), *notes)
     attach_name(model)
     # switch off inference kernels that would read converted layers' weights without calling the layers.
@@ -331,7 +333,9 @@ def revert(model: Model) -> Model:
     for _, module in converted:
         module.__dict__.pop("emulation", None)
         module._modules.pop(STATE, None)
-        module.__class__ = module.original_class  # type: ignore[assignment]
+        if HIDING in module.__dict__:
+            unwrap(module, HIDING)
+        change_class(module, module.original_class)
     for part in model.modules():
         part.__dict__.update(part.__dict__.pop(SAVED, {}))
         for mark in (REASONS, TOTAL, RECIPE, NOTES, PTQ):

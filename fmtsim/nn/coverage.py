@@ -195,7 +195,11 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
         for parameter, p in _matrices(module, written):
             runs: nn.Module = raw_products(module).get(parameter) or how
             plain = {"fprop": 1, "dgrad": 1, "wgrad": 1}
-            if isinstance(runs, EmulatedModule) and runs.emulation is not None and runs not in computed:
+            if (
+                isinstance(runs, EmulatedModule)
+                and runs.emulation is not None
+                and not (runs in computed or runs.not_run)
+            ):
                 plain = plain_products(runs.emulation.config)
                 simulated += p.numel() * (1 - plain["fprop"])
                 backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])
@@ -257,7 +261,8 @@ def _changes(gemm: Gemm, before: tuple[Quantizer | None, ...]) -> bool:
 def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
     """Return why a module's weights are not simulated, to the best of what is known."""
     if isinstance(module, EmulatedModule):
-        return COMPUTED if isinstance(module, ParameterProduct) and module.computed and not module.seen else PLAIN
+        computed = isinstance(module, ParameterProduct) and module.computed and not module.seen
+        return module.not_run or (COMPUTED if computed else PLAIN)
     if not reasons and isinstance(module, ParametrizationList):
         return "not converted"  # the layer whose weight it makes
     owner = name.partition(".parametrizations")[0].removeprefix("parametrizations.weight")

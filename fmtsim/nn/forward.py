@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn.modules import module as hooks
 
 from fmtsim.nn.operations import GROUPED_NAMES, ModelMode
 
+# Attributes of an instance that may hold the forward of its class; Accelerate's hooks keep it in the second.
+SLOTS: Final = ("forward", "_old_forward")
 ATTENTION: Final = "_fmtsim_attention"  # on each module whose attention is quantised: its Attended
 
 
@@ -30,6 +32,30 @@ class _Wrapped(partial):  # type: ignore[type-arg]
         return inspect.signature(_inner(*self.args[:2]))
 
 
+def is_own(module: nn.Module, forward: Any) -> bool:
+    """Return True if a function is the bound forward of a module's class."""
+    return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, type(module).forward)
+
+
+def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module another class, whose forward runs also where the instance or Accelerate's hook has the old one."""
+    for slot in SLOTS:
+        if is_own(module, module.__dict__.get(slot)):
+            module.__dict__[slot] = MethodType(cls.forward, module)
+    module.__class__ = cls  # type: ignore[assignment]
+
+
+def hidden_by(module: nn.Module) -> str | None:
+    """Return the name of the function in an instance that hides its class's forward, None where that runs."""
+    forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # which Accelerate's hook calls
+    while isinstance(forward, _Wrapped):
+        forward = forward.args[1]
+    if forward is None or is_own(module, forward):
+        return None
+    function = forward.func if isinstance(forward, partial) else forward
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
 def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
     """Call ``run(module, forward, ...)`` where the module's forward is called, until ``unwrap`` of the same mark.
 
@@ -39,18 +65,22 @@ def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
         run: A function of the module, of the forward that it had, and of the arguments.
     """
     runs = [run]  # emptied by unwrap
-    module.__dict__[mark] = module.__dict__["forward"] = _Wrapped(_run, module, module.__dict__.get("forward"), runs)
+    slot = SLOTS["_old_forward" in module.__dict__]  # inside Accelerate's hook, which loads weights
+    before = module.__dict__.get(slot)
+    before = None if is_own(module, before) else before  # found by the class when it runs, which may change
+    module.__dict__[mark] = module.__dict__[slot] = _Wrapped(_run, module, before, runs)
 
 
 def unwrap(module: nn.Module, mark: str) -> None:
     """Undo ``wrap``; where another forward was put around it since, it stays there and calls the inner forward."""
     wrapped = module.__dict__.pop(mark)
-    wrapped.args[2].clear()
-    if module.__dict__["forward"] is not wrapped:
-        return
-    del module.__dict__["forward"]
-    if wrapped.args[1] is not None:
-        module.__dict__["forward"] = wrapped.args[1]
+    _, inner, runs = wrapped.args
+    runs.clear()
+    for slot in SLOTS:
+        if module.__dict__.get(slot) is wrapped:
+            module.__dict__[slot] = inner or MethodType(type(module).forward, module)
+    if is_own(module, module.__dict__.get("forward")):
+        del module.__dict__["forward"]
 
 
 def unwrap_marked(model: nn.Module, mark: str, forward_mark: str, recipe: bool | None) -> int:

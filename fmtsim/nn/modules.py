@@ -3,6 +3,7 @@
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -12,22 +13,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fmtsim.casts.arguments import check_dense
+from fmtsim.casts.arguments import check_dense, check_whole
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig, product_of
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
 from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.gemm.layers.watch import Observer, Watcher
+from fmtsim.gemm.targets.doubts import caller_level
+from fmtsim.nn.forward import hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.plan import LayerPlan
 from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
-from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
+HIDING = "_fmtsim_hiding"  # on a layer whose forward was set after convert: the check around it
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -47,6 +51,7 @@ class Emulation:
         products: Those of the config in force.
         draws: States of the generator that calls under activation checkpointing began with.
         stepped: Whether ``fmtsim.nn.set_step`` was called.
+        not_run: What ran in place of the module's products, a forward that was set on the instance; empty otherwise.
         factors: What multiplies products and gradients, where a recipe scales the model; None is nothing.
     """
 
@@ -61,6 +66,7 @@ class Emulation:
     products: dict[str, Layer] = dataclasses.field(default_factory=dict)
     draws: Calls[Tensor] = dataclasses.field(default_factory=Calls, compare=False)
     stepped: bool = False
+    not_run: str = ""
     factors: Factors | None = None
 
     @property
@@ -69,6 +75,11 @@ class Emulation:
         if self.recipe is None or self.config != self.usual:
             return ": ".join(filter(None, (self.recipe, str(self.config))))
         return " on ".join(filter(None, (self.recipe, " and ".join(self.config.machines))))
+
+    @property
+    def runs(self) -> int:
+        """How many calls of products of the module ran."""
+        return sum(layer.runs for _, products in self.layers for layer in products.values())
 
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
@@ -88,6 +99,18 @@ class Emulation:
         return Emulation(
             name=self.name, config=self.config, generator=self.generator, products=products, factors=self.factors
         )
+
+
+class _Memory(nn.ModuleDict):
+    """Hold the scales of a layer; torch's parallelize_module, which asks it for a weight, is told what to use."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            text = (
+                "what a converted layer remembers of its scales has no weight; torch's parallelize_module takes no such"
+            )
+            raise AttributeError(f"{text} layer: use fmtsim.distributed.parallelize, then convert the model")
+        return super().__getattr__(name)
 
 
 class EmulatedModule(nn.Module):
@@ -137,6 +160,7 @@ class EmulatedModule(nn.Module):
             )
         compiled = torch.compiler.is_dynamo_compiling()
         if compiled or type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
+            check_whole(f"x of layer {how.name!r}", type(x))
             check_dense("x", x)
         observer = None if how.observer is None else how.observer(part)
         learns = torch.is_grad_enabled()
@@ -175,7 +199,7 @@ class EmulatedModule(nn.Module):
         how = self.emulation
         assert how is not None
         configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs, LinearConfig())
-        memory = nn.ModuleDict()
+        memory = _Memory()
         for part in self.parts:
             for config in configs:
                 for name, quantizer in config.operands.items():
@@ -185,6 +209,9 @@ class EmulatedModule(nn.Module):
                         memory[_state_key(part, name)] = DelayedScale(quantizer)
         if len(memory):
             device = next(self.parameters()).device
+            hook = self.__dict__.get("_hf_hook")  # Accelerate's loads offloaded weights where it computes
+            if device.type == "meta" and getattr(hook, "execution_device", None) is not None:
+                device = torch.device(hook.execution_device)  # type: ignore[union-attr]
             moves = next(memory.buffers()).device != device
             self.add_module(STATE, memory.to(device) if moves else memory)
         for config in configs:
@@ -209,6 +236,18 @@ class EmulatedModule(nn.Module):
         scales = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
         return {name: _call(scale, name, learns, compiled) for name, scale in scales.items()}  # type: ignore[arg-type]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; around a forward, which hides the class's, put the check that the layer's products run."""
+        super().__setattr__(name, value)
+        if name == "forward" and self.emulation is not None and hidden_by(self) is not None:
+            self.emulation.not_run = ""
+            wrap(self, HIDING, _check_run)
+
+    @property
+    def not_run(self) -> str:
+        """What ran in place of the module's products, by the last call; empty where they did or none was made."""
+        return self.emulation.not_run if self.emulation is not None and "forward" in self.__dict__ else ""
+
     def extra_repr(self) -> str:
         """Show recipe and formats after the layer's own description."""
         return ", ".join(filter(None, (super().extra_repr(), self._runs)))
@@ -226,6 +265,19 @@ class EmulatedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the original class, because classes made for user subclasses have no importable name."""
         return _rebuild, (self.original_class,), self.__getstate__()  # type: ignore[attr-defined]  # object's, Python 3.11
+
+
+def _check_run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward that was set after convert, and tell once if no product of the layer ran in it."""
+    how = module.__dict__.get("emulation")
+    if how is None or how.not_run or torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    before, y = how.runs, forward(*args, **kwargs)
+    if how.runs == before:
+        how.not_run = f"a forward that was set on the instance after convert, {hidden_by(module)}, ran in its place"
+        text = f"layer {how.name!r} ran, and was not emulated: {how.not_run}; call the converted layer's forward in it"
+        warnings.warn(text, CoverageWarning, stacklevel=caller_level())
+    return y
 
 
 def _kind(part: str, learns: bool, compiled: bool) -> str:

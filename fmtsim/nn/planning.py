@@ -21,6 +21,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.targets.doubts import caller_level
+from fmtsim.nn.forward import hidden_by
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types, size_fault
 from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
 from fmtsim.recipes.plan import LayerPlan
@@ -192,8 +193,15 @@ def plan_products(
 
 
 def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_steps: int | None) -> None:
-    """Refuse a schedule that contradicts itself or has no length, and sizes that do not fit."""
+    """Refuse a schedule that contradicts itself or has no length, sizes that do not fit, and a hidden forward."""
     _check_schedule(name, layer_plan, total_steps)
+    hiding = hidden_by(module)
+    if hiding is not None:
+        text = (
+            f"layer {name!r} ({type(module).__name__}) has a forward of its own on the instance, {hiding}, which would"
+        )
+        step = "take it off (del layer.forward), convert, and put it around the converted layer's forward, or leave"
+        raise ArgumentError(f"{text} hide the emulated one; {step} the layer out with filter_fn= or a Rule(name=...)")
     emulated = emulated_class(type(module))
     assert emulated is not None  # why_not would have had a reason
     for outputs, inputs in emulated.matrices(module):

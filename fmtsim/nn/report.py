@@ -71,6 +71,12 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
             f"batch={shown(batch)} is not a batch; pass a tensor, a tuple of arguments or a dict of keywords of the "
             "model, and numbers of rows as tokens="
         )
+    offloaded = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if offloaded is not None:
+        text = (
+            f"{offloaded} is on the meta device between the forwards of its layer, and its products are not known to be"
+        )
+        raise ArgumentError(f"{text} its own; call report(model) without a batch, or load the model without offloading")
     with undisturbed(model):
         how = model.__dict__.get(SCALED)  # a scaled model measures its branches in its first batch
         if how is not None and how.taus is None:
@@ -410,9 +416,23 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         first.setdefault(module, row.name)
         rows.append(dataclasses.replace(row, multiplies=row.converted or name in raw))
     products = tuple(row for count in counts for row in _products(model, count))
-    notes = root.__dict__.get(NOTES, ())
+    notes = (*root.__dict__.get(NOTES, ()), *_not_reached(model))
     line = summary_of(model, root.__dict__.get(RECIPE), coverage, notes, products)
     return Report(rows=tuple(rows), notes=notes, products=products, coverage=coverage, summary=line)
+
+
+def _not_reached(model: nn.Module) -> Iterator[str]:
+    """Yield the converted layers that no forward has reached yet, once one has reached others: experts, branches."""
+    modules = {
+        name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule) and m.emulation is not None
+    }
+    layers = {name: m.emulation for name, m in modules.items() if not isinstance(m, ParameterProduct)}
+    alike: dict[str, list[str]] = {}
+    for name in (name for name, how in layers.items() if how is not None and not (how.runs or how.not_run)):
+        alike.setdefault(numbered(name), []).append(name)
+    count, names = sum(map(len, alike.values())), ", ".join(map(together, alike.values()))
+    if 0 < count < len(layers):
+        yield f"{count} of {len(layers)} converted layers not reached so far: {names}"
 
 
 def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
@@ -446,6 +466,7 @@ def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:
     computed = [p for p, product in raw_products(module).items() if product in computed_products(module)]
     raw += [f"{p}: {COMPUTED}" for p in computed]
     if isinstance(module, EmulatedModule):
-        details = [*([] if module.emulation is None else [module.emulation.label]), *details]
+        ran = f"not emulated: {module.not_run}" if module.not_run else ""
+        details = [*([] if module.emulation is None else filter(None, (ran, module.emulation.label))), *details]
     detail = "; ".join([*details, *raw]) or (why_not(module) if reason == ADDED else None) or reason
     return ReportRow(name=name, type=cls.__name__, converted=bool(details), detail=detail)

@@ -93,7 +93,9 @@ class AttentionConfig:
     scales are those of rows, or of blocks of rows. Where one operand is in high precision, it multiplies in the
     tensors' dtype (float32 where it takes that, else by a chain of float32 multiply-adds): elements that this dtype
     holds, if scales do not change along the sums, else values rounded to it. Softmax weights are values in the
-    gradients: they are normalised after they were quantised. A Datapath takes other formats' values in float32.
+    gradients: they are normalised after they were quantised, by the sum of the unrounded weights, as in
+    FlashAttention-3 (rows of p do not sum to 1 then; there is no switch). A Datapath takes other formats' values in
+    float32.
 
     Raises:
         ArgumentError, FormatError: A field that attention does not have, such as delayed scaling or a GPU with its

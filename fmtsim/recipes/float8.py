@@ -171,6 +171,7 @@ RECIPES = (
         machine=BLACKWELL,
         linear=layer(*(cast("mxfp8_e4m3_rceil"),) * 3, casts_weight=False),
         aliases=("mxfp8",),
+        multiple=32,  # quantizer.cpp of the source: "MXFP8 requires tensor dims that are divisible by 32"
         source=f"{_TE}, MXFP8BlockScaling: E4M3, both directions from the original",
     ),
     Recipe(

@@ -318,6 +318,7 @@ class Recipe:
         aliases: Other names.
         source: Where it is defined, with the version that was read.
         notes: What the source does that a record cannot say.
+        multiple: The source refuses rows and features that this does not divide; here a last block may be short.
     """
 
     name: str
@@ -336,6 +337,7 @@ class Recipe:
     aliases: tuple[str, ...] = ()
     source: str = ""
     notes: str = ""
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):

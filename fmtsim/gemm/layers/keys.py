@@ -78,6 +78,7 @@ class Layer:
             the inner axis where the product takes an operand of the forward pass as it was rotated.
         streams: Of its products' units and outputs: what ``stream_of`` returns for each use.
         shares_x: Whether the quantised x depends on x alone: it takes no random numbers and no remembered scale.
+        runs: How many calls ran under it; each trace of a compiler is one.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
@@ -88,7 +89,7 @@ class Layer:
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = facts[:6]
         self.untouched, self.rotations, self.uncast = facts[6:]
         self.shares_x = not ("x_f" in self.random or "x_f" in self.state or "x_f" in self.untouched)
-        self._programs = Programs()
+        self.runs, self._programs = 0, Programs()
         self._counters: dict[torch.device, Tensor] = {}
         self._counted: dict[tuple[str, torch.device], Keys] = {}
         _layers[self.name] = self

@@ -133,6 +133,7 @@ def run_layer(
     """
     if torch.compiler.is_dynamo_compiling():
         return torch.ops.fmtsim.layer(x, w, bias, layer.name)  # type: ignore[no-any-return]
+    layer.runs += 1
     plain = is_bare(x, w) if bias is None else is_bare(x, w, bias)
     watchers = WATCHING.get() if observer is None else watchers_with(observer)
     if not plain:
