@@ -245,9 +245,9 @@ def add_strided(x_f32: np.ndarray, threads: int) -> np.ndarray:
 
 def tree(x_f32: np.ndarray) -> np.ndarray:
     """Return sums along the last axis, a power of two long: element i gets element i + n / 2, then i + n / 4 ..."""
-    while x_f32.shape[-1] > 1:
-        half = x_f32.shape[-1] // 2
-        x_f32 = x_f32[..., :half] + x_f32[..., half:]
+    with np.errstate(all="ignore"):  # Inf - Inf is NaN, as on a GPU
+        while (half := x_f32.shape[-1] // 2) > 0:
+            x_f32 = x_f32[..., :half] + x_f32[..., half:]
     return x_f32[..., 0]
 
 

@@ -60,7 +60,7 @@ class Blocks:
             return folded[0, 0]
         blocks = folded.reshape(self.rows, self.columns, self.height, self.width).transpose(1, 2)
         matrix = blocks.reshape(self.rows * self.height, self.columns * self.width)[: self.outer, : self.inner]
-        outer = [size for axis, size in enumerate(self.shape) if axis != len(self.shape) + self.dim]
+        outer = [size for axis, size in enumerate(self.shape) if axis != self.dim % len(self.shape)]
         return matrix.reshape(*outer, self.inner).movedim(-1, self.dim)
 
     def per_block(self, row: Tensor) -> Tensor:

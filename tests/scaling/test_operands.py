@@ -21,7 +21,16 @@ from tests.support.operands import normal
 
 E2M1, E4M3 = get_format("e2m1"), get_format("e4m3")
 
-SHAPES = [((), -1), ((5,), -1), ((4, 6), -1), ((4, 7), -2), ((2, 3, 5), -2), ((3, 2, 4), -3)]
+SHAPES = [
+    ((), -1),
+    ((5,), -1),
+    ((4, 6), -1),
+    ((4, 7), -2),
+    ((2, 3, 5), -2),
+    ((3, 2, 4), -3),
+    ((4, 7), 0),
+    ((3, 2, 4), 1),
+]
 
 
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
