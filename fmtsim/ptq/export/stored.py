@@ -75,7 +75,7 @@ class StoredWeight(NamedTuple):
 
     def encoded(
         self, element: str, codes: Tensor, shape: tuple[int, ...], scale: Tensor, block: Block | None,
-        tensor_scale: Tensor | None = None, zeros: Tensor | None = None,
+        tensor_scale: Tensor | None = None, zeros: Tensor | None = None, ragged: bool = False,
     ) -> Encoded:  # fmt: skip
         """Return the weight; DataError tells how many scales belong to it where there are more or fewer.
 
@@ -87,6 +87,7 @@ class StoredWeight(NamedTuple):
             block: Rows and columns of a block, of which None is the whole extent; None is what the shapes say.
             tensor_scale: float32, 0-d, of NVFP4.
             zeros: Zero points, like ``scale``.
+            ragged: The last group may end with the row.
         """
         rows, columns = math.prod(shape[:-1]), shape[-1]
         if block is None and len(scale.shape) == 2:
@@ -95,10 +96,10 @@ class StoredWeight(NamedTuple):
         sizes = [n if size is None else size for n, size in zip((rows, columns), block or (), strict=False)]
         fits = len(block or ()) == 2 and min(sizes) > 0
         grid = tuple(-(-n // size) for n, size in zip((rows, columns), sizes, strict=True)) if fits else ()
-        ragged = len(shape) > 2 and fits and 1 < sizes[0] < rows and shape[-2] % sizes[0]
-        uneven = fits and sizes[0] == 1 and columns % sizes[1]  # tiles alone may end with the matrix, groups not
-        if grid != tuple(scale.shape) or ragged or uneven:
-            expected = f"; there are {' x '.join(map(str, grid))} blocks" if fits and not (ragged or uneven) else ""
+        split = len(shape) > 2 and fits and 1 < sizes[0] < rows and shape[-2] % sizes[0]
+        uneven = fits and sizes[0] == 1 and columns % sizes[1] and not ragged  # tiles may end with the matrix
+        if grid != tuple(scale.shape) or split or uneven:
+            expected = f"; there are {' x '.join(map(str, grid))} blocks" if fits and not (split or uneven) else ""
             stored = self.places[self.scale].shape if self.scale in self.places else tuple(scale.shape)
             raise DataError(
                 f"tensor {self.prefix + self.scale!r} of shape {stored} is not a scale for each block of "
