@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack, unpack
-from fmtsim.ptq.export.stored import REAL, StoredWeight, read_tensor, spread_over
+from fmtsim.ptq.export.stored import REAL, StoredWeight, spread_over
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.support.errors import DataError
 from fmtsim.support.records import check_items
@@ -265,14 +265,6 @@ def _unpacked(words: Tensor, bits: int, count: int, version: Any, place: str) ->
     return unpack(stream[:, : -(-count * bits // 8)], bits, count)
 
 
-def _refuse_points(layer: StoredWeight, weights: dict[str, Any]) -> None:
-    """Raise DataError where weights that the scheme calls symmetric have zero points other than 0."""
-    name = ".weight_zero_point"
-    points = None if not weights["symmetric"] or name not in layer.places else read_tensor(name, layer.places[name])
-    if points is not None and points.dtype != torch.int32 and points.any():  # packed ones hold 0 as the middle
-        raise DataError(f"tensor {layer.prefix + name!r} has numbers other than 0, and the scheme says symmetric")
-
-
 def encoded_of(layer: StoredWeight, scheme: dict[str, Any], order: Tensor | None = None) -> Encoded:
     """Return the weight of a layer's tensors and scheme, columns in an order; DataError names a tensor that does not fit."""
     layout, weights = _LAYOUTS[scheme["format"]], scheme["weights"]
@@ -288,8 +280,8 @@ def encoded_of(layer: StoredWeight, scheme: dict[str, Any], order: Tensor | None
         codes = _unpacked(words, bits, columns, scheme["version"], place)
         codes = codes if order is None else codes[:, order]
         scale, least = layer.scales(REAL), 1 << bits - 1  # the least integer is code 0
-        _refuse_points(layer, weights)
         if weights["symmetric"]:
+            layer.refuse_points()
             return layer.encoded(f"int{bits}_full", pack(codes ^ least, bits), (rows, columns), scale, block)
         points = layer.tensor(".weight_zero_point", torch.int32).t()
         place = f"tensor '{layer.prefix}.weight_zero_point' of {points.shape[1]} x {points.shape[0]} words"
@@ -299,10 +291,10 @@ def encoded_of(layer: StoredWeight, scheme: dict[str, Any], order: Tensor | None
         return layer.encoded(f"uint{bits}", pack(codes, bits), (rows, columns), scale, block, zeros=zeros)
     if order is not None:
         raise DataError(f"tensor '{layer.prefix}.weight_g_idx' is read beside packed integers, not {scheme['format']}")
-    _refuse_points(layer, weights)
     codes, scale = layer.tensor(layout.name, layout.dtype), layer.scales(layout.scales)
     if not weights["symmetric"]:
         raise DataError(f"tensor {layer.prefix + layout.name!r} has zero points, which are read beside packed codes")
+    layer.refuse_points()
     element, bits = layout.element or "int8_full", layout.bits[0]
     if codes.shape[1] * 8 % bits:
         raise DataError(

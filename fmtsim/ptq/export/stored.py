@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
+from fmtsim.casts.quantize import decode
 from fmtsim.formats.block import BLOCK_NAMES, BlockFormat, with_block
 from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block, block_text
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace
-from fmtsim.support.errors import DataError
+from fmtsim.support.errors import DataError, shown
+from fmtsim.support.records import parse_json
 
 SCALES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
@@ -37,6 +39,17 @@ def read_tensor(name: str, place: TensorPlace) -> Tensor:
             raise DataError(f"{place.path}: tensor {name!r} is F4 {list(shape)}, whose rows do not end on bytes")
         shape = (*shape[:-1], shape[-1] // 2)
     return tensor_of_bytes(place.read(), dtype).reshape(shape)
+
+
+def json_object(text: str, place: str) -> dict[str, Any]:
+    """Return the fields of an object of JSON in a header or a tensor."""
+    try:
+        fields = parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise DataError(f"{place} is {shown(fields)}; expected an object")
+    return fields
 
 
 class StoredWeight(NamedTuple):
@@ -67,6 +80,17 @@ class StoredWeight(NamedTuple):
         if value.numel() != 1:
             raise DataError(f"tensor {self.prefix + name!r} of shape {tuple(value.shape)} is not one number")
         return value.reshape(())
+
+    def text(self, name: str) -> str:
+        """Return what a tensor of bytes says in UTF-8."""
+        return bytes(self.tensor(name, torch.uint8, 1).tolist()).decode(errors="replace")
+
+    def refuse_points(self) -> None:
+        """Raise DataError where symmetric codes have zero points other than 0 (packed ones hold 0 as the middle)."""
+        name = ".weight_zero_point"
+        points = read_tensor(self.prefix + name, self.places[name]) if name in self.places else None
+        if points is not None and points.dtype != torch.int32 and points.any():
+            raise DataError(f"tensor {self.prefix + name!r} has numbers other than 0, and its codes are symmetric")
 
     def scales(self, dtypes: Any = SCALES) -> Tensor:
         """Return the scales of blocks, [rows of blocks, blocks in a row]."""
@@ -128,6 +152,12 @@ def _format_of(element: str, block: Block, scale: str, zero_point: bool) -> Bloc
         scaling = {"zero_point": True} if zero_point else {"scale": get_format(scale)}
         fmt = dataclasses.replace(fmt, name=name, scaling=dataclasses.replace(fmt.scaling, **scaling))
     return fmt
+
+
+def two_products(weight: Encoded, scale: Tensor) -> Tensor:
+    """Return elements times scales of blocks that have the tensor's in them, of a weight with a tensor scale."""
+    codes, element = weight.parts().codes, weight.format.element  # type: ignore[union-attr]
+    return spread_over(decode(codes, element).flatten(0, -2), scale).reshape(weight.shape)
 
 
 def spread_over(elements: Tensor, scale: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack
-from fmtsim.ptq.export.stored import REAL, StoredWeight
+from fmtsim.ptq.export.stored import REAL, StoredWeight, two_products
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import check_items
@@ -160,7 +160,8 @@ def encoded_of(layer: StoredWeight, record: Any) -> Encoded:
     block, codes = fields["block_size"], layer.tensor("qdata", dtype)
     shape = (codes.shape[0], codes.shape[1] * (2 if dtype == torch.uint8 else 1))
     scale = layer.scales(scales)
-    second = layer.number("per_tensor_scale") if scales == (_F8,) else None
+    two_level = "per_tensor_scale" in {*layer.places, *record["_tensor_data_names"]}
+    second = layer.number("per_tensor_scale") if two_level else None
     block = (1, block) if isinstance(block, int) else tuple(block)
     return layer.encoded(element, codes.view(torch.uint8), shape, scale, block, second)
 
@@ -172,4 +173,8 @@ def values_of(weight: Encoded, record: Any) -> Tensor:
     known = {str(_dtype(dtype)): dtype for dtype in REAL}
     if str(said) not in known:
         raise DataError(f"the record has 'dtype': {shown(said)}; expected one of {', '.join(known)}")
-    return weight.decode(known[str(said)])
+    if weight.tensor_scale is None:
+        return weight.decode(known[str(said)])
+    scale = weight.parts().scales
+    assert scale is not None
+    return two_products(weight, scale * weight.tensor_scale).to(known[str(said)])

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors, read_tensors, stored_tensor, tensor_content
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
-from fmtsim.ptq.export.layouts import LAYOUTS, Config, Layout, Reordered, read_config
+from fmtsim.ptq.export.catalogue import LAYOUTS, Layout
+from fmtsim.ptq.export.layouts import Config, Reordered, read_config
 from fmtsim.ptq.export.stored import StoredWeight, read_tensor
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
