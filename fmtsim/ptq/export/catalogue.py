@@ -44,7 +44,7 @@ class Layout(NamedTuple):
         """Return the prefix of the weight whose scale a tensor is, None where a tensor or a tag is another."""
         prefix = name.removesuffix(self.scale)
         codes = places.get(prefix + self.codes) if name.endswith(self.scale) else None
-        if codes is None or (self.tags and codes.tag not in self.tags):
+        if codes is None or name not in places or (self.tags and codes.tag not in self.tags):
             return None
         if self.scale_tags and places[name].tag not in self.scale_tags:
             return None
@@ -129,7 +129,7 @@ LAYOUTS = (
            others=("._weight_zero_point", "._weight_per_tensor_scale", "._weight_act_per_tensor_scale"),
            check=by._torchao_record),
     # refused by name
-    Layout("MLX", ("mlx",), _W, ".scales", ("U32",), _ANY, None, "`mlx_lm.convert --dequantize`", _NAMES),
+    Layout("MLX", ("mlx",), _W, ".scales", ("U32",), _ANY, None, "convert it by `mlx_lm.convert -d`", _NAMES),
     Layout("Metal", ("metal",), _W, ".scales", _ANY, _ANY, None, _VALUES, _HF, needs=(".qbiases",)),
     Layout("HQQ", ("hqq",), ".W_q", ".scale", _ANY, _ANY, None, _VALUES, "hqq 0.2.8"),
     Layout("Quanto", ("quanto",), ".weight._data", ".weight._scale", _ANY, _ANY, None, _VALUES, "optimum-quanto 0.2.7"),

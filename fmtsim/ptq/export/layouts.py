@@ -49,6 +49,12 @@ class Reordered:
         """The weight's."""
         return self.encoded.shape if self.size is None else self.size
 
+    def blocks(self) -> Encoded:
+        """Return the codes and scales, if the values are theirs; DataError where factors change them."""
+        if self.factors is not None:
+            raise DataError("a weight has factors beside its scales (pre_quant_scale); encode its values, decode()")
+        return self.encoded
+
     def arrange(self, values: Tensor) -> Tensor:
         """Return the weight, of the values of ``encoded``."""
         values = values if self.columns is None else values[:, self.columns.argsort()]
@@ -123,7 +129,7 @@ class Config:
             rules = self.fields.get(name) or {}
             with located(str(self.path), DataError):
                 check_items({name: rules}, {name: dict[str, dict]}, "its quantisation")
-            for rule in [layer] if layer in rules else rules:
+            for rule in [layer] if name == "extra_config" and layer in rules else rules:
                 pattern = re.sub(r"^[-+]:", "", rule)
                 if name == "extra_config" and set(rule).isdisjoint("*+?^$()[]{}|\\"):
                     pattern = f"{re.escape(rule)}$"

@@ -189,13 +189,6 @@ def _weights(
 ) -> tuple[dict[str, tuple[Layout, StoredWeight]], set[str]]:
     """Return the weights that layouts of the method know by their tensors, and the names of all their tensors."""
     method = config.method
-    if method and not any(method in layout.methods and layout.read for layout in LAYOUTS):
-        refused = next((layout for layout in LAYOUTS if method in layout.methods), None)
-        known = sorted({name for layout in LAYOUTS if layout.read for name in layout.methods if name})
-        said = f"{config.path}: quant_method {method!r}"
-        if refused is None:
-            raise DataError(f"{said} is not known; read are {', '.join(known)}")
-        raise DataError(f"{said} ({refused.name}) is not read; {refused.holds}")
     weights: dict[str, tuple[Layout, StoredWeight]] = {}
     taken: set[str] = set()
     layers = _layers(places)
@@ -209,7 +202,7 @@ def _weights(
             place = places[prefix + layout.codes]
             if layout.read is None:
                 keys = ", ".join(prefix + end for end in (layout.codes, layout.scale, *layout.needs))
-                raise DataError(f"{place.path}: {keys} are {layout.name}'s, which is not read; {layout.holds}")
+                raise DataError(f"{place.path}: {keys} are {_refused(layout, config)}")
             parts = {end: places[prefix + end] for end in layout.ends if prefix + end in places}
             weight = StoredWeight(prefix, parts, layout.codes, layout.scale)
             _refuse_others(layers, layout, weight, config, place)
@@ -218,7 +211,21 @@ def _weights(
                     layout.check(weight, config)
             weights[prefix + layout.codes] = layout, weight
             taken.update(prefix + end for end in parts)
+    if method and not any(method in layout.methods and layout.read for layout in LAYOUTS):
+        first = next((f", as {name} ({place.tag})" for name, place in places.items() if place.tag not in _FLOATS), "")
+        for layout in LAYOUTS:
+            if method in layout.methods:
+                raise DataError(f"{config.path}: weights{first} are {_refused(layout, config)}")
+        known = sorted({name.split(":")[0] for layout in LAYOUTS if layout.read for name in layout.methods if name})
+        text = f"weights{first} are of quant_method {method!r}, which is not known; read are {', '.join(known)}"
+        raise DataError(f"{config.path}: {text}: save the values that its library decodes")
     return weights, taken
+
+
+def _refused(layout: Layout, config: Config) -> str:
+    """Say whose weights are not read, with what the config has of them, and what to do."""
+    said = ", ".join(f"{key} {config.fields[key]}" for key in ("quant_method", "mode", "bits") if key in config.fields)
+    return f"{layout.name}'s{f' ({said})' if said else ''}, which is not read; {layout.holds}"
 
 
 def _layers(names: Iterable[str]) -> dict[str, list[str]]:
@@ -232,6 +239,7 @@ def _layers(names: Iterable[str]) -> dict[str, list[str]]:
     return layers
 
 
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _BESIDE = re.compile(
     r"\w*bias|(in(put)?|act(ivation)?|output|prob(_output)?|[qkv]|kv|kv_cache)_(activation_)?"
     r"(global_)?(scale(_inv|_ub)?|zero_point|amax)|scale_input|qscale_act"
@@ -279,7 +287,7 @@ def _refuse_unknown(rest: Mapping[str, TensorPlace], places: Mapping[str, Tensor
         coded = float8 or place.tag == "F4" or place.tag.startswith(("I", "U"))
         if not coded or math.prod(place.shape) < 2 or _ORDINARY.fullmatch(leaf):
             continue
-        end = next((end for end in ends if name.endswith(end)), None)
+        end = max((end for end in ends if name.endswith(end)), key=len, default=None)
         stem, matrix = name.removesuffix(end or ".weight"), len(place.shape) > 1
         beside = (key[len(layer) + bool(layer) :] for key in layers[layer])
         if not (
@@ -290,12 +298,14 @@ def _refuse_unknown(rest: Mapping[str, TensorPlace], places: Mapping[str, Tensor
         ):
             continue
         codes = places.get(f"{stem}.weight") or places.get(stem)
-        if end and codes is not None and codes.tag in ("F64", "F32", "F16", "BF16"):
+        if end and codes is not None and codes.tag in _FLOATS:
             continue  # an ordinary weight, which is quantised when the model runs
-        kind = f"tensor {name!r} ({place.tag} {list(place.shape)})"
-        raise DataError(
-            f"{place.path}: {kind} is quantised in a way that is not known; {_why(name, stem, rest, places, config)}"
-        )
+        keys = [key for key in rest if key.startswith(stem)] if stem else [name]
+        if keys == [name] and not end:  # names of no layout: all of its layer
+            stem, keys = layer, layers[layer]
+        why = _why(stem, sorted(key.removeprefix(stem) for key in keys), places, config)
+        kind = f"tensor {name!r} ({place.tag} {list(place.shape)}) is quantised in a way that is not known"
+        raise DataError(f"{place.path}: {kind}; {why}")
 
 
 def _is_word(leaf: str) -> bool:
@@ -303,23 +313,24 @@ def _is_word(leaf: str) -> bool:
     return _WORDS.search(leaf) is not None and _ORDINARY.fullmatch(leaf) is None
 
 
-def _why(
-    name: str, stem: str, rest: Mapping[str, TensorPlace], places: Mapping[str, TensorPlace], config: Config
-) -> str:
+def _why(stem: str, keys: list[str], places: Mapping[str, TensorPlace], config: Config) -> str:
     """Say what an unknown weight has, and which layout would have read it but for its method or a tensor."""
-    keys = sorted(key.removeprefix(stem) for key in rest if key.startswith(stem)) if stem else [name]
-    text = f"{stem!r} has {', '.join(keys[:8])}"
-    readers = [layout for layout in LAYOUTS if layout.read]
+    text, readers = f"{stem!r} has {', '.join(keys[:8])}", [layout for layout in LAYOUTS if layout.read]
     others = [layout for layout in readers if config.method not in layout.methods]
     if fits := [layout for layout in others if any(layout.fits(places, stem + key) is not None for key in keys)]:
-        methods = " or ".join(dict.fromkeys(method or "none" for layout in fits for method in layout.methods))
-        named = " or ".join(dict.fromkeys(layout.name for layout in fits))
-        return f"{text}; {named} has such tensors under quant_method {methods}, and {config.path} says {config.method or 'none'!r}"
-    common = {layout: len((set(layout.ends) - {"", ".weight", ".scale"}) & set(keys)) for layout in readers}
-    most = max(common.values())
-    if not most:
+        methods = " or ".join(dict.fromkeys(name.split(":")[0] or "none" for fit in fits for name in fit.methods))
+        named, said = " or ".join(dict.fromkeys(fit.name for fit in fits)), config.method or "none"
+        return f"{text}; {named} has such tensors under quant_method {methods}, and {config.path} says {said!r}"
+
+    def likeness(layout: Layout) -> tuple[int, bool]:
+        codes = places.get(stem + layout.codes)
+        common = len((set(layout.ends) - {"", ".weight", ".scale"}) & set(keys))
+        return common, codes is not None and layout._replace(needs=()).fits(places, stem + layout.scale) is not None
+
+    most = max(map(likeness, readers))
+    if not most[0]:
         return f"{text}; known are {', '.join(dict.fromkeys(layout.name for layout in readers))}"
-    likest = [layout for layout, count in common.items() if count == most]
+    likest = [layout for layout in readers if likeness(layout) == most]
     missing = [end for end in (likest[0].codes, likest[0].scale, *likest[0].needs) if end not in keys]
     names = " or ".join(dict.fromkeys(layout.name for layout in likest if layout.needs == likest[0].needs))
     return f"{text}; they resemble {names}, which has {' and '.join(missing) or 'codes of another dtype'} as well"
