@@ -84,6 +84,7 @@ _NF4, _FP4_MAP = ((".weight.quant_map", f".weight.quant_state.bitsandbytes__{kin
 _SERVED, _GPTQ = ("", "modelopt", "quark"), ("gptq", "auto-round:gptq", "auto-round:own")
 _OSS: dict[str, Any] = {"weight": "", "mx_dtype": _BF16}
 _VALUES, _SOURCE = "save the values that its library decodes", "open the checkpoint that it was made of"
+_CONVERT = "convert it by `mlx_lm.convert -d`"
 LAYOUTS = (
     Layout("gpt-oss", ("", "mxfp4", "fp8"), "_blocks", "_scales", ("U8",), _ANY, by._mxfp4, "MXFP4, stacked experts",
            f"{_HF}, gpt-oss 7b58334", **_OSS),
@@ -104,12 +105,12 @@ LAYOUTS = (
     Layout("bitsandbytes", ("", "bitsandbytes"), _W, ".SCB", ("I8",), ("F32",), by._bnb8, others=(".weight_format",),
            values=by._bnb8_values),
     Layout("BitNet", ("bitnet",), _W, _S, ("U8",), _REAL, by._bitnet, "ternary INT2", _HF),
-    Layout("W4AFP8", ("w4afp8",), "", "_scale_inv", ("I8",), _REAL, by._w4afp8, "INT4", "sglang's tests", weight=""),
+    Layout("W4AFP8", ("w4afp8",), "", "_scale_inv", ("I8",), _REAL, by._w4afp8, "INT4", "sglang, not run", weight=""),
     Layout("DeepSeek V3", ("", "fp8", "w4afp8", "mxfp8"), "", "_scale_inv", _F8, _ANY,
            partial(by._scaled, block=(128, 128)), "E4M3 in blocks of 128 x 128 (`weight_block_size`)", _HF, weight=""),
     Layout("DeepSeek V4", ("", "fp8"), _W, ".scale", _F8, _ANY, by._scaled, "MXFP4, or E4M3 under E8M0", _HF),
     Layout("DeepSeek V4", ("", "fp8"), _W, ".scale", ("I8", *_FP4), _POWERS, by._fp4),
-    Layout("Mistral", ("", "mistral", "fp8"), _W, ".qscale_weight", _F8, _REAL, by._scaled, "E4M3", _NAMES),
+    Layout("Mistral", ("", "mistral", "fp8"), _W, ".qscale_weight", _F8, _REAL, by._scaled, "E4M3", "not run"),
     Layout("ComfyUI", ("",), _W, ".scale_weight", _F8, _REAL, by._scaled, "float8; NVFP4 by `comfy_quant`",
            "comfy-kitchen 0.2.40"),
     Layout("ModelOpt", ("", "modelopt"), _W, _S, _FP4, ("F8_E4M3",), by._fp4,
@@ -122,35 +123,36 @@ LAYOUTS = (
     Layout("ModelOpt, Quark or FBGEMM", (*_SERVED, "fp8", "fbgemm-fp8", "ptpc-fp8", "mxfp8"), _W, _S, _F8,
            (*_REAL, *_POWERS), by._scaled, **_MARKED),
     Layout("ModelOpt or Quark", (*_SERVED, "w8a8-int8"), _W, _S, ("I8",), _REAL, by._scaled, **_MARKED),
-    Layout("FBGEMM", ("", "fbgemm-fp8"), "", "_scale", _F8, _REAL, by._experts, "E4M3, Llama 4's stacks too", _HF,
+    Layout("FBGEMM", ("", "fbgemm-fp8"), "", "_scale", _F8, _REAL, by._experts, "E4M3, Llama 4 too", f"{_HF}, not run",
            weight=""),
     Layout("torchao", ("", "torchao"), "._weight_qdata", "._weight_scale", _ANY, _ANY, by._torchao,
            "its int8, float8, MX and NVFP4 tensors", f"torchao 0.18, {_HF}", values=by._torchao_values,
            others=("._weight_zero_point", "._weight_per_tensor_scale", "._weight_act_per_tensor_scale"),
            check=by._torchao_record),
     # refused by name
-    Layout("MLX", ("mlx",), _W, ".scales", ("U32",), _ANY, None, "convert it by `mlx_lm.convert -d`", _NAMES),
+    Layout("MLX", ("mlx",), _W, ".scales", ("U32",), _ANY, None, _CONVERT, _NAMES),
     Layout("Metal", ("metal",), _W, ".scales", _ANY, _ANY, None, _VALUES, _HF, needs=(".qbiases",)),
     Layout("HQQ", ("hqq",), ".W_q", ".scale", _ANY, _ANY, None, _VALUES, "hqq 0.2.8"),
     Layout("Quanto", ("quanto",), ".weight._data", ".weight._scale", _ANY, _ANY, None, _VALUES, "optimum-quanto 0.2.7"),
+    Layout("Quanto", ("quanto",), ".weight._data._data", ".weight._scale", _ANY, _ANY, None),
     Layout("Marlin", ("marlin", "gptq-marlin", "gptq-marlin-24", "awq-marlin"), ".B", ".s", _ANY, _ANY, None, _SOURCE,
-           "AutoGPTQ 9f7d370"),
-    Layout("AQLM", ("aqlm",), ".codes", ".codebooks", _ANY, _ANY, None, _VALUES, _HF),
+           _NAMES),
+    Layout("AQLM", ("aqlm",), ".codes", ".codebooks", _ANY, _ANY, None, _VALUES, _NAMES),
     Layout("EXL2", ("exl2",), ".q_weight", ".q_scale", _ANY, _ANY, None, _SOURCE, _NAMES),
     Layout("EXL3", ("exl3",), ".trellis", ".suh", _ANY, _ANY, None, _SOURCE, _NAMES),
     Layout("QuIP#", ("quip", "quip-sharp"), ".Qidxs", ".SU", _ANY, _ANY, None, _SOURCE, _NAMES),
-    Layout("VPTQ", ("vptq",), ".indices", ".centroids.weight", _ANY, _ANY, None, _VALUES, _HF),
+    Layout("VPTQ", ("vptq",), ".indices", ".centroids.weight", _ANY, _ANY, None, _VALUES, _NAMES),
     Layout("SpQR", ("spqr",), ".dense_weights", ".row_offsets", _ANY, _ANY, None, _VALUES, _HF),
     Layout("HIGGS", ("higgs",), _W, ".scales", _ANY, _ANY, None, _VALUES, _HF, needs=(".tables",)),
     Layout("EETQ", ("eetq",), _W, ".weight_scales", ("I8",), _ANY, None, _SOURCE, _HF),
     Layout("FP-Quant", ("fp-quant",), ".qweight", ".scales", ("U8",), _ANY, None, _SOURCE, _HF),
     Layout("FourOverSix", ("fouroversix",), ".quantized_weight_values", ".quantized_weight_scale_factors", _ANY, _ANY,
            None, _SOURCE, _NAMES),
-    Layout("SINQ", ("sinq",), ".W_q", ".scales", _ANY, _ANY, None, _SOURCE, _NAMES),
+    Layout("SINQ", ("sinq",), ".W_q", ".meta", _ANY, _ANY, None, _SOURCE, _HF),
     Layout("Gemma's packed integers", ("gemma",), ".embedding_quantized", ".embedding_scale", _ANY, _ANY, None, _VALUES,
            _HF),
     Layout("transformers' NVFP4", ("nvfp4",), _W, ".weight_sf", _ANY, _ANY, None, _SOURCE, _HF),
-    Layout("SVDQuant", ("svdquant", "nunchaku"), ".qweight", ".wscales", _ANY, _ANY, None, _SOURCE, "auto-round 0.16.1"),
+    Layout("SVDQuant", ("svdquant", "nunchaku"), ".qweight", ".wscales", _ANY, _ANY, None, _SOURCE, _NAMES),
     Layout("BitBLAS", ("bitblas", "gptq-bitblas"), ".qweight", ".scales", ("I8",), _ANY, None, _SOURCE, _NAMES),
     Layout("sparse bitmask", ("sparse-24-bitmask",), ".compressed", ".bitmask", _ANY, _ANY, None, _VALUES,
            "compressed-tensors 0.12.2"),
@@ -159,11 +161,9 @@ LAYOUTS = (
 
 
 def table() -> str:
-    """Return the rows of docs/ptq.md: what is read, and what is refused with what to do instead."""
-    cells: dict[str, list[str]] = {}
-    for layout in LAYOUTS:
-        if layout.holds:
-            cells[layout.name] = [layout.holds if layout.read else f"refused: {layout.holds}", layout.source]
-    return "\n".join(
-        ["|layout|Encoded as|compared with|", "|---|---|---|", *(f"|{n}|{h}|{s}|" for n, (h, s) in cells.items())]
-    )
+    """Return the rows of docs/ptq.md: what is read, and what is refused by name, with what to do instead."""
+    rows = [(layout.name, layout.holds, layout.source) for layout in LAYOUTS if layout.read and layout.holds]
+    for advice in (_CONVERT, _VALUES, _SOURCE):
+        names = (f"{layout.name} ({layout.source})" for layout in LAYOUTS if layout.holds == advice)
+        rows.append((", ".join(names), f"refused: {advice}", ""))
+    return "\n".join(f"|{'|'.join(row)}|" for row in [("layout", "Encoded as", "compared with"), ("---",) * 3, *rows])

@@ -253,8 +253,8 @@ def _unpacked(words: Tensor, bits: int, count: int, version: Any, place: str) ->
     old = (int(found[1]), int(found[2])) < (0, 18) if found else words.shape[1] != streams
     if not found and streams == separate and 32 % bits and 32 // bits < count:
         raise DataError(
-            f"{place} are those of two packings of {bits} bits, compressed-tensors' up to 0.17 and from 0.18; write the "
-            "'version' of the writer into quantization_config"
+            f"{place} are those of two packings of {bits} bits, compressed-tensors' up to 0.17 and from 0.18; write "
+            "'version' into quantization_config, that of the writer"
         )
     if words.shape[1] != (separate if old else streams):
         raise DataError(f"{place} do not hold codes of {bits} bits")
@@ -266,7 +266,7 @@ def _unpacked(words: Tensor, bits: int, count: int, version: Any, place: str) ->
 
 
 def encoded_of(layer: StoredWeight, scheme: dict[str, Any], order: Tensor | None = None) -> Encoded:
-    """Return the weight of a layer's tensors and scheme, columns in an order; DataError names a tensor that does not fit."""
+    """Return the weight of a layer's tensors and scheme, columns in an order; DataError names what does not fit."""
     layout, weights = _LAYOUTS[scheme["format"]], scheme["weights"]
     block = {"tensor": (None, None), "channel": (1, None), "block": weights.get("block_structure")}.get(
         weights["strategy"], (1, weights.get("group_size"))

@@ -117,10 +117,9 @@ def is_gguf(path: Path) -> bool:
 def readers(paths: Sequence[Path]) -> dict[str, tuple[str, Callable[[], Encoded | Reordered | Tensor]]]:
     """Return what reads each tensor of a file, or of all its parts, by name, with the type of its blocks.
 
-    Those in ggml's blocks are Encoded, in formats such as ``q4_k``; others are tensors of their dtype, with type "". The
-    scale of a weight (``x.scale`` beside ``x.weight``: one number, or one for each expert) is multiplied into it, as
-    llama.cpp multiplies the product. Only what stands before the tensors is read (the package gguf takes seconds for a
-    vocabulary).
+    Those in ggml's blocks are Encoded, in formats such as ``q4_k``; others are tensors of their dtype. ``x.scale`` (one
+    number, or one for each expert) is multiplied into ``x.weight``, as llama.cpp multiplies the product. Only what
+    stands before the tensors is read (the package gguf takes seconds for a vocabulary).
 
     Raises:
         DataError: A file is missing, damaged, of another version or a part without the others; a tensor has an unknown
@@ -134,8 +133,8 @@ def readers(paths: Sequence[Path]) -> dict[str, tuple[str, Callable[[], Encoded 
             part, count = split.get(b"split.no", 0), split.get(b"split.count", 1)
             if max(count, 1) != len(paths) or (count > 1 and part != number):
                 raise DataError(
-                    f"it is part {part + 1} of {count} (split.no, split.count); name all parts -00001-of-{count:05}.gguf "
-                    "and so on, in one folder"
+                    f"it is part {part + 1} of {count} (split.no, split.count); call the parts "
+                    f"-00001-of-{count:05}.gguf and so on, in one folder"
                 )
             tensors |= {name: (path, stored) for name, stored in found.items()}
     total = split.get(b"split.tensors.count", len(tensors))
@@ -168,7 +167,7 @@ def _scaled(name: str, path: Path, stored: _Stored, scale_path: Path, scale_stor
 
 
 def _header(data: mmap) -> tuple[dict[str, _Stored], dict[bytes, int]]:
-    """Return the tensors that the header of a file lists (versions 2 and 3, little-endian), and what it is a part of."""
+    """Return the tensors that a header lists (versions 2 and 3, little-endian), and of what the file is a part."""
     place, alignment = 8, 32
     split: dict[bytes, int] = {}
 

@@ -217,14 +217,13 @@ def _fp4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
         elif comfy:
             full = f"tensor {weight.prefix + weight.scale!r} of shape {tuple(scale.shape)}"
             raise DataError(f"{full} is not tiles of 128 x 4 for {rows} x {blocks} blocks")
-        # 2. halves of a byte: comfy-kitchen packs the first code into the high one (hi_first), ModelOpt into the low one
+        # 2. halves of bytes: comfy-kitchen packs the first code into the high one (hi_first), ModelOpt into the low one
         if comfy:
             codes = codes >> 4 | codes << 4
         elif config.method != "modelopt" and bool((codes >> 4 != codes & 15).any()):
             raise DataError(
-                f"layer {weight.prefix!r} is nvfp4 by the header, which does not say who packed it: ModelOpt puts the first "
-                "code into the low half of a byte (its quant_algo stands in the header or config.json), ComfyUI into the "
-                "high half (it adds a tensor comfy_quant); add one of these"
+                f"layer {weight.prefix!r} is nvfp4 by the header, which does not say who packed it: ModelOpt has the "
+                "first code in the low half (add its quantization_config), ComfyUI in the high one (add comfy_quant)"
             )
     return _with_factors(weight, weight.encoded("e2m1", codes, shape, scale, (1, width), second))
 
@@ -339,7 +338,7 @@ def _bnb8_values(weight: StoredWeight, config: Config, value: Encoded | Reordere
 
 
 def _experts(weight: StoredWeight, config: Config) -> Encoded:
-    """Llama 4's experts in FP8, [experts, inputs, outputs]: a scale an output, also as transformers turns down_proj's."""
+    """Llama 4's experts, [experts, inputs, outputs]: a scale an output, which transformers turns for down_proj."""
     codes, scale = weight.tensor(weight.codes, _FLOAT8, 3), weight.tensor(weight.scale, REAL, 3)
     element, shape = _FLOAT8[codes.dtype], tuple(codes.shape)
     return weight.encoded(element, codes.view(torch.uint8), shape, scale.reshape(shape[0], -1), (shape[1], 1))
@@ -418,7 +417,7 @@ def _zero_point_offset(weight: StoredWeight, config: Config, bits: int, points: 
     if symmetric is True or (symmetric is None and says not in (None, later)):
         field = f"'sym': {symmetric}, 'checkpoint_format': {config.fields.get('checkpoint_format')!r}"
         raise DataError(
-            f"tensor '{weight.prefix}.qzeros' has zero points of {stored[0]} to {stored[-1]}, and {config.path} {field}: "
+            f"tensor '{weight.prefix}.qzeros' has zero points of {stored[0]} to {stored[-1]}, {config.path} {field}: "
             f"of {bits} symmetric bits version 1 (gptq) stores {middle - 1}, version 2 (gptq_v2) {middle}; set 'sym' to "
             "false and 'checkpoint_format' to the version that wrote the file"
         )

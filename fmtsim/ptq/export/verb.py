@@ -136,7 +136,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     for name, place in places.items():
         if name in weights:
             layout, weight = weights[name]
-            read = partial(_read, str(place.path), layout.read, weight, config)
+            read = partial(_read, layout, weight, config, str(place.path))
             decode = partial(layout.decode, weight, config)
             readers[f"{weight.prefix}{layout.weight}"] = Reader(layout.name, read, decode)
         elif name not in taken:
@@ -233,7 +233,7 @@ def _layers(names: Iterable[str]) -> dict[str, list[str]]:
     layers: dict[str, list[str]] = {}
     for name in names:
         layer = name.rpartition(".")[0]
-        while re.match(r"(weight|lora|low_rank)", layer.rpartition(".")[2]):
+        while re.match(r"weight|lora|low_rank|_", layer.rpartition(".")[2]):
             layer = layer.rpartition(".")[0]
         layers.setdefault(layer, []).append(name)
     return layers
@@ -269,8 +269,8 @@ def _refuse_others(
     if others:
         keys = ", ".join(map(repr, sorted(others)[:6]))
         raise DataError(
-            f"{place.path}: layer {layer!r} is {layout.name}'s (quant_method {config.method!r}) but for {keys}, which its "
-            "reader does not apply; store the layer without, or save its values"
+            f"{place.path}: layer {layer!r} is {layout.name}'s (quant_method {config.method!r}) but for {keys}, which "
+            "its reader does not apply; store the layer without, or save its values"
         )
 
 
@@ -336,9 +336,10 @@ def _why(stem: str, keys: list[str], places: Mapping[str, TensorPlace], config: 
     return f"{text}; they resemble {names}, which has {' and '.join(missing) or 'codes of another dtype'} as well"
 
 
-def _read(place: str, read: Callable[..., Encoded | Reordered], *arguments: Any) -> Encoded | Reordered:
+def _read(layout: Layout, weight: StoredWeight, config: Config, place: str) -> Encoded | Reordered:
+    assert layout.read is not None
     with located(place, DataError):
-        return read(*arguments)
+        return layout.read(weight, config)
 
 
 def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any:

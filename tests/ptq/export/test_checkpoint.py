@@ -311,8 +311,8 @@ UNKNOWN = [
      r".weight.quant_map; they resemble bitsandbytes, which has "
      r".weight.quant_state.bitsandbytes__nf4 as well"),
     ({"l.weight": Z(4, 16, dtype=torch.uint8), "l.weight_scale": Z(4, 2), "l.weight_scale_2": Z(1)},
-     r"'l' has .weight, .weight_scale, .weight_scale_2; BitNet or ModelOpt has such tensors under quant_method bitnet or "
-     r"modelopt, and .* says 'none'"),
+     r"'l' has .weight, .weight_scale, .weight_scale_2; BitNet or ModelOpt has such tensors under quant_method bitnet "
+     r"or modelopt, and .* says 'none'"),
     ({"l.qweight": Z(8, 8, dtype=torch.int32), "l.scales": Z(4, 8)},
      r"tensor 'l.qweight' .*; 'l' has .qweight, .scales; they resemble AWQ or GPTQ, which has .qzeros as well"),
     ({"l.weight_packed": Z(8, 8, dtype=torch.uint8)},
