@@ -418,8 +418,8 @@ def _zero_point_offset(weight: StoredWeight, config: Config, bits: int, points: 
         field = f"'sym': {symmetric}, 'checkpoint_format': {config.fields.get('checkpoint_format')!r}"
         raise DataError(
             f"tensor '{weight.prefix}.qzeros' has zero points of {stored[0]} to {stored[-1]}, {config.path} {field}: "
-            f"of {bits} symmetric bits version 1 (gptq) stores {middle - 1}, version 2 (gptq_v2) {middle}; set 'sym' to "
-            "false and 'checkpoint_format' to the version that wrote the file"
+            f"of {bits} symmetric bits version 1 (gptq) stores {middle - 1}, version 2 (gptq_v2) {middle}; set 'sym' "
+            "to false and 'checkpoint_format' to the version that wrote the file"
         )
     return 0 if later else 1
 

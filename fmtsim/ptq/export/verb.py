@@ -83,22 +83,22 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint of quantised weights; only the headers of its files are read.
 
-    Known by the names of their tensors are the layouts of DeepSeek V3 and V4, gpt-oss, compressed-tensors (Kimi-K2's
-    INT4 among them), ModelOpt, Quark, AWQ, GPTQ, torchao's single files, and GGUF (docs/ptq.md lists them).
+    A layout is known by the ``quant_method`` of config.json, by headers and marker tensors, and by the names and dtypes
+    of a layer's tensors, all of which its reader takes (docs/ptq.md lists what is read, and what is refused by name).
 
     Args:
         path: A folder with safetensors files (``model.safetensors``, or the shards that
-            ``model.safetensors.index.json`` lists) and the JSON files beside them, or one file: ``.safetensors`` or
-            ``.gguf``.
+            ``model.safetensors.index.json`` lists) and the JSON files beside them, a folder with one GGUF file, or a
+            file: of several parts (``-00001-of-00002``), any.
 
     Returns:
         A mapping of names to Encoded, Reordered or Tensor. The weight of ``x.weight_packed``, ``x.qweight`` and so
         on is ``x.weight``, that of ``x_blocks`` is ``x``; scales of inputs and caches are tensors of their own.
 
     Raises:
-        DataError: A file is missing, truncated or corrupt, or tensors look quantised in a way that no layout has; the
-            message names the file, the keys and the layouts that they resemble. A weight whose tensors do not fit
-            each other is named, with both sizes, when it is asked for.
+        DataError: A file or a part is missing, truncated or corrupt, the method is not read, or tensors look quantised
+            in a way that no layout has; the message names the file, the keys and the layouts that they resemble. A
+            weight whose tensors do not fit each other is named, with both sizes, when it is asked for.
 
     >>> import tempfile, torch, fmtsim
     >>> model = fmtsim.ptq(torch.nn.Sequential(torch.nn.Linear(64, 32)), "mxfp4_weights")
@@ -111,13 +111,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise DataError(f"path={shown(path)} is not a path; pass a checkpoint, a folder or a file")
     path = Path(path).expanduser()
     files, shards = _files(path)
-    if files[0].is_file() and gguf.is_gguf(files[0]):
+    if files and files[0].is_file() and gguf.is_gguf(files[0]):
         return Checkpoint(path, {name: Reader(kind, read) for name, (kind, read) in gguf.readers(files).items()})
     # 1. where tensors lie, and what the headers and the JSON files say
-    opened = {file: open_tensors(file) for file in files}
     places: dict[str, TensorPlace] = {}
     metadata: dict[str, str] = {}
-    for file, (tensors, texts) in opened.items():
+    for file in files:
+        tensors, texts = open_tensors(file)
         for name, place in tensors.items():
             if shards.get(name, file.name) != file.name:
                 continue  # the index says another file
@@ -171,17 +171,15 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 def parts_of(file: Path) -> list[Path]:
     """Return all parts of a checkpoint whose files end in ``-00001-of-0000N``, of which one is passed."""
-    numbered = re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\.\w+)?", file.name)
+    numbered = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})((?:\.\w+)?)", file.name)
     if numbered is None:
         return [file]
-    start, digits, of, count, end = numbered[1], len(numbered[2]), numbered[3], numbered[4], numbered[5] or ""
-    parts = [file.with_name(f"{start}{i + 1:0{digits}}{of}{count}{end}") for i in range(int(count))]
-    lost = [part.name for part in parts if not part.is_file()]
-    if lost:
-        raise DataError(
-            f"{file} is a part of {int(count)}, and {', '.join(lost[:3])} is not beside it; fetch all parts"
-        )
-    return parts
+    start, digits, of, count, end = numbered[1], len(numbered[2]), numbered[3], numbered[4], numbered[5]
+    names = [f"{start}{number:0{digits}}{of}{count}{end}" for number in range(int(count) + 1)]
+    names = names[:-1] if file.with_name(names[0]).is_file() else names[1:]  # some writers begin with 0
+    if lost := ", ".join([name for name in names if not file.with_name(name).is_file()][:3]):
+        raise DataError(f"{file} is a part of {len(names)}, and {lost} is not beside it; fetch all parts")
+    return [file.with_name(name) for name in names]
 
 
 def _weights(
@@ -289,11 +287,12 @@ def _refuse_unknown(rest: Mapping[str, TensorPlace], places: Mapping[str, Tensor
             continue
         end = max((end for end in ends if name.endswith(end)), key=len, default=None)
         stem, matrix = name.removesuffix(end or ".weight"), len(place.shape) > 1
-        beside = (key[len(layer) + bool(layer) :] for key in layers[layer])
+        beside = [key[len(layer) + bool(layer) :] for key in layers[layer]]
+        words = [key for key in beside if _WORDS.search(key) and not _ORDINARY.fullmatch(key)]
         if not (
             (leaf == "weight" and not float8)  # no layer computes with integers
             or (matrix and float8 and config.method)  # a scale of it is missing
-            or ((matrix or place.tag not in ("I16", "I32", "I64")) and any(_is_word(key) for key in beside))
+            or (words and (matrix or place.tag not in ("I16", "I32", "I64")))
             or (end and place.tag in ("I8", "U8", "I32", "F4", "F8_E4M3", "F8_E5M2"))
         ):
             continue
@@ -306,11 +305,6 @@ def _refuse_unknown(rest: Mapping[str, TensorPlace], places: Mapping[str, Tensor
         why = _why(stem, sorted(key.removeprefix(stem) for key in keys), places, config)
         kind = f"tensor {name!r} ({place.tag} {list(place.shape)}) is quantised in a way that is not known"
         raise DataError(f"{place.path}: {kind}; {why}")
-
-
-def _is_word(leaf: str) -> bool:
-    """Return True for a name of scales, zero points or codebooks that no ordinary layer has."""
-    return _WORDS.search(leaf) is not None and _ORDINARY.fullmatch(leaf) is None
 
 
 def _why(stem: str, keys: list[str], places: Mapping[str, TensorPlace], config: Config) -> str:

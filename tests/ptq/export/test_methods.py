@@ -74,7 +74,8 @@ READ = {  # name: tensors, config.json, values or their set (by definition, wher
                          torch.arange(8.0).view(2, 1, 4)}, {}, torch.arange(8.0).view(2, 1, 4).expand(2, 3, 4)),
     "llama 4 down": ({"e.down_proj": torch.ones(2, 4, 4).to(F8), "e.down_proj_scale": torch.arange(8.0).view(2, 4, 1)},
                      by("fbgemm_fp8"), torch.arange(8.0).view(2, 1, 4).expand(2, 4, 4)),
-    "e4m3fnuz": ({"l.weight": torch.full((4, 8), 240.0).to(torch.float8_e4m3fnuz), "l.weight_scale": X[:1]}, None, 240.0),
+    "e4m3fnuz": ({"l.weight": torch.full((4, 8), 240.0).to(torch.float8_e4m3fnuz), "l.weight_scale":
+                  torch.ones(1)}, None, 240.0),
     "nf4": (BNB | {"l.weight.quant_state.bitsandbytes__nf4": text(STATE)}, by("bitsandbytes"),
             torch.tensor([2.0, -2.0]).repeat(1, 32).bfloat16()),
     "nf4, scales quantised": (
