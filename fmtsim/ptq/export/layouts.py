@@ -209,7 +209,7 @@ def _fp4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     second = weight.number(".weight_scale_2") if ".weight_scale_2" in weight.places else None
     width = config.size("group_size") or (16 if scale.dtype == torch.float8_e4m3fn else 32)
     shape, comfy = (*codes.shape[:-1], 2 * codes.shape[-1]), ".comfy_quant" in weight.places
-    if "nvfp4" in _marked(weight, config) and len(shape) == 2:
+    if _marked(weight, config) and scale.dtype == torch.float8_e4m3fn and len(shape) == 2:
         # 1. scales: ComfyUI has them in cuBLAS's tiles, ModelOpt's export for it may leave them in rows
         rows, blocks = shape[0], shape[1] // width
         if tuple(scale.shape) == (-(-rows // 128) * 128, -(-blocks // 4) * 4):
@@ -238,7 +238,8 @@ def _marked(weight: StoredWeight, config: Config) -> str:
     if ".comfy_quant" in weight.places:
         record = json_object(weight.text(".comfy_quant"), f"tensor '{weight.prefix}.comfy_quant'")
     marked = str(record.get("format", "") if isinstance(record, dict) else record).lower()
-    if marked and not re.fullmatch(r"nvfp4\w*|fp8\w*|float8_e4m3fn|float8_e5m2", marked):
+    of_modelopt = config.method == "modelopt" and ".comfy_quant" not in weight.places  # a word for all its layers
+    if marked and not of_modelopt and not re.fullmatch(r"nvfp4|fp8|float8_e4m3fn|float8_e5m2", marked):
         raise DataError(
             f"layer {weight.prefix!r}: its marker says format {marked!r}; read are nvfp4, fp8, float8_e4m3fn and "
             "float8_e5m2: store the layer in one of these, or without quantisation"
@@ -301,13 +302,18 @@ def _bnb4(weight: StoredWeight, config: Config, element: str) -> Encoded | Reord
     shape, width, count = tuple(state["shape"]), state["blocksize"], math.prod(state["shape"])
     raw = weight.tensor(weight.codes, (torch.uint8, *REAL), 1, 2).flatten().view(torch.uint8)
     absmax = weight.tensor(weight.scale, (real, torch.uint8), 1)
-    if min(*shape, width) < 1 or raw.numel() != -(-count // 2) or absmax.numel() != -(-count // width):
+    if not shape or min(*shape, width) < 1 or raw.numel() != -(-count // 2) or absmax.numel() != -(-count // width):
         parts = f"{raw.numel()} bytes and {absmax.numel()} scales"
         raise DataError(f"layer {weight.prefix!r} has {parts}, which are no {shape} in blocks of {width}")
     if absmax.dtype == torch.uint8:  # double quantisation: codes under scales of their own, less their mean
-        outer = weight.tensor(".weight.nested_absmax", real, 1).repeat_interleave(state["nested_blocksize"])
-        absmax = weight.tensor(".weight.nested_quant_map", real, 1)[absmax.long()] * outer[: absmax.numel()]
-        absmax = absmax + state["nested_offset"]
+        outer, codebook = (weight.tensor(f".weight.nested_{name}", real, 1) for name in ("absmax", "quant_map"))
+        size = state["nested_blocksize"]
+        if size < 1 or outer.numel() != -(-absmax.numel() // size) or codebook.numel() != 256:
+            raise DataError(
+                f"layer {weight.prefix!r} has {outer.numel()} scales for {absmax.numel()} in blocks of {size}"
+            )
+        outer = outer.repeat_interleave(size)[: absmax.numel()]
+        absmax = codebook[absmax.long()] * outer + state["nested_offset"]
     if weight.tensor(".weight.quant_map", real, 1).tolist() != decode(torch.arange(16).byte(), element).tolist():
         raise DataError(f"tensor '{weight.prefix}.weight.quant_map' is not the codebook of {element}")
     codes = raw >> 4 | raw << 4
@@ -319,9 +325,8 @@ def _bnb4(weight: StoredWeight, config: Config, element: str) -> Encoded | Reord
 
 
 def _bnb4_values(weight: StoredWeight, config: Config, value: Encoded | Reordered) -> Tensor:
-    return value.decode(torch.float32).to(
-        getattr(torch, _bnb_state(weight, config)["dtype"])
-    )  # rounded twice, as there
+    dtype = getattr(torch, _bnb_state(weight, config)["dtype"])
+    return value.decode(torch.float32).to(dtype)  # rounded twice, as there
 
 
 def _bnb8(weight: StoredWeight, config: Config) -> Encoded:

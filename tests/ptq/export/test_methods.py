@@ -388,6 +388,8 @@ def test_factors_of_columns_are_named_where_blocks_alone_are_compared(tmp_path):
      r"layer 'l' has 32 bytes and 4 scales, which are no \(1, 64\) in blocks of 64"),
     (BNB | {"l.weight.quant_map": NF4 + 1, "l.weight.quant_state.bitsandbytes__nf4": text(STATE)}, None,
      r"'l.weight.quant_map' is not the codebook of nf4"),
+    (READ["nf4, scales quantised"][0] | {"l.weight.nested_absmax": torch.ones(2)}, None,
+     r"layer 'l' has 2 scales for 1 in blocks of 256"),
     ({"l.weight": zeros(2, 4, dtype=I8), "l.SCB": X[:2], "l.weight_format": torch.tensor(1, dtype=U8)}, None,
      r"'l.weight_format' is not 0 \(rows\); save it by a later bitsandbytes"),
 ])  # fmt: skip
