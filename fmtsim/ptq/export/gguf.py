@@ -109,9 +109,10 @@ def is_gguf(path: Path) -> bool:
     """Return True for a file that begins as GGUF files do, or is called one."""
     try:
         with path.open("rb") as file:
-            return file.read(4) == b"GGUF" or path.suffix.lower() == ".gguf"
-    except OSError:
-        return path.suffix.lower() == ".gguf"
+            start = file.read(4)
+    except (OSError, ValueError):  # ValueError: a null byte in a name
+        start = b""
+    return start == b"GGUF" or path.suffix.lower() == ".gguf"
 
 
 def readers(paths: Sequence[Path]) -> dict[str, tuple[str, Callable[[], Encoded | Reordered | Tensor]]]:

@@ -111,7 +111,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise DataError(f"path={shown(path)} is not a path; pass a checkpoint, a folder or a file")
     path = Path(path).expanduser()
     files, shards = _files(path)
-    if files and files[0].is_file() and gguf.is_gguf(files[0]):
+    if files and gguf.is_gguf(files[0]):
         return Checkpoint(path, {name: Reader(kind, read) for name, (kind, read) in gguf.readers(files).items()})
     # 1. where tensors lie, and what the headers and the JSON files say
     places: dict[str, TensorPlace] = {}
@@ -495,7 +495,7 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(path, str | os.PathLike):
         raise DataError(f"path={shown(path)} is not a path; pass what fmtsim.export wrote, a folder or a file")
     path = Path(path).expanduser()
-    ggml = path.is_file() and gguf.is_gguf(path)
+    ggml = not path.is_dir() and gguf.is_gguf(path)
     if not ggml:
         _, metadata = read_tensors(path / _FILES[0] if path.is_dir() else path)  # its checksum holds
         if "tensor_names" not in metadata and not path.is_dir():

@@ -375,7 +375,11 @@ def test_factors_of_columns_are_named_where_blocks_alone_are_compared(tmp_path):
     tensors, config, _ = READ["modelopt awq"]
     folder = saved(tmp_path / "m", tensors, config)
     refused(
-        r"has factors beside its scales \(pre_quant_scale\)", fmtsim.lab.check_recode, folder, "mxfp4", error=DataError
+        r"'l.weight' has factors beside its scales \(pre_quant_scale\)",
+        fmtsim.lab.check_recode,
+        folder,
+        "mxfp4",
+        error=DataError,
     )
     wrong = tensors | {"l.pre_quant_scale": torch.ones(3)}
     opened = fmtsim.open_checkpoint(saved(folder, wrong, config))
