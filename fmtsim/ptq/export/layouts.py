@@ -414,13 +414,14 @@ def _zero_point_offset(weight: StoredWeight, config: Config, bits: int, points: 
     AutoGPTQ's and ExLlama's kernels add the 1 without wrapping. Symmetric codes have their zero in the middle, so that
     the stored numbers say which version they are of, whatever the field does.
     """
-    later = config.method == "auto-round:own" or config.fields.get("checkpoint_format") == "gptq_v2"
+    form = config.fields.get("checkpoint_format") or config.fields.get("format")  # transformers 5 has both names
+    later = config.method == "auto-round:own" or str(form).lower() == "gptq_v2"
     symmetric, middle, stored = config.fields.get("sym"), 1 << bits - 1, points.unique().tolist()
     says = {(middle,): True, (middle - 1,): False}.get(tuple(stored))
     if symmetric is True and says is not None:
         return 0 if says else 1
     if symmetric is True or (symmetric is None and says not in (None, later)):
-        field = f"'sym': {symmetric}, 'checkpoint_format': {config.fields.get('checkpoint_format')!r}"
+        field = f"'sym': {symmetric}, 'checkpoint_format': {form!r}"
         raise DataError(
             f"tensor '{weight.prefix}.qzeros' has zero points of {stored[0]} to {stored[-1]}, {config.path} {field}: "
             f"of {bits} symmetric bits version 1 (gptq) stores {middle - 1}, version 2 (gptq_v2) {middle}; set 'sym' "
@@ -452,13 +453,17 @@ def _column_order(weight: StoredWeight, name: str, groups: int, inputs: int) -> 
 
 def _packs_words(weight: StoredWeight, config: Config) -> None:
     """Refuse AWQ's and GPTQ's other packings, which kernels of their own want."""
-    config, awq = config.of_layer(weight.prefix), config.method == "awq"
+    config = config.of_layer(weight.prefix)
     allowed: dict[str, tuple[Any, ...]] = {
         "data_type": ("int",),
         "pack_dtype": ("int32",),
         "is_marlin_format": (False,),
     }
-    allowed |= {"version": ("gemm",), "backend": ("autoawq",)} if awq else {"checkpoint_format": ("gptq", "gptq_v2")}
+    if config.method in ("awq", "gptq"):  # auto-round says it in packing_format
+        form = ("gemm",) if config.method == "awq" else ("gptq", "gptq_v2")
+        allowed |= dict.fromkeys(("checkpoint_format", "format", *(("version",) if "gemm" in form else ())), form)
+    if config.fields.get("backend") == "llm-awq":  # other backends are kernels
+        allowed["backend"] = ("autoawq",)
     for name, values in allowed.items():
         said = config.fields.get(name)
         if said is not None and (said.lower() if isinstance(said, str) else said) not in values:

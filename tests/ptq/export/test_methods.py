@@ -47,6 +47,8 @@ def text(record):
 ONES = torch.ones(4, 8).to(F8)
 PACKED = {"l.qweight": words(*[0x88888888] * 16).view(2, 8), "l.qzeros": words(0x77777777, 0x77777777).view(2, 1),
           "l.scales": torch.ones(2, 8).half()}  # fmt: skip
+WORDS = {"l.qweight": words(*[0x88888888] * 16).view(16, 1), "l.qzeros": words(0x77777777).view(1, 1),
+         "l.scales": torch.ones(1, 8).half()}  # fmt: skip
 BYTES = torch.tensor([[0x46, 0x81], [0x29, 0x64]], dtype=U8)
 # transformers 5.23, unpack_weights of BYTES
 TERNARY = torch.tensor([[1, 0], [0, -1], [0, -1], [1, 0], [-1, -1], [1, 1], [0, 1], [-1, 0]])
@@ -91,10 +93,10 @@ READ = {  # name: tensors, config.json, values or their set (by definition, wher
     "bnb int8": ({"l.weight": torch.full((2, 4), 127, dtype=I8), "l.SCB": torch.tensor([0.5, 1.5]),
                   "l.weight_format": torch.tensor(0, dtype=U8)}, by("bitsandbytes", load_in_8bit=True),
                  torch.tensor([[0.5], [1.5]]).expand(2, 4)),  # int8_vectorwise_dequant of bitsandbytes 0.50.2
-    "auto-round awq": ({"l.qweight": words(*[0x88888888] * 16).view(16, 1), "l.qzeros": words(0x77777777).view(1, 1),
-                        "l.scales": torch.ones(1, 8).half()},
-                       by("auto-round", packing_format="auto_round:auto_awq", bits=4), 1.0),
+    "auto-round awq": (WORDS, by("auto-round", packing_format="auto_round:auto_awq", bits=4), 1.0),
     "auto-round own": (PACKED, by("auto-round", packing_format="auto_round", sym=False), 1.0),
+    "awq of transformers 5": (WORDS, by("awq", bits=4, group_size=-1, format="gemm", backend="auto"), 1.0),
+    "gptq_v2 by format": (PACKED, by("gptq", bits=4, group_size=8, format="gptq_v2", sym=False), 1.0),
     "quantize_config of 2023": (PACKED, {"bits": 4, "group_size": 8, "sym": True}, 0.0),
     "modelopt awq": ({"l.weight": torch.full((4, 16), 0x22, dtype=U8), "l.weight_scale": torch.ones(4, 2).to(F8),
                       "l.weight_scale_2": torch.tensor(0.5), "l.pre_quant_scale": torch.tensor([1.0, 2.0] * 16)},
@@ -146,6 +148,7 @@ REFUSED = {  # name: tensors, config.json, message
     "not a dict": (KEPT, 3, r"config.json has 'quantization_config': 3; it should be a dict"),
     "awq gemv": (PACKED, by("awq", version="gemv"),
                  r"config.json has 'version': 'gemv' for layer 'l'; awq is read with 'gemm': quantise again, or"),
+    "awq of llm-awq": (PACKED, by("awq", backend="llm-awq"), r"config.json has 'backend': 'llm-awq' for layer 'l'"),
     "gptq marlin": (PACKED, by("gptq", checkpoint_format="marlin"), r"is read with 'gptq' or 'gptq_v2'"),
     "auto-round mx": (PACKED, by("auto-round", packing_format="auto_round:llm_compressor"),
                       r"quant_method 'auto-round:llm_compressor', which is not known"),
