@@ -495,7 +495,8 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(path, str | os.PathLike):
         raise DataError(f"path={shown(path)} is not a path; pass what fmtsim.export wrote, a folder or a file")
     path = Path(path).expanduser()
-    ggml = not path.is_dir() and gguf.is_gguf(path)
+    files, _ = _files(path)
+    ggml = bool(files) and gguf.is_gguf(files[0])
     if not ggml:
         _, metadata = read_tensors(path / _FILES[0] if path.is_dir() else path)  # its checksum holds
         if "tensor_names" not in metadata and not path.is_dir():
