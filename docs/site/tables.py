@@ -15,6 +15,7 @@ from fmtsim.distributed import REDUCTIONS, Reduction
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.cli.main import GROUPS, build_parser
 from fmtsim.optim.catalogue import scheme_table
+from fmtsim.ptq.export.catalogue import table as layout_table
 from fmtsim.recipes import catalogue, ptq_catalogue
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.spec import Recipe
@@ -188,12 +189,9 @@ def without_repeats(rows: list[Row]) -> Iterator[Row]:
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    "recipes": recipe_table,
-    "ptq": ptq_table,
-    "schemes": scheme_table,
-    "reductions": reduction_table,
-    "cli": command_table,
-}
+    "recipes": recipe_table, "ptq": ptq_table, "schemes": scheme_table, "reductions": reduction_table,
+    "cli": command_table, "layouts": layout_table,
+}  # fmt: skip
 
 
 def written(page: str) -> str:

@@ -174,7 +174,7 @@ def check_recode(a: Any, b: Any) -> Recode:
         for number, name in enumerate(a):
             value = a[name]
             if isinstance(value, Encoded | Reordered):
-                weights.append(_of_weight(name, value.encoded if isinstance(value, Reordered) else value, target))
+                weights.append(_of_weight(name, value.blocks(name) if isinstance(value, Reordered) else value, target))
             progress.step(number + 1)
     if not weights:
         raise ArgumentError(f"a={shown(a)} has no Encoded; pass a checkpoint of quantised weights")

@@ -5,6 +5,7 @@ Names and shapes are those of compressed-tensors 0.20 (``compressors/``); the te
 """
 
 import json
+import re
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -184,6 +185,7 @@ _LAYOUTS = {
     "mxfp8-quantized": _Layout(".weight", _F8, (8,), "e4m3", (_U8,)),
     "nvfp4-pack-quantized": _Layout(".weight_packed", _U8, (4,), "e2m1", (_F8,)),
 }
+_OLD = {"int": "int-quantized", "float": "float-quantized"}  # what "naive-quantized" was of
 _GROUP = {"targets": list[str], "format": Literal[*_LAYOUTS], "weights": dict}  # type: ignore[valid-type]
 _STRATEGY = Literal["tensor", "channel", "group", "tensor_group", "block"]
 _SIZES: dict[str, Any] = {"group": {"group_size": int}, "block": {"block_structure": list[int]}}
@@ -193,11 +195,32 @@ def groups_of(quantization: Any) -> dict[str, Any]:
     """Return the groups of a config.json by the way to them; ArgumentError names a field that is wrong."""
     way = "quantization_config"
     check_items({way: quantization}, {way: dict}, "config.json")
-    check_items(quantization, {"quant_method": Literal["compressed-tensors"], "config_groups": dict}, way)
+    check_items(
+        quantization, {"quant_method": Literal["compressed-tensors"]} if "quant_method" in quantization else {}, way
+    )
+    transforms = quantization.get("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        names = ", ".join(map(repr, transforms["config_groups"]))
+        raise DataError(
+            f"{way}.transform_config rotates weights ({names}), which is not undone; export the model without"
+        )
+    sparsity = quantization.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise DataError(
+            f"{way}.sparsity_config has 'format': {sparsity['format']!r}, which is not read; save it as 'dense'"
+        )
+    if quantization.get("config_groups") is None:  # caches alone, for example
+        return {}
+    check_items(quantization, {"config_groups": dict}, way)
     groups = {f"{way}.config_groups.{name}": group for name, group in quantization["config_groups"].items()}
-    for way, group in groups.items():
+    for way, group in list(groups.items()):
         if isinstance(group, dict) and group.get("format") is None and "format" in quantization:
             group["format"] = quantization["format"]  # of all groups, as older versions write it
+        if isinstance(group, dict) and (group.get("weights") is None or group.get("format") == "dense"):
+            del groups[way]  # it says nothing of weights
+            continue
+        if isinstance(group, dict) and group.get("format") == "naive-quantized" and isinstance(group["weights"], dict):
+            group["format"] = _OLD.get(str(group["weights"].get("type")), "naive-quantized")
         check_items(group, _GROUP, way)
         layout = _LAYOUTS[group["format"]]
         kind = Literal["float"] if layout.element else Literal["int"]
@@ -205,11 +228,34 @@ def groups_of(quantization: Any) -> dict[str, Any]:
         check_items(group["weights"], fields | dict(symmetric=bool, dynamic=Literal[False]), f"{way}.weights")
         sizes = _SIZES.get(group["weights"]["strategy"].removeprefix("tensor_"), {})
         check_items(group["weights"], sizes, f"{way}.weights")
+        group["version"] = quantization.get("version")
     return groups
 
 
-def encoded_of(layer: StoredWeight, scheme: dict[str, Any]) -> Encoded:
-    """Return the weight of a layer's tensors and scheme; DataError names a tensor that does not fit."""
+def _unpacked(words: Tensor, bits: int, count: int, version: Any, place: str) -> Tensor:
+    """Return the codes of rows of words: a stream of bits, or, until version 0.17, floor(32 / bits) codes in each word.
+
+    Without a version the number of words decides; DataError where it fits both.
+    """
+    found = re.match(r"(\d+)\.(\d+)", str(version))
+    streams, separate = -(-count * bits // 32), -(-count // (32 // bits))
+    old = (int(found[1]), int(found[2])) < (0, 18) if found else words.shape[1] != streams
+    if not found and streams == separate and 32 % bits and 32 // bits < count:
+        raise DataError(
+            f"{place} are those of two packings of {bits} bits, compressed-tensors' up to 0.17 and from 0.18; write "
+            "'version' into quantization_config, that of the writer"
+        )
+    if words.shape[1] != (separate if old else streams):
+        raise DataError(f"{place} do not hold codes of {bits} bits")
+    if old and 32 % bits:
+        codes = torch.stack([words >> bits * i & (1 << bits) - 1 for i in range(32 // bits)], -1)
+        return codes.flatten(1)[:, :count].to(torch.uint8)
+    stream = words.flatten().view(_U8).view(words.shape[0], -1)  # a column of words has no stride of 1
+    return unpack(stream[:, : -(-count * bits // 8)], bits, count)
+
+
+def encoded_of(layer: StoredWeight, scheme: dict[str, Any], order: Tensor | None = None) -> Encoded:
+    """Return the weight of a layer's tensors and scheme, columns in an order; DataError names what does not fit."""
     layout, weights = _LAYOUTS[scheme["format"]], scheme["weights"]
     block = {"tensor": (None, None), "channel": (1, None), "block": weights.get("block_structure")}.get(
         weights["strategy"], (1, weights.get("group_size"))
@@ -217,24 +263,27 @@ def encoded_of(layer: StoredWeight, scheme: dict[str, Any]) -> Encoded:
     if layout.dtype == torch.int32:
         bits, words = weights["num_bits"], layer.tensor(".weight_packed", torch.int32)
         rows, columns = shape = layer.tensor(".weight_shape", (torch.int64, torch.int32), 1).tolist()[:2] or (0, 0)
-        if (rows, -(-columns * bits // 32)) != words.shape:
-            place = f"tensor '{layer.prefix}.weight_shape'"
-            raise DataError(f"{place} is {shape}, of which {tuple(words.shape)} words do not hold codes of {bits} bits")
-        codes = unpack(words.contiguous().view(_U8)[:, : -(-columns * bits // 8)], bits, columns)
+        place = f"tensor '{layer.prefix}.weight_shape' is {shape}, of which {tuple(words.shape)} words"
+        if rows != words.shape[0] or (order is not None and order.shape[0] != columns):
+            raise DataError(f"{place} do not hold codes of {bits} bits, or their index is of other columns")
+        codes = _unpacked(words, bits, columns, scheme["version"], place)
+        codes = codes if order is None else codes[:, order]
         scale, least = layer.scales(REAL), 1 << bits - 1  # the least integer is code 0
         if weights["symmetric"]:
+            layer.refuse_points()
             return layer.encoded(f"int{bits}_full", pack(codes ^ least, bits), (rows, columns), scale, block)
-        points = layer.tensor(".weight_zero_point", torch.int32).t().contiguous().view(_U8)
-        if points.shape != (scale.shape[1], -(-rows * bits // 32) * 4):
-            place = f"tensor '{layer.prefix}.weight_zero_point'"
-            raise DataError(
-                f"{place} of {points.shape[1] // 4} x {points.shape[0]} words is not {rows} x {scale.shape[1]}"
-            )
-        zeros = unpack(points[:, : -(-rows * bits // 8)], bits, rows).t()
+        points = layer.tensor(".weight_zero_point", torch.int32).t()
+        place = f"tensor '{layer.prefix}.weight_zero_point' of {points.shape[1]} x {points.shape[0]} words"
+        if points.shape[0] != scale.shape[1]:
+            raise DataError(f"{place} is not {rows} x {scale.shape[1]}")
+        zeros = _unpacked(points, bits, rows, scheme["version"], place).t()
         return layer.encoded(f"uint{bits}", pack(codes, bits), (rows, columns), scale, block, zeros=zeros)
+    if order is not None:
+        raise DataError(f"tensor '{layer.prefix}.weight_g_idx' is read beside packed integers, not {scheme['format']}")
     codes, scale = layer.tensor(layout.name, layout.dtype), layer.scales(layout.scales)
     if not weights["symmetric"]:
         raise DataError(f"tensor {layer.prefix + layout.name!r} has zero points, which are read beside packed codes")
+    layer.refuse_points()
     element, bits = layout.element or "int8_full", layout.bits[0]
     if codes.shape[1] * 8 % bits:
         raise DataError(

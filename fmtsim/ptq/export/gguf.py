@@ -3,7 +3,7 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from mmap import ACCESS_READ, mmap
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packed import GGML_FORMATS, PackedFormat, gguf_package
+from fmtsim.ptq.export.layouts import Reordered
 from fmtsim.ptq.export.weights import OMIT, CodedWeight
 from fmtsim.spec.cast import block_bytes
 from fmtsim.support.errors import DataError, first_line
@@ -101,28 +102,72 @@ class _Stored(NamedTuple):
     size: int
 
 
-def readers(path: Path) -> dict[str, tuple[str, Callable[[], Encoded | Tensor]]]:
-    """Return what reads each tensor of a file, by name, with the type of its blocks, "" of ordinary numbers.
+def is_gguf(path: Path) -> bool:
+    """Return True for a file that begins as GGUF files do, or is called one."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except (OSError, ValueError):  # ValueError: a null byte in a name
+        start = b""
+    return start == b"GGUF" or path.suffix.lower() == ".gguf"
 
-    Those in ggml's blocks are Encoded, in formats such as ``q4_k``; others are tensors of their dtype. Only what stands
-    before the tensors is read (the package gguf takes seconds for a vocabulary).
+
+def readers(paths: Sequence[Path]) -> dict[str, tuple[str, Callable[[], Encoded | Reordered | Tensor]]]:
+    """Return what reads each tensor of a file, or of all its parts, by name, with the type of its blocks.
+
+    Those in ggml's blocks are Encoded, in formats such as ``q4_k``; others are tensors of their dtype. ``x.scale`` (one
+    number, or one for each expert) is multiplied into ``x.weight``, as llama.cpp multiplies the product. Only what
+    stands before the tensors is read (the package gguf takes seconds for a vocabulary).
 
     Raises:
-        DataError: The file is missing, damaged, or of another version; a tensor has an unknown type, rows that are not
-            whole blocks, or an end beyond the file.
+        DataError: A file is missing, damaged, of another version or a part without the others; a tensor has an unknown
+            type, rows that are not whole blocks, or an end beyond the file.
     """
-    with _located(path):
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            tensors = _header(data)
-        kinds = {
-            name: f"GGUF {t.format.type}" if isinstance(t.format, PackedFormat) else "" for name, t in tensors.items()
-        }
-        return {name: (kinds[name], partial(_read, path, stored)) for name, stored in tensors.items()}
+    tensors: dict[str, tuple[Path, _Stored]] = {}
+    for number, path in enumerate(paths):
+        with _located(path):
+            with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+                found, split = _header(data)
+            part, count = split.get(b"split.no", 0), split.get(b"split.count", 1)
+            if max(count, 1) != len(paths) or (count > 1 and part != number):
+                raise DataError(
+                    f"it is part {part + 1} of {count} (split.no, split.count); call the parts "
+                    f"-00001-of-{count:05}.gguf and so on, in one folder"
+                )
+            tensors |= {name: (path, stored) for name, stored in found.items()}
+    total = split.get(b"split.tensors.count", len(tensors))
+    if len(paths) > 1 and total != len(tensors):
+        raise DataError(f"{paths[0]} and its parts have {len(tensors)} tensors, split.tensors.count says {total}")
+    result: dict[str, tuple[str, Callable[[], Encoded | Reordered | Tensor]]] = {}
+    for name, (path, stored) in tensors.items():
+        if name.endswith(".scale") and f"{name.removesuffix('scale')}weight" in tensors:
+            continue  # of a weight, with which it is read
+        kind = f"GGUF {stored.format.type}" if isinstance(stored.format, PackedFormat) else ""
+        scale = tensors.get(f"{name.removesuffix('weight')}scale") if name.endswith(".weight") else None
+        result[name] = (
+            kind,
+            partial(_read, path, stored) if scale is None else partial(_scaled, name, path, stored, *scale),
+        )
+    return result
 
 
-def _header(data: mmap) -> dict[str, _Stored]:
-    """Return the tensors that the header of a file lists (versions 2 and 3, little-endian)."""
+def _scaled(name: str, path: Path, stored: _Stored, scale_path: Path, scale_stored: _Stored) -> Reordered | Tensor:
+    """Return a weight with its scale: one number, or one for each expert, the first dimension of three."""
+    weight, scale = _read(path, stored), _read(scale_path, scale_stored)
+    experts = stored.shape[0] if len(stored.shape) == 3 else 1
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() not in (1, experts):
+        kind = f"{scale_stored.format} {list(scale_stored.shape)}"
+        raise DataError(f"{scale_path}: the scale of {name!r} is {kind}; expected float32, one number or {experts}")
+    factors = scale.reshape(-1, *(1,) * (len(stored.shape) - 1))
+    if isinstance(weight, Tensor):
+        return weight.float() * factors
+    return Reordered(encoded=weight, factors=factors)
+
+
+def _header(data: mmap) -> tuple[dict[str, _Stored], dict[bytes, int]]:
+    """Return the tensors that a header lists (versions 2 and 3, little-endian), and of what the file is a part."""
     place, alignment = 8, 32
+    split: dict[bytes, int] = {}
 
     def number(code: str) -> int:
         nonlocal place
@@ -158,13 +203,15 @@ def _header(data: mmap) -> dict[str, _Stored]:
         skip(kind)
         if key == b"general.alignment":
             alignment = unpack_from("<I", data, begun)[0]
+        if key.startswith(b"split.") and kind in _SIZES:
+            split[key] = int.from_bytes(data[begun : begun + _SIZES[kind]], "little")
     # 2. names, shapes (the last dimension first), types and places of tensors, which are counted from behind the list
     listed = []
     for _ in range(count):
         name, rank = text().decode(), number("<I")
         listed.append((name, tuple(number("<Q") for _ in range(rank))[::-1], number("<I"), number("<Q")))
     first = -(-place // alignment) * alignment
-    return {name: _checked(name, shape, kind, first + start, len(data)) for name, shape, kind, start in listed}
+    return {name: _checked(name, shape, kind, first + start, len(data)) for name, shape, kind, start in listed}, split
 
 
 def _checked(name: str, shape: tuple[int, ...], kind: int, start: int, end: int) -> _Stored:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
+from fmtsim.casts.quantize import decode
 from fmtsim.formats.block import BLOCK_NAMES, BlockFormat, with_block
 from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block, block_text
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace
-from fmtsim.support.errors import DataError
+from fmtsim.support.errors import DataError, shown
+from fmtsim.support.records import parse_json
 
 SCALES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3",
@@ -37,6 +39,17 @@ def read_tensor(name: str, place: TensorPlace) -> Tensor:
             raise DataError(f"{place.path}: tensor {name!r} is F4 {list(shape)}, whose rows do not end on bytes")
         shape = (*shape[:-1], shape[-1] // 2)
     return tensor_of_bytes(place.read(), dtype).reshape(shape)
+
+
+def json_object(text: str, place: str) -> dict[str, Any]:
+    """Return the fields of an object of JSON in a header or a tensor."""
+    try:
+        fields = parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise DataError(f"{place} is {shown(fields)}; expected an object")
+    return fields
 
 
 class StoredWeight(NamedTuple):
@@ -68,6 +81,17 @@ class StoredWeight(NamedTuple):
             raise DataError(f"tensor {self.prefix + name!r} of shape {tuple(value.shape)} is not one number")
         return value.reshape(())
 
+    def text(self, name: str) -> str:
+        """Return what a tensor of bytes says in UTF-8."""
+        return bytes(self.tensor(name, torch.uint8, 1).tolist()).decode(errors="replace")
+
+    def refuse_points(self) -> None:
+        """Raise DataError where symmetric codes have zero points other than 0 (packed ones hold 0 as the middle)."""
+        name = ".weight_zero_point"
+        points = read_tensor(self.prefix + name, self.places[name]) if name in self.places else None
+        if points is not None and points.dtype != torch.int32 and points.any():
+            raise DataError(f"tensor {self.prefix + name!r} has numbers other than 0, and its codes are symmetric")
+
     def scales(self, dtypes: Any = SCALES) -> Tensor:
         """Return the scales of blocks, [rows of blocks, blocks in a row]."""
         scale = self.tensor(self.scale, dtypes, 0, 1, 2, 3)
@@ -75,7 +99,7 @@ class StoredWeight(NamedTuple):
 
     def encoded(
         self, element: str, codes: Tensor, shape: tuple[int, ...], scale: Tensor, block: Block | None,
-        tensor_scale: Tensor | None = None, zeros: Tensor | None = None,
+        tensor_scale: Tensor | None = None, zeros: Tensor | None = None, ragged: bool = False,
     ) -> Encoded:  # fmt: skip
         """Return the weight; DataError tells how many scales belong to it where there are more or fewer.
 
@@ -87,6 +111,7 @@ class StoredWeight(NamedTuple):
             block: Rows and columns of a block, of which None is the whole extent; None is what the shapes say.
             tensor_scale: float32, 0-d, of NVFP4.
             zeros: Zero points, like ``scale``.
+            ragged: The last group may end with the row.
         """
         rows, columns = math.prod(shape[:-1]), shape[-1]
         if block is None and len(scale.shape) == 2:
@@ -95,10 +120,10 @@ class StoredWeight(NamedTuple):
         sizes = [n if size is None else size for n, size in zip((rows, columns), block or (), strict=False)]
         fits = len(block or ()) == 2 and min(sizes) > 0
         grid = tuple(-(-n // size) for n, size in zip((rows, columns), sizes, strict=True)) if fits else ()
-        ragged = len(shape) > 2 and fits and 1 < sizes[0] < rows and shape[-2] % sizes[0]
-        uneven = fits and sizes[0] == 1 and columns % sizes[1]  # tiles alone may end with the matrix, groups not
-        if grid != tuple(scale.shape) or ragged or uneven:
-            expected = f"; there are {' x '.join(map(str, grid))} blocks" if fits and not (ragged or uneven) else ""
+        split = len(shape) > 2 and fits and 1 < sizes[0] < rows and shape[-2] % sizes[0]
+        uneven = fits and sizes[0] == 1 and columns % sizes[1] and not ragged  # tiles may end with the matrix
+        if grid != tuple(scale.shape) or split or uneven:
+            expected = f"; there are {' x '.join(map(str, grid))} blocks" if fits and not (split or uneven) else ""
             stored = self.places[self.scale].shape if self.scale in self.places else tuple(scale.shape)
             raise DataError(
                 f"tensor {self.prefix + self.scale!r} of shape {stored} is not a scale for each block of "
@@ -127,6 +152,12 @@ def _format_of(element: str, block: Block, scale: str, zero_point: bool) -> Bloc
         scaling = {"zero_point": True} if zero_point else {"scale": get_format(scale)}
         fmt = dataclasses.replace(fmt, name=name, scaling=dataclasses.replace(fmt.scaling, **scaling))
     return fmt
+
+
+def two_products(weight: Encoded, scale: Tensor) -> Tensor:
+    """Return elements times scales of blocks that have the tensor's in them, of a weight with a tensor scale."""
+    codes, element = weight.parts().codes, weight.format.element  # type: ignore[union-attr]
+    return spread_over(decode(codes, element).flatten(0, -2), scale).reshape(weight.shape)
 
 
 def spread_over(elements: Tensor, scale: Tensor) -> Tensor:

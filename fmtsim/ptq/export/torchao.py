@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack
-from fmtsim.ptq.export.stored import REAL, StoredWeight
+from fmtsim.ptq.export.stored import REAL, StoredWeight, two_products
 from fmtsim.ptq.export.weights import OMIT, CodedWeight
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import check_items
@@ -114,13 +114,18 @@ _CODES = {
 _RECORD = {"_type": Literal[*_CODES], "_data": dict, "_tensor_data_names": list[str]}  # type: ignore[valid-type]
 
 
+def check_record(record: Any) -> None:
+    """Raise ArgumentError where a record is of a class that is not read, or a field is wrong."""
+    check_items(record, _RECORD, "its record")
+    fields = record["_data"]
+    check_items(fields, {"block_size": int | list[int]}, "_data")
+    if _CODES[record["_type"]][2] is not REAL:
+        check_items(fields, {"is_swizzled_scales": Literal[False]}, "_data")
+
+
 def encoded_of(layer: StoredWeight, record: Any) -> Encoded:
     """Return the weight of a record's tensors; an error names a field or tensor that does not fit."""
-    check_items(record, _RECORD, "its record")
     fields, (dtype, element, scales) = record["_data"], _CODES[record["_type"]]
-    check_items(fields, {"block_size": int | list[int]}, "_data")
-    if scales is not REAL:
-        check_items(fields, {"is_swizzled_scales": Literal[False]}, "_data")
     if scales == (_E8M0,):
         small, other = (_dtype(dtype) for dtype in (torch.float4_e2m1fn_x2, _F8))
         if fields.get("elem_dtype") == small:
@@ -132,6 +137,21 @@ def encoded_of(layer: StoredWeight, record: Any) -> Encoded:
     block, codes = fields["block_size"], layer.tensor("qdata", dtype)
     shape = (codes.shape[0], codes.shape[1] * (2 if dtype == torch.uint8 else 1))
     scale = layer.scales(scales)
-    second = layer.number("per_tensor_scale") if scales == (_F8,) else None
+    two_level = "per_tensor_scale" in {*layer.places, *record["_tensor_data_names"]}
+    second = layer.number("per_tensor_scale") if two_level else None
     block = (1, block) if isinstance(block, int) else tuple(block)
     return layer.encoded(element, codes.view(torch.uint8), shape, scale, block, second)
+
+
+def values_of(weight: Encoded, record: Any) -> Tensor:
+    """Return the values as ``dequantize`` of the record's class computes them, in the dtype that it records."""
+    fields = record["_data"]
+    said = fields.get("dtype") or fields.get("orig_dtype")
+    known = {str(_dtype(dtype)): dtype for dtype in REAL}
+    if str(said) not in known:
+        raise DataError(f"the record has 'dtype': {shown(said)}; expected one of {', '.join(known)}")
+    if weight.tensor_scale is None:
+        return weight.decode(known[str(said)])
+    scale = weight.parts().scales
+    assert scale is not None
+    return two_products(weight, scale * weight.tensor_scale).to(known[str(said)])

@@ -2,11 +2,13 @@
 """export and read_export: files of compressed-tensors, torchao and GGUF, with the codes that fmtsim rounded to."""
 
 import hashlib
+import math
 import os
+import re
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -17,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.quantize import decode
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors, read_tensors, stored_tensor, tensor_content
 from fmtsim.nn.coverage import Coverage
 from fmtsim.ptq.export import compressed_tensors, gguf, torchao
-from fmtsim.ptq.export.layouts import CODES, COMPRESSED_TENSORS, LAYOUTS, Layout, Reordered, read_config
-from fmtsim.ptq.export.stored import StoredWeight, read_tensor, spread_over
+from fmtsim.ptq.export.catalogue import LAYOUTS, Layout
+from fmtsim.ptq.export.layouts import Config, Reordered, read_config
+from fmtsim.ptq.export.stored import StoredWeight, read_tensor
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
 from fmtsim.ptq.report import coverage_of_weights, share_of
 from fmtsim.support.errors import ArgumentError, DataError, shown
@@ -34,12 +36,11 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Reader(NamedTuple):
-    """What reads a tensor, the name of the layout that stores it ("" of one that is not quantised), and in what."""
+    """What reads a tensor, the name of the layout that stores it ("" of one that is not quantised), and its values."""
 
     name: str
     read: Callable[[], Any]
-    weight: StoredWeight | None = None
-    layout: Layout | None = None
+    decode: Callable[[Any], Tensor] = lambda value: value.decode()
 
 
 class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
@@ -77,19 +78,8 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
         ModelOpt rounds the product of both scales first, compressed-tensors the quotient of them, and the value to
         bfloat16. The dtype is that of 16-bit scales, bfloat16 for gpt-oss and MX in compressed-tensors, else float32.
         """
-        value, (_, _, weight, layout) = self[name], self._readers[name]
-        if isinstance(value, Tensor) or weight is None or layout is None:
-            return value if isinstance(value, Tensor) else value.decode()
-        if isinstance(value, Encoded) and value.tensor_scale is not None:
-            codes, scale, *_ = value.parts()
-            assert scale is not None
-            divides = bool(layout.divisor) and layout.divisor in weight.places
-            scale = scale / weight.number(layout.divisor) if divides else scale * value.tensor_scale
-            values = spread_over(decode(codes, value.format.element).flatten(0, -2), scale).reshape(value.shape)  # type: ignore[union-attr]
-            return values.bfloat16() if divides else values
-        dtype = DTYPES[weight.places[weight.scale].tag]
-        dtype = layout.mx_dtype if dtype == torch.uint8 else dtype
-        return value.decode(dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32)
+        value = self[name]
+        return value if isinstance(value, Tensor) else self._readers[name].decode(value)
 
     def __repr__(self) -> str:
         counts = Counter(reader.name for reader in self._readers.values())
@@ -101,22 +91,22 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint of quantised weights; only the headers of its files are read.
 
-    Known by the names of their tensors are the layouts of DeepSeek V3 and V4, gpt-oss, compressed-tensors (Kimi-K2's
-    INT4 among them), ModelOpt, Quark, AWQ, GPTQ, torchao's single files, and GGUF (docs/ptq.md lists them).
+    A layout is known by the ``quant_method`` of config.json, by headers and marker tensors, and by the names and dtypes
+    of a layer's tensors, all of which its reader takes (docs/ptq.md lists what is read, and what is refused by name).
 
     Args:
         path: A folder with safetensors files (``model.safetensors``, or the shards that
-            ``model.safetensors.index.json`` lists) and the JSON files beside them, or one file: ``.safetensors`` or
-            ``.gguf``.
+            ``model.safetensors.index.json`` lists) and the JSON files beside them, a folder with one GGUF file, or a
+            file: of several parts (``-00001-of-00002``), any.
 
     Returns:
         A mapping of names to Encoded, Reordered or Tensor. The weight of ``x.weight_packed``, ``x.qweight`` and so
         on is ``x.weight``, that of ``x_blocks`` is ``x``; scales of inputs and caches are tensors of their own.
 
     Raises:
-        DataError: A file is missing, truncated or corrupt, or tensors look quantised in a way that no layout has; the
-            message names the file, the keys and the layouts that they resemble. A weight whose tensors do not fit
-            each other is named, with both sizes, when it is asked for.
+        DataError: A file or a part is missing, truncated or corrupt, the method is not read, or tensors look quantised
+            in a way that no layout has; the message names the file, the keys and the layouts that they resemble. A
+            weight whose tensors do not fit each other is named, with both sizes, when it is asked for.
 
     >>> import tempfile, torch, fmtsim
     >>> model = fmtsim.ptq(torch.nn.Sequential(torch.nn.Linear(64, 32)), "mxfp4_weights")
@@ -128,106 +118,230 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(path, str | os.PathLike):
         raise DataError(f"path={shown(path)} is not a path; pass a checkpoint, a folder or a file")
     path = Path(path).expanduser()
-    if path.suffix == ".gguf":
-        return Checkpoint(path, {name: Reader(kind, read) for name, (kind, read) in gguf.readers(path).items()})
-    places, metadata = _places(path)
-    if "tensor_names" in metadata:
-        # a file of torchao's tensors, whose metadata has a record of each
-        of_torchao: dict[str, Reader] = {}
-        for name in _json(path, metadata, "tensor_names", list):
-            record = _json(path, metadata, name, dict)
-            if record == {"_type": "Tensor"} and name in places:
-                of_torchao[name] = Reader("", partial(read_tensor, name, places[name]))
-                continue
-            prefix = torchao.named(name.removesuffix(".weight"), "")
-            parts = {key.removeprefix(prefix): place for key, place in places.items() if key.startswith(prefix)}
-            weight = StoredWeight(prefix, parts, "qdata", "scale")
-            of_torchao[name] = Reader(
-                "torchao", partial(_read, f"{path}: {name!r}", torchao.encoded_of, weight, record)
-            )
-        return Checkpoint(path, of_torchao)
-    config = read_config(path if path.is_dir() else path.parent)
-    weights, taken = _weights(places)
-    _refuse_unknown({name: place for name, place in places.items() if name not in taken})
+    files, shards = _files(path)
+    if files and gguf.is_gguf(files[0]):
+        return Checkpoint(path, {name: Reader(kind, read) for name, (kind, read) in gguf.readers(files).items()})
+    # 1. where tensors lie, and what the headers and the JSON files say
+    places: dict[str, TensorPlace] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        tensors, texts = open_tensors(file)
+        for name, place in tensors.items():
+            if shards.get(name, file.name) != file.name:
+                continue  # the index says another file
+            if name in places:
+                raise DataError(f"{path}: {places[name].path.name} and {file.name} both have {name!r}; pass one file")
+            places[name] = place
+        metadata |= texts
+    absent = next((name for name in shards if name not in places), None)
+    if absent is not None:
+        raise DataError(f"{path / _INDEX}: tensor {absent!r} is not in {shards[absent]}, as 'weight_map' says")
+    config = read_config(path if path.is_dir() else path.parent, metadata)
+    # 2. layers of a layout that the method has, and what no layout took
+    weights, taken = _weights(places, config)
+    _refuse_unknown({name: place for name, place in places.items() if name not in taken}, places, config)
     readers: dict[str, Reader] = {}
     for name, place in places.items():
         if name in weights:
             layout, weight = weights[name]
-            read = partial(_read, str(place.path), layout.read, weight, config)
-            full = f"{weight.prefix}{layout.weight}"
-            layout = COMPRESSED_TENSORS if config.groups else layout
-            readers[full] = Reader(layout.name, read, weight, layout)
+            read = partial(_read, layout, weight, config, str(place.path))
+            decode = partial(layout.decode, weight, config)
+            readers[f"{weight.prefix}{layout.weight}"] = Reader(layout.name, read, decode)
         elif name not in taken:
             readers[name] = Reader("", partial(read_tensor, name, place))
+    if "tensor_names" in metadata:  # a list by torchao of all that belongs to a model
+        names = _json(path, metadata, "tensor_names", list)
+        lost = next((name for name in names if name not in readers), None)
+        if lost is not None:
+            raise DataError(f"{path}: the header lists {shown(lost)}, and no tensors of it are there")
     return Checkpoint(path, readers)
 
 
-def _places(path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
-    """Return where the tensors of a file, or of a folder's files, lie, and the metadata of a single file."""
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files of a checkpoint, all parts of one in parts, and the names of files by tensors of an index."""
     if not path.is_dir():
-        return open_tensors(path)
-    if not (path / _INDEX).exists():
-        alone = [path / _SINGLE] if (path / _SINGLE).exists() else sorted(path.glob("*.safetensors"))
-        return {name: place for file in alone or [path / _SINGLE] for name, place in open_tensors(file)[0].items()}, {}
-    index = read_json(path / _INDEX, DataError, _INDEX)
-    shards: Any = index.get("weight_map") if isinstance(index, dict) else None
-    names = shards.values() if isinstance(shards, dict) else (None,)
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise DataError(f"{path / _INDEX}: 'weight_map' is {shown(shards)}; it should be names of files by tensors")
-    files = {name: open_tensors(path / name)[0] for name in dict.fromkeys(names)}
-    absent = next((name for name, file in shards.items() if name not in files[file]), None)
-    if absent is not None:
-        raise DataError(f"{path / _INDEX}: tensor {absent!r} is not in {shards[absent]}, as 'weight_map' says")
-    return {name: files[file][name] for name, file in shards.items()}, {}
+        return parts_of(path), {}
+    if (path / _INDEX).exists():
+        index = read_json(path / _INDEX, DataError, _INDEX)
+        shards: Any = index.get("weight_map") if isinstance(index, dict) else None
+        names = shards.values() if isinstance(shards, dict) else (None,)
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise DataError(f"{path / _INDEX}: 'weight_map' is {shown(shards)}; it should be names of files by tensors")
+        return [path / name for name in dict.fromkeys(names)], shards
+    if (path / _SINGLE).exists():
+        return [path / _SINGLE], {}
+    found = sorted(path.glob("*.safetensors")) or sorted(file for file in path.iterdir() if gguf.is_gguf(file))
+    parts = {file: None for one in found for file in parts_of(one)}
+    if len(parts) > 1 and gguf.is_gguf(found[0]) and len(parts_of(found[0])) != len(parts):
+        raise DataError(f"{path} has {', '.join(file.name for file in found)}; pass one of these files")
+    return list(parts) or [path / _SINGLE], {}
 
 
-def _weights(places: Mapping[str, TensorPlace]) -> tuple[dict[str, tuple[Layout, StoredWeight]], set[str]]:
-    """Return the weights that layouts know by the names of their codes, and the names of all their tensors."""
+def parts_of(file: Path) -> list[Path]:
+    """Return all parts of a checkpoint whose files end in ``-00001-of-0000N``, of which one is passed."""
+    numbered = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})((?:\.\w+)?)", file.name)
+    if numbered is None:
+        return [file]
+    start, digits, of, count, end = numbered[1], len(numbered[2]), numbered[3], numbered[4], numbered[5]
+    names = [f"{start}{number:0{digits}}{of}{count}{end}" for number in range(int(count) + 1)]
+    names = names[:-1] if file.with_name(names[0]).is_file() else names[1:]  # some writers begin with 0
+    if lost := ", ".join([name for name in names if not file.with_name(name).is_file()][:3]):
+        raise DataError(f"{file} is a part of {len(names)}, and {lost} is not beside it; fetch all parts")
+    return [file.with_name(name) for name in names]
+
+
+def _weights(
+    places: Mapping[str, TensorPlace], config: Config
+) -> tuple[dict[str, tuple[Layout, StoredWeight]], set[str]]:
+    """Return the weights that layouts of the method know by their tensors, and the names of all their tensors."""
+    method = config.method
     weights: dict[str, tuple[Layout, StoredWeight]] = {}
     taken: set[str] = set()
+    layers = _layers(places)
     for layout in LAYOUTS:
+        if layout.read is not None and method not in layout.methods:
+            continue
         for name in places:
-            if not name.endswith(layout.scale) or name in taken:
+            prefix = layout.fits(places, name)
+            if prefix is None or name in taken or prefix + layout.codes in taken:
                 continue
-            prefix = name.removesuffix(layout.scale)
-            codes = places.get(prefix + layout.codes)
-            fits = codes is not None and (not layout.tags or codes.tag in layout.tags)
-            if fits and all(prefix + end in places for end in layout.needs):
-                parts = {end: places[prefix + end] for end in layout.ends if prefix + end in places}
-                weights[prefix + layout.codes] = layout, StoredWeight(prefix, parts, layout.codes, layout.scale)
-                taken.update(prefix + end for end in parts)
+            place = places[prefix + layout.codes]
+            if layout.read is None:
+                keys = ", ".join(prefix + end for end in (layout.codes, layout.scale, *layout.needs))
+                raise DataError(f"{place.path}: {keys} are {_refused(layout, config)}")
+            parts = {end: places[prefix + end] for end in layout.ends if prefix + end in places}
+            weight = StoredWeight(prefix, parts, layout.codes, layout.scale)
+            _refuse_others(layers, layout, weight, config, place)
+            if layout.check is not None:
+                with located(str(place.path), DataError):
+                    layout.check(weight, config)
+            weights[prefix + layout.codes] = layout, weight
+            taken.update(prefix + end for end in parts)
+    if method and not any(method in layout.methods and layout.read for layout in LAYOUTS):
+        first = next((f", as {name} ({place.tag})" for name, place in places.items() if place.tag not in _FLOATS), "")
+        for layout in LAYOUTS:
+            if method in layout.methods:
+                raise DataError(f"{config.path}: weights{first} are {_refused(layout, config)}")
+        known = sorted({name.split(":")[0] for layout in LAYOUTS if layout.read for name in layout.methods if name})
+        text = f"weights{first} are of quant_method {method!r}, which is not known; read are {', '.join(known)}"
+        raise DataError(f"{config.path}: {text}: save the values that its library decodes")
     return weights, taken
 
 
-def _refuse_unknown(places: Mapping[str, TensorPlace]) -> None:
-    """Raise DataError where tensors that no layout took have names, or dtypes, of codes or their scales."""
-    ends = {end for layout in LAYOUTS for end in layout.ends if end not in ("", ".weight", ".scale", ".scales")}
-    for name, place in places.items():
-        end = next((end for end in ends if name.endswith(end)), None)
-        layer = name.removesuffix(end or ".weight")
-        packed = place.tag in (CODES if end else ("U8", "I32", "F4"))  # other tensors may have such names
-        if not packed or not (end or name.endswith(".weight")):
-            continue
-        codes = places.get(f"{layer}.weight") or places.get(layer)
-        if codes is not None and codes.tag in ("F64", "F32", "F16", "BF16"):
-            continue  # an ordinary weight, which is quantised when the model runs
-        keys = sorted(key.removeprefix(layer) for key in places if key.startswith(layer)) if layer else [name]
-        likest = max(LAYOUTS, key=lambda layout: len(set(layout.ends) & set(keys)))
-        missing = [end for end in (likest.codes, likest.scale, *likest.needs) if end not in keys]
-        resembles = (
-            f"they resemble {likest.name}, which has {' and '.join(missing) or 'codes of another dtype'} as well"
-            if set(likest.ends) & set(keys)
-            else f"known are {', '.join(dict.fromkeys(layout.name for layout in LAYOUTS))}"
-        )
+def _refused(layout: Layout, config: Config) -> str:
+    """Say whose weights are not read, with what the config has of them, and what to do."""
+    said = ", ".join(f"{key} {config.fields[key]}" for key in ("quant_method", "mode", "bits") if key in config.fields)
+    return f"{layout.name}'s{f' ({said})' if said else ''}, which is not read; {layout.holds}"
+
+
+def _layers(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of tensors by their layer: ``l.weight``, ``l.weight.absmax`` and ``l.lora_A.weight`` are l's."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layer = name.rpartition(".")[0]
+        while re.match(r"weight|lora|low_rank|_", layer.rpartition(".")[2]):
+            layer = layer.rpartition(".")[0]
+        layers.setdefault(layer, []).append(name)
+    return layers
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_BESIDE = re.compile(
+    r"\w*bias|(in(put)?|act(ivation)?|output|prob(_output)?|[qkv]|kv|kv_cache)_(activation_)?"
+    r"(global_)?(scale(_inv|_ub)?|zero_point|amax)|scale_input|qscale_act"
+)
+"""Names, in a quantised layer, of what says nothing of its weight: scales of inputs, outputs and caches."""
+_WORDS = re.compile(r"scal|zero|code_?book|absmax|quant|scb|centroid|palett|(^|_)(zp|lut)s?(_|$)", re.IGNORECASE)
+_ORDINARY = re.compile(
+    r"(layer|logits?|res(idual)?|attn|attention|softmax|skip|embed\w*|rope|router)_?scal\w*|scale_shift\w*|scaled_fp8|"
+    r"\w*(position|token|num_)\w*|(\w*_)?ids|tid2eid|\w*mask|\w*steps?|n_averaged|spiece\w*|tekken\w*"
+)
+"""Names of numbers and integers that ordinary layers have."""
+
+
+def _refuse_others(
+    layers: Mapping[str, list[str]], layout: Layout, weight: StoredWeight, config: Config, place: TensorPlace
+) -> None:
+    """Raise DataError where a layer has a tensor, a factor or an index for one, that its layout does not take."""
+    prefix = weight.prefix
+    if layout.weight or prefix.endswith(".weight"):
+        layer = prefix.removesuffix(".weight")
+        near = layers.get(layer, [])
+    else:  # a stack of experts, beside others in its module
+        layer, module = prefix, prefix.rpartition(".")[0]
+        near = [name for name in layers.get(module, []) if name.startswith(f"{prefix}_")] + layers.get(prefix, [])
+    own = {prefix + end for end in weight.places}
+    others = [name for name in near if name not in own and not _BESIDE.fullmatch(name[len(layer) + 1 :])]
+    if others:
+        keys = ", ".join(map(repr, sorted(others)[:6]))
         raise DataError(
-            f"{place.path}: tensor {name!r} ({place.tag} {list(place.shape)}) is quantised in a way that is not known; "
-            f"{layer!r} has {', '.join(keys[:8])}; {resembles}"
+            f"{place.path}: layer {layer!r} is {layout.name}'s (quant_method {config.method!r}) but for {keys}, which "
+            "its reader does not apply; store the layer without, or save its values"
         )
 
 
-def _read(place: str, read: Callable[..., Encoded | Reordered], *arguments: Any) -> Encoded | Reordered:
+def _refuse_unknown(rest: Mapping[str, TensorPlace], places: Mapping[str, TensorPlace], config: Config) -> None:
+    """Raise DataError where tensors that no layout took have names, or dtypes, of codes or their scales."""
+    generic = ("", ".weight", ".scale", ".scales")
+    ends = {end for layout in LAYOUTS if layout.read for end in layout.ends if end not in generic}
+    layers = _layers(rest)
+    for name, place in rest.items():
+        if place.tag not in DTYPES:
+            raise DataError(f"{place.path}: tensor {name!r} is {place.tag}; expected one of {', '.join(DTYPES)}")
+        layer = next(iter(_layers([name])))
+        leaf, float8 = name[len(layer) + bool(layer) :], place.tag.startswith("F8")
+        coded = float8 or place.tag == "F4" or place.tag.startswith(("I", "U"))
+        if not coded or math.prod(place.shape) < 2 or _ORDINARY.fullmatch(leaf):
+            continue
+        end = max((end for end in ends if name.endswith(end)), key=len, default=None)
+        stem, matrix = name.removesuffix(end or ".weight"), len(place.shape) > 1
+        beside = [key[len(layer) + bool(layer) :] for key in layers[layer]]
+        words = [key for key in beside if _WORDS.search(key) and not _ORDINARY.fullmatch(key)]
+        if not (
+            (leaf == "weight" and not float8)  # no layer computes with integers
+            or (matrix and float8 and config.method)  # a scale of it is missing
+            or (words and (matrix or place.tag not in ("I16", "I32", "I64")))
+            or (end and place.tag in ("I8", "U8", "I32", "F4", "F8_E4M3", "F8_E5M2"))
+        ):
+            continue
+        codes = places.get(f"{stem}.weight") or places.get(stem)
+        if end and codes is not None and codes.tag in _FLOATS:
+            continue  # an ordinary weight, which is quantised when the model runs
+        keys = [key for key in rest if key.startswith(stem)] if stem else [name]
+        if keys == [name] and not end:  # names of no layout: all of its layer
+            stem, keys = layer, layers[layer]
+        why = _why(stem, sorted(key.removeprefix(stem) for key in keys), places, config)
+        kind = f"tensor {name!r} ({place.tag} {list(place.shape)}) is quantised in a way that is not known"
+        raise DataError(f"{place.path}: {kind}; {why}")
+
+
+def _why(stem: str, keys: list[str], places: Mapping[str, TensorPlace], config: Config) -> str:
+    """Say what an unknown weight has, and which layout would have read it but for its method or a tensor."""
+    text, readers = f"{stem!r} has {', '.join(keys[:8])}", [layout for layout in LAYOUTS if layout.read]
+    others = [layout for layout in readers if config.method not in layout.methods]
+    if fits := [layout for layout in others if any(layout.fits(places, stem + key) is not None for key in keys)]:
+        methods = " or ".join(dict.fromkeys(name.split(":")[0] or "none" for fit in fits for name in fit.methods))
+        named, said = " or ".join(dict.fromkeys(fit.name for fit in fits)), config.method or "none"
+        return f"{text}; {named} has such tensors under quant_method {methods}, and {config.path} says {said!r}"
+
+    def likeness(layout: Layout) -> tuple[int, bool]:
+        codes = places.get(stem + layout.codes)
+        common = len((set(layout.ends) - {"", ".weight", ".scale"}) & set(keys))
+        return common, codes is not None and layout._replace(needs=()).fits(places, stem + layout.scale) is not None
+
+    most = max(map(likeness, readers))
+    if not most[0]:
+        return f"{text}; known are {', '.join(dict.fromkeys(layout.name for layout in readers))}"
+    likest = [layout for layout in readers if likeness(layout) == most]
+    missing = [end for end in (likest[0].codes, likest[0].scale, *likest[0].needs) if end not in keys]
+    names = " or ".join(dict.fromkeys(layout.name for layout in likest if layout.needs == likest[0].needs))
+    return f"{text}; they resemble {names}, which has {' and '.join(missing) or 'codes of another dtype'} as well"
+
+
+def _read(layout: Layout, weight: StoredWeight, config: Config, place: str) -> Encoded | Reordered:
+    assert layout.read is not None
     with located(place, DataError):
-        return read(*arguments)
+        return layout.read(weight, config)
 
 
 def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any:
@@ -426,7 +540,9 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
     if not isinstance(path, str | os.PathLike):
         raise DataError(f"path={shown(path)} is not a path; pass what fmtsim.export wrote, a folder or a file")
     path = Path(path).expanduser()
-    if path.suffix != ".gguf":
+    files, _ = _files(path)
+    ggml = bool(files) and gguf.is_gguf(files[0])
+    if not ggml:
         _, metadata = read_tensors(path / _FILES[0] if path.is_dir() else path)  # its checksum holds
         if "tensor_names" not in metadata and not path.is_dir():
             raise DataError(f"{path} has no tensors of torchao ('tensor_names'); pass what fmtsim.export wrote")
@@ -434,5 +550,5 @@ def read_export(path: str | Path) -> dict[str, Tensor]:
     return {
         name: value if isinstance(value := checkpoint[name], Tensor) else value.decode()
         for name in checkpoint
-        if not name.endswith(_INPUTS)
+        if ggml or not name.endswith(_INPUTS)
     }

@@ -287,8 +287,6 @@ BAD = [
      r"tensor 'w_scales' is torch.float32 of shape \(2, 4\); expected torch.uint8, 1-d or 2-d or 3-d"),
     (({"l.weight": Z(4, 16, dtype=torch.uint8), "l.weight_scale": Z(4, 3, dtype=torch.float8_e4m3fn),
        "l.weight_scale_2": Z(2)}, None), r"tensor 'l.weight_scale_2' of shape \(2,\) is not one number"),
-    (({"l.weight": Z(4, 16, dtype=torch.uint8), "l.weight_scale": Z(4, 2), "l.weight_scale_2": Z(1)}, None),
-     r"tensor 'l.weight_scale' is torch.float32; beside weight_scale_2 it is float8"),
     (gptq(qweight=Z(16, 60, dtype=torch.int32)),
      r"'l.qweight' of shape \(16, 60\) has neither AWQ's nor GPTQ's words of 4 bits for 64 outputs, whose scales are"),
     (gptq(qzeros=Z(4, 7, dtype=torch.int32)), r"'l.qzeros' of shape \(4, 7\) is not 4 groups of 64 zero points of 4"),
@@ -310,7 +308,11 @@ def test_tensors_that_do_not_fit_each_other_are_named_with_both_sizes(checkpoint
 UNKNOWN = [
     ({"l.weight": Z(8, 8, dtype=torch.uint8), "l.weight.absmax": Z(4), "l.weight.quant_map": Z(16)},
      r"tensor 'l.weight' \(U8 \[8, 8\]\) is quantised in a way that is not known; 'l' has .weight, .weight.absmax, "
-     r".weight.quant_map; they resemble DeepSeek V4, which has .scale as well"),
+     r".weight.quant_map; they resemble bitsandbytes, which has "
+     r".weight.quant_state.bitsandbytes__nf4 as well"),
+    ({"l.weight": Z(4, 16, dtype=torch.uint8), "l.weight_scale": Z(4, 2), "l.weight_scale_2": Z(1)},
+     r"'l' has .weight, .weight_scale, .weight_scale_2; BitNet or ModelOpt has such tensors under quant_method bitnet "
+     r"or modelopt, and .* says 'none'"),
     ({"l.qweight": Z(8, 8, dtype=torch.int32), "l.scales": Z(4, 8)},
      r"tensor 'l.qweight' .*; 'l' has .qweight, .scales; they resemble AWQ or GPTQ, which has .qzeros as well"),
     ({"l.weight_packed": Z(8, 8, dtype=torch.uint8)},
