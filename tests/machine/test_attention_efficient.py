@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory-efficient kernel, held to fractions and scalar loops; its bits on an H200 are cases of test_machine.py."""
+"""The memory-efficient kernel, held to fractions and scalar loops in float32; test_machine.py holds it to an H200."""
 
 import math
 from fractions import Fraction
@@ -11,9 +11,8 @@ from numpy import float32
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import fmtsim
 from fmtsim.machine import attention_efficient, library
-from fmtsim.machine.arrays import apply, fma
+from fmtsim.machine.arrays import apply
 from fmtsim.machine.simulate import simulate
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 from tests.machine.cases import numbers
@@ -187,72 +186,6 @@ def test_what_is_not_known_is_refused():
     for arguments in ((q, q, q, torch.zeros(4, 4).half(), 0.0), (q, q, q, None, 0.5), (q, q, q[..., :16], None, 0.0)):
         with pytest.raises(UnknownOrder):
             attention_efficient.forward(*arguments, False, None)
-
-
-def chain8(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a b^T of [M, K] and [N, K], 8 elements of K after the other."""
-    total = None
-    for k in range(0, a.shape[1], 8):
-        total = fmtsim.mma(a[:, k : k + 8], b[:, k : k + 8], total, target="hopper.mma", accumulate="fp32")
-    return total
-
-
-def whole(g, q, k, v, bias, factor):  # type: ignore[no-untyped-def]
-    """Return (output, logsumexp, dQ, dK, dV, dBias) of one head and one tile."""
-    tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(q.dtype)  # noqa: E731
-    scores = chain8(q, k).numpy() * factor + bias.float().numpy()
-    x = scores * float32(math.log2(math.e))
-    largest = x.max(-1)
-    p = apply(library.exp2, x - largest[:, None])
-    total = np.zeros(len(p), np.float32)
-    for first in range(0, 64, 32):
-        quad = np.zeros((len(p), 4), np.float32)
-        for j in range(first, min(first + 32, p.shape[1])):
-            quad[:, j % 8 // 2] += p[:, j]
-        total += (quad[:, 0] + quad[:, 1]) + (quad[:, 2] + quad[:, 3])
-    y = tensor(chain8(tensor(p), v.T).numpy() * (float32(1) / total)[:, None])
-    logsumexp = largest / float32(math.log2(math.e)) + apply(library.log, total)
-    threads = np.zeros((len(p), 2), np.float32)
-    for j in range(q.shape[1]):
-        threads[:, j // 8 % 2] += g[:, j].float().numpy() * y[:, j].float().numpy()
-    p = tensor(apply(library.exp, scores - logsumexp[:, None]))
-    dbias = (chain8(g, v).numpy() - (threads[:, :1] + threads[:, 1:])) * p.float().numpy()
-    ds = tensor(dbias * factor)
-    gradients = chain8(ds, k.T), chain8(ds.T, q.T), chain8(p.T, g.T)
-    return y, torch.from_numpy(logsumexp), *(x.to(q.dtype) for x in gradients), tensor(dbias)
-
-
-SIXTEEN = [(torch.bfloat16, 64, 64, 64), (torch.float16, 41, 50, 40), (torch.bfloat16, 7, 9, 16)]
-
-
-def differing(dtype: torch.dtype, queries: int, keys: int, d: int) -> list[str]:
-    """Return which results of attention with a bias are not those of ``whole``."""
-    g, q, k, v = (numbers(n, (m, d), "normal", dtype) for n, m in enumerate((queries, queries, keys, keys)))
-    bias = numbers(9, (queries, keys), "normal", dtype)
-    tensors = [x[None, None] for x in (q, k, v, bias)]
-    results = attention_efficient.forward(*tensors, 0.0, False, 0.3)
-    gradients = attention_efficient.backward(g[None, None], *tensors[:3], *results, bias[None, None], 0.0, False, 0.3,
-                                             of_bias=True)  # fmt: skip
-    names = ("output", "logsumexp", "dq", "dk", "dv", "dbias")
-    expected = whole(g, q, k, v, bias, float32(0.3))
-    return [
-        name for name, x, y in zip(names, (*results, *gradients), expected, strict=True) if not torch.equal(x[0, 0], y)
-    ]
-
-
-@pytest.mark.parametrize("shape", SIXTEEN)
-def test_sixteen_bits_are_those_of_whole_matrices(shape):
-    assert differing(*shape) == []
-
-
-def test_other_orders_in_sixteen_bits_are_seen(monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(attention_efficient, "_STEP", 16)
-        assert "logsumexp" in differing(*SIXTEEN[0])
-    with monkeypatch.context() as patched:
-        fused = lambda x, factor, bias: x * factor if bias is None else fma(x, factor, bias)  # noqa: E731
-        patched.setattr(attention_efficient, "_scores", fused)
-        assert "logsumexp" in differing(*SIXTEEN[0])
 
 
 def biased(mask: torch.Tensor, **options: float) -> simulate:
