@@ -209,14 +209,9 @@ def test_a_planted_error_is_found_and_named(folder, tmp_path, capsys):
     numpy.save(tmp_path / "codes.npy", files["codes"].numpy())
     numpy.save(tmp_path / "values.npy", files["decoded"].numpy())
     right = [
-        "vectors",
-        "--check",
-        str(folder),
-        "--encode",
-        str(tmp_path / "codes.npy"),
-        "--decode",
+        "vectors", "--check", str(folder), "--encode", str(tmp_path / "codes.npy"), "--decode",
         str(tmp_path / "values.npy"),
-    ]
+    ]  # fmt: skip
     assert main(right) == 0
     assert capsys.readouterr().out.count(" match") == 2
     # one code, of the last case but one of the first group; one an element where the format has such
