@@ -7,8 +7,8 @@ Of these it sees what they import and name (tests/test_docs.py); the verbs that 
 import pytest
 
 SLOW = (
-    "02_rounding", "03_underflow", "04_tensor_cores", "06_recipes", "07_optimizers_and_wire", "08_ptq", "09_debugging",
-    "10_whole_model",
+    "02_rounding", "03_underflow", "04_tensor_cores", "05_native", "06_recipes", "07_optimizers_and_wire", "08_ptq",
+    "09_debugging", "10_whole_model",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.formats.tensor_file import StoredTensor, tensor_content
 from fmtsim.spec.cast import EncodedParts, block_counts
 from fmtsim.support.errors import CodeError, DataError, FormatError
+from tests.support.refusals import refused
 
 THREE = CodebookFormat(name="three", values=(-1.0, 0.0, 1.0))
 
@@ -44,8 +45,7 @@ def assert_flips_are_noticed(path, positions):
         bad = bytearray(good)
         bad[position // 8] ^= 1 << position % 8
         path.write_bytes(bad)
-        with pytest.raises((DataError, CodeError), match="x.safetensors: "):
-            Encoded.load(path)
+        refused("x.safetensors: ", Encoded.load, path, error=(DataError, CodeError))
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8", "nvfp4", "int8_1x16_floor"])
@@ -72,11 +72,9 @@ def test_truncations_are_noticed(saved):
     good = saved.read_bytes()
     for length in [*range(12), *range(12, len(good), 7), len(good) - 1]:
         saved.write_bytes(good[:length])
-        with pytest.raises(DataError, match="truncated or corrupt|empty or truncated"):
-            Encoded.load(saved)
+        refused("truncated or corrupt|empty or truncated", Encoded.load, saved, error=DataError)
     saved.write_bytes(good + b"\0")
-    with pytest.raises(DataError, match="bytes of tensors, the header says"):
-        Encoded.load(saved)
+    refused("bytes of tensors, the header says", Encoded.load, saved, error=DataError)
 
 
 def rewrite(path, edit, seal=True):
@@ -148,8 +146,7 @@ def set_entry(name, key, value):
 )  # fmt: skip
 def test_files_whose_words_are_wrong(saved, edit, error, message):
     rewrite(saved, edit)
-    with pytest.raises(error, match=f"^{re.escape(f'{saved}: {message}')}"):
-        Encoded.load(saved)
+    refused(f"^{re.escape(f'{saved}: {message}')}", Encoded.load, saved, error=error)
 
 
 def test_scale_codes_that_no_scale_has(saved):
@@ -169,16 +166,14 @@ def test_a_single_number_has_one_dimension_as_far_as_files_go(tmp_path):
     Encoded.from_parts(EncodedParts(torch.tensor(1, dtype=torch.uint8)), THREE, ()).save(path)
     assert Encoded.load(path).shape == ()
     rewrite(path, set_metadata("dim", "-2"))
-    with pytest.raises(DataError, match="dim -2 in the metadata; expected -1 to -1"):
-        Encoded.load(path)
+    refused("dim -2 in the metadata; expected -1 to -1", Encoded.load, path, error=DataError)
 
 
 def test_codes_in_a_file_beyond_a_codebook(tmp_path):
     path = tmp_path / "x"
     Encoded.from_parts(EncodedParts(torch.tensor([0, 2], dtype=torch.uint8)), THREE, (2,)).save(path)
     rewrite(path, lambda header, payload: b"\x0c")
-    with pytest.raises(CodeError, match=f"^{re.escape(str(path))}: code 3 is outside three .0 to 2.$"):
-        Encoded.load(path)
+    refused(f"^{re.escape(str(path))}: code 3 is outside three .0 to 2.$", Encoded.load, path, error=CodeError)
 
 
 @pytest.mark.parametrize("length", range(1, 9))
@@ -204,22 +199,17 @@ def test_files_of_others(tmp_path, saved):
     ):
         Encoded.load(path)
     path.write_bytes((2).to_bytes(8, "little") + b"[]")
-    with pytest.raises(DataError, match="other: the header is a list, expected a JSON object; it is corrupt$"):
-        Encoded.load(path)
+    refused("other: the header is a list, expected a JSON object; it is corrupt$", Encoded.load, path, error=DataError)
     path.write_bytes((2).to_bytes(8, "little") + b"{,")
-    with pytest.raises(DataError, match="other: the header is not JSON .*; it is corrupt$"):
-        Encoded.load(path)
+    refused("other: the header is not JSON .*; it is corrupt$", Encoded.load, path, error=DataError)
     path.write_bytes(b"")
     with pytest.raises(DataError, match="other: 0 bytes are too few for a safetensors file; it is empty or truncated$"):
         Encoded.load(path)
     path.write_bytes(bytes(7))
-    with pytest.raises(DataError, match="other: 7 bytes are too few for a safetensors file"):
-        Encoded.load(path)
+    refused("other: 7 bytes are too few for a safetensors file", Encoded.load, path, error=DataError)
     path.write_bytes(bytes(8))
-    with pytest.raises(DataError, match="other: the header is not JSON"):
-        Encoded.load(path)
-    with pytest.raises(DataError, match="^cannot read .*missing: No such file or directory$"):
-        Encoded.load(tmp_path / "missing")
+    refused("other: the header is not JSON", Encoded.load, path, error=DataError)
+    refused("^cannot read .*missing: No such file or directory$", Encoded.load, tmp_path / "missing", error=DataError)
     rewrite(saved, set_metadata("dim", "-2"), seal=False)
     with pytest.raises(
         DataError, match="the checksum is [0-9a-f]{8}, the file says [0-9a-f]{8}; it is corrupt, write it again$"
@@ -238,5 +228,4 @@ def test_a_format_that_is_not_registered_travels_with_its_file(tmp_path):
 
 @pytest.mark.parametrize("path", [None, 1, True, b"x", ["x"], 10**5000, "a\0b", "\ud800", "/dev/zero", "/"], ids=type)
 def test_what_is_no_file_is_refused(path):
-    with pytest.raises(DataError, match="is not a path; pass a str or a pathlib.Path|cannot read"):
-        Encoded.load(path)
+    refused("is not a path; pass a str or a pathlib.Path|cannot read", Encoded.load, path, error=DataError)

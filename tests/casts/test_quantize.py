@@ -44,36 +44,17 @@ def test_quantising_twice_changes_nothing_in_element_formats(name):
 # Result dtype (docs/semantics.md, section 10).
 
 RESULT = [
-    ("e4m3", "float32", "float32"),
-    ("e4m3", "bfloat16", "bfloat16"),
-    ("e4m3", "float16", "float16"),
-    ("e4m3", "float64", "float64"),
-    ("e5m2", "float16", "float16"),
-    ("e5m6", "bfloat16", "bfloat16"),
-    ("e4m7", "bfloat16", "bfloat16"),
-    ("e4m8", "bfloat16", "float32"),
-    ("bf16", "float16", "float32"),
-    ("fp16", "bfloat16", "float32"),
-    ("tf32", "bfloat16", "float32"),
-    ("fp32", "float16", "float32"),
-    ("fp64", "bfloat16", "float64"),
-    ("fp64", "float32", "float64"),
-    ("int8", "bfloat16", "bfloat16"),
-    ("int16", "float16", "float32"),
-    ("nf4", "float16", "float32"),
-    ("lns8_g8", "bfloat16", "float32"),
-    ("e8m0", "bfloat16", "bfloat16"),
-    ("e8m0", "float16", "float32"),
-    ("mxfp4", "bfloat16", "bfloat16"),
-    ("mxfp4", "float16", "float32"),
-    ("mxfp8_e4m3", "bfloat16", "bfloat16"),
-    ("mxint8", "bfloat16", "bfloat16"),
-    ("mxfp4", "float64", "float64"),
-    ("nvfp4", "bfloat16", "float32"),
-    ("nvfp4", "float64", "float64"),
-    ("int8_channel", "float16", "float32"),
-    ("logfmt8", "bfloat16", "float32"),
-]
+    ("e4m3", "float32", "float32"), ("e4m3", "bfloat16", "bfloat16"), ("e4m3", "float16", "float16"),
+    ("e4m3", "float64", "float64"), ("e5m2", "float16", "float16"), ("e5m6", "bfloat16", "bfloat16"),
+    ("e4m7", "bfloat16", "bfloat16"), ("e4m8", "bfloat16", "float32"), ("bf16", "float16", "float32"),
+    ("fp16", "bfloat16", "float32"), ("tf32", "bfloat16", "float32"), ("fp32", "float16", "float32"),
+    ("fp64", "bfloat16", "float64"), ("fp64", "float32", "float64"), ("int8", "bfloat16", "bfloat16"),
+    ("int16", "float16", "float32"), ("nf4", "float16", "float32"), ("lns8_g8", "bfloat16", "float32"),
+    ("e8m0", "bfloat16", "bfloat16"), ("e8m0", "float16", "float32"), ("mxfp4", "bfloat16", "bfloat16"),
+    ("mxfp4", "float16", "float32"), ("mxfp8_e4m3", "bfloat16", "bfloat16"), ("mxint8", "bfloat16", "bfloat16"),
+    ("mxfp4", "float64", "float64"), ("nvfp4", "bfloat16", "float32"), ("nvfp4", "float64", "float64"),
+    ("int8_channel", "float16", "float32"), ("logfmt8", "bfloat16", "float32"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "given", "expected"), RESULT)

@@ -173,7 +173,7 @@ FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fo
 
 
 @FORK
-def test_a_forked_child_quantises():
+def test_forked_children_and_workers_of_a_data_loader_quantise():
     """The parent's pool threads are not in the child; work given to them would wait for ever.
 
     The second child is the planted error: it puts the parent's pool back, and waits until its alarm ends it.
@@ -200,17 +200,6 @@ def test_a_forked_child_quantises():
         expected = results()
         print("child", fork(60, None), "planted", fork(0.5, pool._pool) == -signal.SIGALRM)
         print("parent", same())
-        """
-    )
-    assert printed.split() == ["child", "0", "planted", "True", "parent", "True"]
-
-
-@FORK
-def test_data_loader_workers_quantise():
-    printed = run_script(
-        """
-        import warnings
-        warnings.simplefilter("ignore", DeprecationWarning)
         class Rows(torch.utils.data.Dataset):
             def __len__(self):
                 return 6
@@ -220,7 +209,8 @@ def test_data_loader_workers_quantise():
         rows = Rows()
         here = [rows[i] for i in range(6)]
         loader = torch.utils.data.DataLoader(rows, num_workers=2, batch_size=None, multiprocessing_context="fork")
-        print(all(torch.equal(a, b) for there, row in zip(loader, here, strict=True) for a, b in zip(there, row)))
+        rows_of = zip(loader, here, strict=True)
+        print("workers", all(torch.equal(a, b) for there, row in rows_of for a, b in zip(there, row)))
         """
     )
-    assert printed.split() == ["True"]
+    assert printed.split() == ["child", "0", "planted", "True", "parent", "True", "workers", "True"]

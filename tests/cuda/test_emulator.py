@@ -186,23 +186,11 @@ def test_words():
     p, q = 0x12348687, 0x7FFF0001
     both = q << 32 | p
     wanted = [
-        0x7F000000 | 0x0000 << 16 | 0x8687,
-        (both << 8 & (1 << 64) - 1) >> 32,
-        both >> 8 & 0xFFFFFFFF,
-        q,
-        p * q >> 32,
-        p * q >> 32,
-        0x7FFF0001,
-        0x7FFF8688,
-        (0x1234 + 0x7FFF - 65536 > 1) << 16 | 1 | 1 << 16,
-        (0x12 * 0x7F + 0x34 * -1 + 0 + (0x87 - 256) * 1 + 5) & 0xFFFFFFFF,
-        int(f"{p:032b}"[::-1], 2),
-        1 << 16 | p.bit_count() << 8,
-        p * q >> 32,
-        1 << 31,
-        0x7FFFFFFF,
-        5,
-    ]
+        0x7F000000 | 0x0000 << 16 | 0x8687, (both << 8 & (1 << 64) - 1) >> 32, both >> 8 & 0xFFFFFFFF, q,
+        p * q >> 32, p * q >> 32, 0x7FFF0001, 0x7FFF8688, (0x1234 + 0x7FFF - 65536 > 1) << 16 | 1 | 1 << 16,
+        (0x12 * 0x7F + 0x34 * -1 + 0 + (0x87 - 256) * 1 + 5) & 0xFFFFFFFF, int(f"{p:032b}"[::-1], 2),
+        1 << 16 | p.bit_count() << 8, p * q >> 32, 1 << 31, 0x7FFFFFFF, 5,
+    ]  # fmt: skip
     assert [value & 0xFFFFFFFF for value in y.tolist()] == wanted
 
 

@@ -25,16 +25,11 @@ from tests.support.settled import replayed, settled
 
 EVEN = replace(HALF, term_rounding="nearest_even")
 PLANS = [
-    GemmPlan(),
-    GemmPlan(k_tile=10),
-    GemmPlan(k_tile=20, residue_first=True),
-    GemmPlan(k_tile=16, split=3),
-    GemmPlan(k_tile=16, split=3, owner="interleaved", instruction_k=8),
-    GemmPlan(k_tile=16, part_k=40),
-    GemmPlan(promote_every=24),
-    GemmPlan(k_tile=20, promote_every=48),
+    GemmPlan(), GemmPlan(k_tile=10), GemmPlan(k_tile=20, residue_first=True), GemmPlan(k_tile=16, split=3),
+    GemmPlan(k_tile=16, split=3, owner="interleaved", instruction_k=8), GemmPlan(k_tile=16, part_k=40),
+    GemmPlan(promote_every=24), GemmPlan(k_tile=20, promote_every=48),
     GemmPlan(k_tile=16, lanes=4, split=2, owner="interleaved", promote_every=6),
-]
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import self_test
 from fmtsim.spec.cast import RandomKey
 from fmtsim.support.errors import DeviceError, KernelWarning
-from tests.cuda.cuda_cases import CASES
 from tests.cuda.emulator import COMPILER
 from tests.cuda.emulator import emulated as pretend
 from tests.support.bits import assert_same_bits
@@ -149,25 +147,6 @@ def test_operands_are_values_of_their_format(name):
             assert like.b.isnan().any() and like.b.isinf().any() and like.b[3:].float().abs().max() > 2.0**15
     again = self_test.sample(job, 0, 64)
     assert_same_bits(again.a.float(), self_test.sample(job, 0, 64).a.float())
-
-
-DIGESTS = {  # of two samples, their strides among them: what a self-test multiplies changes where that is meant
-    "chain bf16": "f6b273b04ce2", "chain fp64": "c6c2ba5530ab", "fp64 float16 sums": "b5900b4e243c",
-    "fp64 scales": "384fe821d7ae", "block scaled mxf4": "57db4e598d41", "tensor core e5m2": "adada3efc759",
-    "int8": "bda0249100a6",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DIGESTS)
-def test_operands_are_those_that_were_recorded(name):
-    int8 = gemm_spec(get_unit("int8").mode("int8", "int8"), "int8")
-    job, found = made_job(int8 if name == "int8" else CASES[name].spec, c=name[:5] in ("chain", "int8")), sha256()
-    for place in range(len(self_test.SHAPES)):
-        like = self_test.sample(job, place, 100)
-        for x in filter(lambda x: x is not None, (like.a, like.b, like.c, like.scale_a, like.scale_b)):
-            found.update(f"{x.stride()} {x.data_ptr() % 16}".encode())
-            found.update(x.contiguous().view(torch.uint8).numpy().tobytes())
-    assert found.hexdigest()[:12] == DIGESTS[name]
 
 
 def test_operands_reach_all_exponents_of_narrow_formats():

@@ -26,6 +26,7 @@ from fmtsim.support.replay.programs import Programs
 from tests.cuda.nvrtc import needs_nvrtc
 from tests.support.casts import cast_spec
 from tests.support.faults import largest_file
+from tests.support.refusals import refused
 
 needs_gpu = pytest.mark.skipif(not fmtsim.cuda.available(), reason="needs a GPU")
 
@@ -108,8 +109,7 @@ def test_errors_of_the_compiler_name_the_kernel_and_its_macros(tmp_path):
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken() { nothing(STEP); }')
     with pytest.raises(DeviceError, match=r"(?s)NVRTC cannot compile broken.cu for sm_90 \(-DSTEP=3\): .*nothing"):
         runtime.compiled("broken.cu", "sm_90", (("STEP", "3"),))
-    with pytest.raises(DeviceError, match="NVRTC cannot compile trial.cu for sm_70"):
-        runtime.compiled("trial.cu", "sm_70")
+    refused("NVRTC cannot compile trial.cu for sm_70", runtime.compiled, "trial.cu", "sm_70", error=DeviceError)
 
 
 @pytest.fixture
@@ -228,8 +228,7 @@ def test_arguments_lie_as_c_has_them():
 
 def test_arguments_without_a_width_are_refused():
     for value in (3, 1.5, "text", np.complex64(1)):
-        with pytest.raises(TypeError, match="has no width in C; wrap it in a numpy scalar"):
-            launch._Layout((value,))
+        refused("has no width in C; wrap it in a numpy scalar", launch._Layout, (value,), error=TypeError)
     with pytest.raises(TypeError, match="a structure of 3 bytes was given 2"):
         launch._Layout((b"abc",)).fill((b"ab",))
 
@@ -275,10 +274,8 @@ def test_bound_launches_are_whole_ones(trial):
         ((1, 1, 1, 64, 2, 1, 0, 99), [bytes([255]) * 8, number]),
         ((3, 1, 1, 64, 2, 1, 0, 99), [np.uint64(6).tobytes(), number]),
     ]
-    with pytest.raises(TypeError, match=r"trial takes arguments of \[8, 4\] bytes, not of \[8, 8\]"):
-        kernel.bound(64, 2)
-    with pytest.raises(TypeError, match=r"trial takes arguments of \[8, 4\] bytes, not of \[8, 12\]"):
-        kernel.bound(64, (8, 12))
+    refused(r"trial takes arguments of \[8, 4\] bytes, not of \[8, 8\]", kernel.bound, 64, 2, error=TypeError)
+    refused(r"trial takes arguments of \[8, 4\] bytes, not of \[8, 12\]", kernel.bound, 64, (8, 12), error=TypeError)
 
 
 @pytest.mark.parametrize("trial", [[8, 20]], indirect=True)

@@ -18,33 +18,22 @@ from fmtsim.formats.registry import get_format
 from fmtsim.support.errors import ArgumentError, CodeError, DtypeError, FormatError
 
 VIEWS = {
-    "fp64": (torch.float64, np.float64, "F64"),
-    "fp32": (torch.float32, np.float32, "F32"),
-    "fp16": (torch.float16, np.float16, "F16"),
-    "bf16": (torch.bfloat16, ml_dtypes.bfloat16, "BF16"),
+    "fp64": (torch.float64, np.float64, "F64"), "fp32": (torch.float32, np.float32, "F32"),
+    "fp16": (torch.float16, np.float16, "F16"), "bf16": (torch.bfloat16, ml_dtypes.bfloat16, "BF16"),
     "e4m3": (torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn, "F8_E4M3"),
     "e5m2": (torch.float8_e5m2, ml_dtypes.float8_e5m2, "F8_E5M2"),
     "e4m3fnuz": (torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3fnuz, "F8_E4M3FNUZ"),
     "e5m2fnuz": (torch.float8_e5m2fnuz, ml_dtypes.float8_e5m2fnuz, "F8_E5M2FNUZ"),
     "e8m0": (torch.float8_e8m0fnu, ml_dtypes.float8_e8m0fnu, "F8_E8M0"),
-    "e4m3_ieee": (None, ml_dtypes.float8_e4m3, None),
-    "e4m3b11fnuz": (None, ml_dtypes.float8_e4m3b11fnuz, None),
-    "e3m4": (None, ml_dtypes.float8_e3m4, None),
-    "e2m3": (None, ml_dtypes.float6_e2m3fn, "F6_E2M3"),
+    "e4m3_ieee": (None, ml_dtypes.float8_e4m3, None), "e4m3b11fnuz": (None, ml_dtypes.float8_e4m3b11fnuz, None),
+    "e3m4": (None, ml_dtypes.float8_e3m4, None), "e2m3": (None, ml_dtypes.float6_e2m3fn, "F6_E2M3"),
     "e3m2": (None, ml_dtypes.float6_e3m2fn, "F6_E3M2"),
-    "e2m1": (torch.float4_e2m1fn_x2, ml_dtypes.float4_e2m1fn, "F4"),
-    "int16": (torch.int16, np.int16, "I16"),
-    "int8": (torch.int8, np.int8, "I8"),
-    "int8_full": (torch.int8, np.int8, "I8"),
-    "int4": (None, ml_dtypes.int4, None),
-    "uint8": (torch.uint8, np.uint8, "U8"),
-    "tf32": (None, None, None),
-    "e3m4fn": (None, None, None),
-    "int8_half": (None, None, None),
-    "int8_f6": (None, None, None),
-    "nf4": (None, None, None),
-    "lns8_g8": (None, None, None),
-}
+    "e2m1": (torch.float4_e2m1fn_x2, ml_dtypes.float4_e2m1fn, "F4"), "int16": (torch.int16, np.int16, "I16"),
+    "int8": (torch.int8, np.int8, "I8"), "int8_full": (torch.int8, np.int8, "I8"),
+    "int4": (None, ml_dtypes.int4, None), "uint8": (torch.uint8, np.uint8, "U8"), "tf32": (None, None, None),
+    "e3m4fn": (None, None, None), "int8_half": (None, None, None), "int8_f6": (None, None, None),
+    "nf4": (None, None, None), "lns8_g8": (None, None, None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VIEWS)

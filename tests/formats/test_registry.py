@@ -13,6 +13,7 @@ from fmtsim.formats import registry
 from fmtsim.formats.registry import get_format, list_formats, register_format
 from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.support.errors import FormatError
+from tests.support.refusals import refused
 
 E3M3 = FloatFormat(name="mine", exponent_bits=3, mantissa_bits=3, aliases=("my_e3m3",))
 
@@ -147,8 +148,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("name", ERRORS, ids=str)
 def test_errors_of_get_format(name):
-    with pytest.raises(FormatError, match=f"^{re.escape(ERRORS[name])}$"):
-        get_format(name)
+    refused(f"^{re.escape(ERRORS[name])}$", get_format, name, error=FormatError)
 
 
 def test_list_formats_by_kind():
@@ -179,14 +179,12 @@ def test_taken_names(scratch):
     register_format(E3M3)
     other = FloatFormat(name="other", exponent_bits=2, mantissa_bits=2, aliases=("e4m3fn",))
     taken = "^format name 'e4m3fn' is taken by FloatFormat.'e4m3': .*; choose another, or pass overwrite=True$"
-    with pytest.raises(FormatError, match=taken):
-        register_format(other)
+    refused(taken, register_format, other, error=FormatError)
     assert "other" not in list_formats()
     register_format(other, overwrite=True)
     assert get_format("e4m3fn") is other and get_format("e4m3").max == 448  # an alias moved, the format stays
     changed = FloatFormat(name="mine", exponent_bits=2, mantissa_bits=3)
-    with pytest.raises(FormatError, match="^format name 'mine' is taken by"):
-        register_format(changed)
+    refused("^format name 'mine' is taken by", register_format, changed, error=FormatError)
     register_format(changed, overwrite=True)
     assert get_format("mine") is changed
     with pytest.raises(FormatError, match="^unknown format 'my_e3m3'"):
@@ -221,6 +219,5 @@ def test_names_by_family():
     ("bf8", r"did you mean 'e5m2' or 'e5m2fnuz'\?"), ("fp6", r"did you mean 'e2m3' or 'e3m2' or 'mxfp6_e2m3'\?"),
 ])  # fmt: skip
 def test_names_of_other_libraries_say_what_to_take(name, hint):
-    with pytest.raises(FormatError, match=f"^unknown format '{name}'; .*{hint}"):
-        get_format(name)
+    refused(f"^unknown format '{name}'; .*{hint}", get_format, name, error=FormatError)
     assert get_format("int4_1x16_floor").power_of_two

@@ -199,11 +199,8 @@ def test_a_book_as_the_difference_to_another(tmp_path):
     steps = [family(along="k", sizes=(64, 48), step=step, runs=((step, WHOLE), (640, SPLIT))) for step in (8, 1)]
     there = [family(), family(kind=FP16), *steps]
     here = [
-        there[0],
-        family(kind=FP16, runs=((1, WHOLE), (33, SPLIT))),
-        steps[0],
-        steps[1]._replace(runs=((1, SPLIT),)),
-    ]
+        there[0], family(kind=FP16, runs=((1, WHOLE), (33, SPLIT))), steps[0], steps[1]._replace(runs=((1, SPLIT),)),
+    ]  # fmt: skip
     write_book(tmp_path / "base.book", there, library="another GPU")
     base = Book.open(tmp_path / "base.book")
     write_book(tmp_path / "a.book", here, library="a GPU", base=base)

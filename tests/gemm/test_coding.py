@@ -34,22 +34,16 @@ def real(name, block, arithmetic="reciprocal"):
 
 
 FORMATS = {
-    "e4m3 tensor": real("e4m3", (None, None)),
-    "e5m2 tensor encode": real("e5m2", (None, None), "encode"),
-    "e4m3 row": real("e4m3", (1, None)),
-    "e2m1 row encode": real("e2m1", (1, None), "encode"),
-    "e5m2 row divide": real("e5m2", (1, None), "divide"),
-    "e4m3 tiles": real("e4m3", (1, 128)),
-    "e4m3 squares": real("e4m3", (128, 128)),
-    "e3m2 row floor": scaled(get_format("e3m2"), (1, None), "floor"),
-    "mxfp8": get_format("mxfp8_e4m3"),
-    "mxfp6": get_format("mxfp6_e2m3"),
+    "e4m3 tensor": real("e4m3", (None, None)), "e5m2 tensor encode": real("e5m2", (None, None), "encode"),
+    "e4m3 row": real("e4m3", (1, None)), "e2m1 row encode": real("e2m1", (1, None), "encode"),
+    "e5m2 row divide": real("e5m2", (1, None), "divide"), "e4m3 tiles": real("e4m3", (1, 128)),
+    "e4m3 squares": real("e4m3", (128, 128)), "e3m2 row floor": scaled(get_format("e3m2"), (1, None), "floor"),
+    "mxfp8": get_format("mxfp8_e4m3"), "mxfp6": get_format("mxfp6_e2m3"),
     "mxfp4 even": with_block(get_format("mxfp4"), None, "even"),
     "mxfp8 e5m2 rceil": with_block(get_format("mxfp8_e5m2"), None, "rceil"),
-    "mxfp4 ceil": with_block(get_format("mxfp4"), None, "ceil"),
-    "nvfp4": get_format("nvfp4"),
+    "mxfp4 ceil": with_block(get_format("mxfp4"), None, "ceil"), "nvfp4": get_format("nvfp4"),
     "nvfp4 squares": get_format("nvfp4_16x16"),
-}
+}  # fmt: skip
 
 
 def data(kind, dtype=torch.float32):

@@ -18,11 +18,8 @@ from tests.support.targets import fp8, linear, mm
 
 CASES = SHARED / "spec" / "cublas_orders_cases.json"
 MERGES = {
-    "partials": (None, "serial"),
-    "running": ("out", "in_place"),
-    "each": ("out", "serial"),
-    "one": (None, "serial"),
-}
+    "partials": (None, "serial"), "running": ("out", "in_place"), "each": ("out", "serial"), "one": (None, "serial"),
+}  # fmt: skip
 WGMMA, F32 = get_unit("hopper.wgmma"), torch.float32
 ROWS, COLUMNS = ({"a_layout": layout, "b_layout": layout} for layout in ("row", "column"))
 

@@ -38,41 +38,26 @@ def test_streams_are_splitmix64():
 # dtype of the operands, of the result, of the output format, of the bias: what torch.mm and torch.nn.functional.linear
 # write on a GPU (the operands' dtype, and float32 from torch.mm), and whether they add the bias.
 PLAIN = [
-    (BF16, BF16, None, None, ("linear", BF16, False)),
-    (BF16, F32, None, None, ("mm", F32, False)),
-    (BF16, F16, None, None, ("mm", F32, False)),
-    (F16, F64, None, None, ("mm", F32, False)),
-    (F32, BF16, None, None, ("linear", F32, False)),
-    (F64, F64, None, None, ("linear", F64, False)),
-    (F64, F32, None, None, ("linear", F64, False)),
-    (F32, F32, None, None, ("linear", F32, False)),
-    (BF16, F32, "bf16", None, ("linear", BF16, False)),
-    (BF16, BF16, "fp32", None, ("mm", F32, False)),
-    (BF16, BF16, "e2m3", None, ("mm", F32, False)),
-    (BF16, BF16, None, BF16, ("linear", BF16, True)),
-    (BF16, F32, None, F32, ("mm", F32, False)),
-    (BF16, BF16, None, F32, ("mm", F32, False)),
-    (F32, F32, None, F32, ("linear", F32, True)),
-    (F64, F64, None, F64, ("linear", F64, True)),
+    (BF16, BF16, None, None, ("linear", BF16, False)), (BF16, F32, None, None, ("mm", F32, False)),
+    (BF16, F16, None, None, ("mm", F32, False)), (F16, F64, None, None, ("mm", F32, False)),
+    (F32, BF16, None, None, ("linear", F32, False)), (F64, F64, None, None, ("linear", F64, False)),
+    (F64, F32, None, None, ("linear", F64, False)), (F32, F32, None, None, ("linear", F32, False)),
+    (BF16, F32, "bf16", None, ("linear", BF16, False)), (BF16, BF16, "fp32", None, ("mm", F32, False)),
+    (BF16, BF16, "e2m3", None, ("mm", F32, False)), (BF16, BF16, None, BF16, ("linear", BF16, True)),
+    (BF16, F32, None, F32, ("mm", F32, False)), (BF16, BF16, None, F32, ("mm", F32, False)),
+    (F32, F32, None, F32, ("linear", F32, True)), (F64, F64, None, F64, ("linear", F64, True)),
     (F64, F32, None, F32, ("mm", F64, False)),
-]
+]  # fmt: skip
 # Likewise torch._scaled_mm: every dtype but float64, a bias of 16 bits to results of its own dtype or of FP8.
 SCALED = [
-    (E4M3, BF16, None, None, (BF16, False)),
-    (E4M3, F16, None, None, (F16, False)),
-    (E4M3, F32, None, None, (F32, False)),
-    (E4M3, F64, None, None, (F32, False)),
-    (E4M3, F32, "e4m3", None, (E4M3, False)),
-    (E4M3, F32, "e5m2", None, (E5M2, False)),
-    (E4M3, F32, "fp64", None, (F32, False)),
-    (E4M3, BF16, None, BF16, (BF16, True)),
-    (E4M3, F16, None, F16, (F16, True)),
-    (E4M3, F32, None, F32, (F32, False)),
-    (E4M3, F32, None, BF16, (F32, False)),
-    (E4M3, F16, None, BF16, (F32, False)),
-    (E4M3, F32, "e4m3", BF16, (E4M3, True)),
+    (E4M3, BF16, None, None, (BF16, False)), (E4M3, F16, None, None, (F16, False)),
+    (E4M3, F32, None, None, (F32, False)), (E4M3, F64, None, None, (F32, False)),
+    (E4M3, F32, "e4m3", None, (E4M3, False)), (E4M3, F32, "e5m2", None, (E5M2, False)),
+    (E4M3, F32, "fp64", None, (F32, False)), (E4M3, BF16, None, BF16, (BF16, True)),
+    (E4M3, F16, None, F16, (F16, True)), (E4M3, F32, None, F32, (F32, False)), (E4M3, F32, None, BF16, (F32, False)),
+    (E4M3, F16, None, BF16, (F32, False)), (E4M3, F32, "e4m3", BF16, (E4M3, True)),
     (E4M3, F32, "e4m3", F32, (F32, False)),
-]
+]  # fmt: skip
 
 
 def asked(operation, own, dtype, out, bias, **machine):

@@ -19,29 +19,19 @@ def _cross_entropy(x, y):  # type: ignore[no-untyped-def]
 
 
 FUNCTIONS = {
-    "linear": functional.linear,
-    "matmul": lambda x, y: x @ y.t(),
+    "linear": functional.linear, "matmul": lambda x, y: x @ y.t(),
     "einsum": lambda x, y: torch.einsum("ik,jk->ij", x, y),
     "addmm": lambda x, y: torch.addmm(y[0, :16], x, y[:16].t()),
     "layer_norm": lambda x, y: functional.layer_norm(x, (64,), y[0], y[1]),
-    "rms_norm": lambda x, y: functional.rms_norm(x, (64,)),
-    "softmax": lambda x, y: functional.softmax(x, -1),
-    "log_softmax": lambda x, y: functional.log_softmax(x, -1),
-    "cross_entropy": _cross_entropy,
-    "sum": lambda x, y: x.sum(-1),
-    "mean": lambda x, y: x.mean(-1),
-    "exp": lambda x, y: x.exp(),
-    "pow": lambda x, y: x.pow(2),
-    "rsqrt": lambda x, y: x.abs().rsqrt(),
-    "gelu": lambda x, y: functional.gelu(x),
-    "silu": lambda x, y: functional.silu(x),
-    "add": lambda x, y: x + y[: len(x)],
-    "cat": lambda x, y: torch.cat((x, y)),
-    "addcmul": lambda x, y: torch.addcmul(x, x, y[: len(x)]),
-    "attention": _attention,
-    "softplus": lambda x, y: functional.softplus(x),
+    "rms_norm": lambda x, y: functional.rms_norm(x, (64,)), "softmax": lambda x, y: functional.softmax(x, -1),
+    "log_softmax": lambda x, y: functional.log_softmax(x, -1), "cross_entropy": _cross_entropy,
+    "sum": lambda x, y: x.sum(-1), "mean": lambda x, y: x.mean(-1), "exp": lambda x, y: x.exp(),
+    "pow": lambda x, y: x.pow(2), "rsqrt": lambda x, y: x.abs().rsqrt(), "gelu": lambda x, y: functional.gelu(x),
+    "silu": lambda x, y: functional.silu(x), "add": lambda x, y: x + y[: len(x)],
+    "cat": lambda x, y: torch.cat((x, y)), "addcmul": lambda x, y: torch.addcmul(x, x, y[: len(x)]),
+    "attention": _attention, "softplus": lambda x, y: functional.softplus(x),
     "reciprocal": lambda x, y: x.reciprocal(),
-}
+}  # fmt: skip
 
 
 def converting_cases() -> Iterator[Case]:

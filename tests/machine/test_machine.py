@@ -16,26 +16,28 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.numbers import philox
-from fmtsim.machine import mufu, norm, softmax
+from fmtsim.machine import attention_efficient, attention_rows, mufu, norm, softmax
 from fmtsim.machine.arrays import STRIDED, apply, fma
 from fmtsim.machine.simulate import simulate
 from fmtsim.support.mufu import approximate_reciprocal
 from tests.machine.cases import FUNCTIONS, all_cases, digest, numbers
 
 RECORD = json.loads((Path(__file__).parent / "data" / "h200.json").read_text("utf-8"))["cases"]
-SAMPLE = 101  # of the calls of one operator, this many apart are compared by default
+SAMPLE = 101  # calls of operators that lie this many apart are compared by default
+ATTENTION, SOME = ("attention", "biased", "masked"), 6  # calls of attention, which lie this many apart
 UNIT = {"ex2": mufu.ex2, "lg2": mufu.lg2, "rcp": mufu.rcp, "rsqrt": mufu.rsqrt, "sqrt": mufu.sqrt, "sin": mufu.sin,
         "cos": mufu.cos}  # fmt: skip
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "mufu_h200.npz"
 
 
-def differing(step: int) -> list[str]:
-    """Return the recorded cases whose bits differ, of functions and every ``step``-th of the others."""
+def differing(step: int, some: int, kinds: tuple[str, ...] = ()) -> list[str]:
+    """Return the recorded cases whose bits differ, of functions and every ``step``-th of the others, or of kinds."""
     wrong = []
     for number, case in enumerate(all_cases()):
-        if case.name in RECORD and (
-            number < 3 * len(FUNCTIONS) or number % step == 0 or case.name == "llama 2x64 bfloat16"
-        ):
+        kind = case.name.split()[0]
+        chosen = number < 3 * len(FUNCTIONS) or number % step == 0 or case.name == "llama 2x64 bfloat16"
+        chosen = kind in kinds if kinds else chosen or kind in ATTENTION
+        if case.name in RECORD and chosen and (kind not in ATTENTION or number % some == 0):
             with simulate(target="h200", strict=True):
                 if digest(*case.call("cpu")) != RECORD[case.name]:
                     wrong.append(case.name)
@@ -43,12 +45,28 @@ def differing(step: int) -> list[str]:
 
 
 def test_recorded_calls_have_the_bits_of_an_h200():
-    assert differing(SAMPLE) == []
+    assert differing(SAMPLE, SOME) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant"),
+    [
+        ("masked", lambda patch: patch.setitem(attention_rows.MIN_EXPONENTS, torch.bfloat16, (-126, 8))),
+        ("biased", lambda patch: patch.setattr(attention_efficient, "_STEP", 16)),
+        ("biased", lambda patch: patch.setattr(
+            attention_efficient, "_scores", lambda x, factor, bias: x * factor if bias is None else fma(x, factor, bias)
+        )),
+    ],
+    ids=["a bit of P", "sums of 16 columns", "a bias that is fused"],
+)  # fmt: skip
+def test_planted_errors_of_attention_are_seen(kind, plant, monkeypatch):
+    plant(monkeypatch)
+    assert differing(SAMPLE, 4 * SOME, (kind,))
 
 
 @pytest.mark.slow
 def test_all_recorded_calls_have_the_bits_of_an_h200():
-    assert differing(1) == []
+    assert differing(1, 1) == []
 
 
 def test_every_case_is_recorded():

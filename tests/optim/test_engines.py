@@ -58,19 +58,11 @@ CUDA = (
     ),
 )
 OURS = (
-    ("fp32", fmtsim.optim.Adam),
-    ("bnb8", fmtsim.optim.AdamW),
-    ("bnb8_2048", fmtsim.optim.AdamW),
-    ("ao_8bit", fmtsim.optim.Adam),
-    ("bnb8", fmtsim.optim.Lion),
-    ("fp32", fmtsim.optim.Lion),
-    ("ao_8bit", fmtsim.optim.SGD),
-    ("fp32", nesterov),
-    ("lns_madam", fmtsim.optim.Madam),
-    ("lns_madam", freely),
-    ("int8_weights", fmtsim.optim.AdamW),
-    ("int8_weights", fmtsim.optim.Lion),
-)
+    ("fp32", fmtsim.optim.Adam), ("bnb8", fmtsim.optim.AdamW), ("bnb8_2048", fmtsim.optim.AdamW),
+    ("ao_8bit", fmtsim.optim.Adam), ("bnb8", fmtsim.optim.Lion), ("fp32", fmtsim.optim.Lion),
+    ("ao_8bit", fmtsim.optim.SGD), ("fp32", nesterov), ("lns_madam", fmtsim.optim.Madam), ("lns_madam", freely),
+    ("int8_weights", fmtsim.optim.AdamW), ("int8_weights", fmtsim.optim.Lion),
+)  # fmt: skip
 
 
 def equal(a, b):

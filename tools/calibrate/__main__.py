@@ -79,7 +79,7 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     run_both = (
         "run calls of every rule of this target, or every kind of call that reaches this unit, and write evidence"
     )
-    option(check, "--check", f"{run_both} (h200, hopper.wgmma)", metavar="TARGET", names=names.targets_and_units)
+    option(check, "--check", f"{run_both} (h200, hopper.wgmma)", names=names.targets_and_units)
     option(check, "--calls", "calls of every rule", 3)
     book = parser.add_argument_group("querying the cuBLASLt heuristic, which runs no kernel")
     every = "write or continue a plan book and its target: the kernel for every number of rows of the layers of"

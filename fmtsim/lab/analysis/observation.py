@@ -57,7 +57,8 @@ class Observation(Result):
     def of_state(cls, state: Mapping[str, Any]) -> "Observation":
         """Return the statistics of a ``state_dict``."""
         counts = {int(step): _each(lambda c: Counts(**c), layers) for step, layers in state["counts"].items()}
-        return Observation(_each(_stats_of, state["layers"]), counts, steps=state["steps"])
+        whole = lambda s: OperandStats(**s | {"window": s["window"] and tuple(s["window"])})  # noqa: E731
+        return Observation(_each(whole, state["layers"]), counts, steps=state["steps"])
 
     def merge(self, other: "Observation", step: int) -> None:
         """Add all statistics of another observation as those of one step."""
@@ -215,8 +216,3 @@ def _entry(operands: dict[str, Statistics], name: str, new: Callable[[], Statist
 def _each(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what a function makes of each operand of each layer."""
     return {layer: {name: function(s) for name, s in operands.items()} for layer, operands in layers.items()}
-
-
-def _stats_of(state: dict[str, Any]) -> OperandStats:
-    window = state["window"]
-    return OperandStats(**{**state, "window": None if window is None else tuple(window)})

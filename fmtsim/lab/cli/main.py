@@ -83,6 +83,9 @@ MOVED = {
 BAD_INPUT = 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
+ParserOf = Callable[[list[str]], "_Parser"]
+Call = Callable[[Literal["check", "run"], argparse.Namespace], Any]
+
 # Numbers that argparse would take for options: -1e-5, -inf, -0x1p-3.
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 
@@ -104,7 +107,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 is success, 1 a check that found a mismatch, 2 bad input with one line on stderr, 130 and 143 Ctrl-C and SIGTERM.
     """
-    return _guarded(argv, _run)
+
+    def parser_of(words: list[str]) -> _Parser:
+        command = next((word for word in words if not word.startswith("-")), None)
+        if command in MOVED:
+            raise ArgumentError(f"fmtsim {command} is now {MOVED[command]}")
+        if command is not None and command not in COMMANDS:
+            hint = did_you_mean(command, COMMANDS)
+            raise ArgumentError(f"unknown command {shown(command)}{hint}; fmtsim --help shows what there is")
+        return build_parser(command)
+
+    return _run(argv, parser_of, lambda what, arguments: _call(what, arguments.command, arguments))
 
 
 def run_program(
@@ -123,39 +136,69 @@ def run_program(
         argv: Its arguments; None takes those of the process.
     """
 
-    def parsed(words: list[str]) -> int:
+    def parser_of(words: list[str]) -> _Parser:
         parser = _Parser(prog=prog, description=summary)
         declare(parser)
         parser.actions = parser._actions
-        with _errors_in_a_line(parser) as status:
-            arguments = parser.parse_args(words)
-            names.check_names(parser.actions, arguments)
-            if check is not None:
-                check(arguments)
-            arguments.words = [word.removeprefix(" ") for word in words]
-            status.code = run(arguments) or 0
-            sys.stdout.flush()
-        return status.code
+        return parser
 
-    return _guarded(argv, parsed)
+    return _run(argv, parser_of, lambda what, arguments: {"check": check or bool, "run": run}[what](arguments))
 
 
-def _guarded(argv: Sequence[str] | None, run: Callable[[list[str]], int]) -> int:
-    """Run a function of the words of a command line; say in a line that it was interrupted."""
+def _run(argv: Sequence[str] | None, parser_of: ParserOf, call: Call) -> int:
+    """Parse the words, check and run; an interrupt becomes a line and an exit code, as an error does."""
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the parent process, as daemons do
             setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     words = list(sys.argv[1:] if argv is None else argv)
     # A leading space makes a word positional for argparse and means nothing to those that read numbers.
     words = [f" {word}" if _NEGATIVE.fullmatch(word) else word for word in words]
+
     with raised() as interruption, _short_warnings():
         try:
-            return run(words)
+            return _answer(words, parser_of, call)
         except KeyboardInterrupt as interrupt:
             word, status = interruption()
             detail = f"; {interrupt}" if str(interrupt) else ""
             print(f"\nfmtsim: {word}{detail}", file=sys.stderr)
             return status
+
+
+def _answer(words: list[str], parser_of: ParserOf, call: Call) -> int:
+    """Parse, check and run; of an error that is the user's to mend, print a line."""
+    actions: Sequence[argparse.Action] = ()
+    try:
+        parser = parser_of(words)
+        actions = parser.actions
+        if not words and not actions:  # no command
+            parser.print_help()
+            return 0
+        arguments = parser.parse_args(words)
+        names.check_names(actions, arguments)
+        call("check", arguments)
+        arguments.words = [word.removeprefix(" ") for word in words]
+        status = call("run", arguments) or 0
+        sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
+        return int(status)
+    except FmtsimError as error:
+        return _fail(_in_options(str(error), actions))
+    except BrokenPipeError:
+        _drop_output()
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk below standard output
+            _drop_output()
+        return _fail(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        said = _NO_MEMORY.search(str(error))
+        if said is None and not isinstance(error, MemoryError):
+            raise
+        detail = f" ({said[0]})" if said else ""
+        return _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
 
 
 @contextlib.contextmanager
@@ -173,62 +216,6 @@ def _short_warnings() -> Iterator[None]:
 
         warnings.showwarning = shorter
         yield
-
-
-def _run(words: list[str]) -> int:
-    """Run a subcommand."""
-    with _errors_in_a_line() as status:
-        command = next((word for word in words if not word.startswith("-")), None)
-        if command in MOVED:
-            raise ArgumentError(f"fmtsim {command} is now {MOVED[command]}")
-        if command is not None and command not in COMMANDS:
-            hint = did_you_mean(command, COMMANDS)
-            raise ArgumentError(f"unknown command {shown(command)}{hint}; fmtsim --help shows what there is")
-        status.parser = parser = build_parser(command)
-        if not words:
-            parser.print_help()
-            return 0
-        arguments = parser.parse_args(words)
-        names.check_names(parser.actions, arguments)
-        _call("check", arguments.command, arguments)
-        arguments.words = [word.removeprefix(" ") for word in words]
-        status.code = _call("run", arguments.command, arguments) or 0
-        sys.stdout.flush()  # a closed pipe shows here, not at interpreter exit
-    return status.code
-
-
-class _Status:
-    """The exit code of what runs, and its parser once there is one."""
-
-    def __init__(self, parser: "_Parser | None") -> None:
-        self.code, self.parser = 0, parser
-
-
-@contextlib.contextmanager
-def _errors_in_a_line(parser: "_Parser | None" = None) -> Iterator[_Status]:
-    """Turn errors that are the user's to mend into one line and an exit code."""
-    status = _Status(parser)
-    try:
-        yield status
-    except FmtsimError as error:
-        status.code = _fail(_in_options(str(error), status.parser.actions if status.parser else ()))
-    except BrokenPipeError:
-        _drop_output()
-        status.code = BROKEN_PIPE
-    except OSError as error:
-        if error.strerror is None:
-            raise
-        try:
-            sys.stdout.flush()
-        except OSError:  # a full disk below standard output
-            _drop_output()
-        status.code = _fail(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
-    except (MemoryError, RuntimeError) as error:
-        said = _NO_MEMORY.search(str(error))
-        if said is None and not isinstance(error, MemoryError):
-            raise
-        detail = f" ({said[0]})" if said else ""
-        status.code = _fail(f"there is not enough memory for this{detail}; choose smaller sizes")
 
 
 def build_parser(command: str | None = None) -> "_Parser":

@@ -8,7 +8,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -43,9 +43,6 @@ from fmtsim.recipes.serialization import recipe_to_dict, save_recipe, save_rules
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder, write_folder
 from fmtsim.support.progress import make_progress
-
-if TYPE_CHECKING:
-    from fmtsim.lab.training.loading import Loaded
 
 
 def run_observe(arguments: argparse.Namespace) -> int:
@@ -270,7 +267,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _afterwards(arguments: argparse.Namespace, loaded: "Loaded", more: dict[str, Any]) -> SearchResult:
+def _afterwards(arguments: argparse.Namespace, loaded: Loaded, more: dict[str, Any]) -> SearchResult:
     if arguments.samples is not None:
         more["policy"] = Policy(steps=arguments.samples, seed=arguments.seed)
     if arguments.sensitivity:
@@ -285,7 +282,7 @@ def _afterwards(arguments: argparse.Namespace, loaded: "Loaded", more: dict[str,
     return search(loaded.model, batches, arguments.budget, executor=arguments.executor, **more)
 
 
-def _in_training(arguments: argparse.Namespace, loaded: "Loaded", more: dict[str, Any]) -> SearchResult:
+def _in_training(arguments: argparse.Namespace, loaded: Loaded, more: dict[str, Any]) -> SearchResult:
     """Train on the batches in turn; a quarter of the steps is warm-up."""
     warmup = arguments.while_training // 4
     policy = dataclasses.replace(LEARNING, steps=arguments.while_training - warmup, seed=arguments.seed)

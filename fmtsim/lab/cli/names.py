@@ -44,12 +44,14 @@ class Catalogue:
     listed: Where a user finds the names, as errors say it; all names where it is empty.
     aliases: Kinds of other names for the same, which completion leaves out.
     others: Words, and kinds of them, that are no typos; the command itself takes or refuses them.
+    metavar: What help calls a name.
     """
 
     kinds: tuple[str, ...]
     listed: str = ""
     aliases: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    metavar: str = "NAME"
 
     def __call__(self) -> list[str]:
         """Return the names."""
@@ -77,11 +79,13 @@ class Files:
     hint: How errors go on.
     folders: Take folders, too.
     functions: Look for the file of ``FILE.py:function``; other words are no files.
+    metavar: What help calls a file.
     """
 
     hint: str
     folders: bool = False
     functions: bool = False
+    metavar: str = "FILE"
 
     def __call__(self) -> tuple[str, ...]:
         """Return no names."""
@@ -103,38 +107,30 @@ def close_files(path: Path) -> str:
 
 
 files = Files("pass a file that is there")
-functions = Files("pass FILE.py:function", functions=True)
+functions = Files("pass FILE.py:function", functions=True, metavar="NAME")
 rules = Files("pass JSON that attribute --out or search --out wrote")
-texts = Files("pass a text file or a folder of text files", folders=True)
-runs = Files("pass two or more folders that fmtsim train --out wrote", folders=True)
-traces = Files("pass a file that fmtsim trace --level aten --tensors all wrote")
+texts = Files("pass a text file or a folder of text files", folders=True, metavar="PATH")
+runs = Files("pass two or more folders that fmtsim train --out wrote", folders=True, metavar="DIR")
+traces = Files("pass a file that fmtsim trace --level aten --tensors all wrote", metavar="TRACE")
 checkpoints = Files("pass weights in .safetensors, .pt, .pth or .bin")
 shapes = Files("pass a text file with a line 'outputs inputs [bias]' for each layer")
-formats = Catalogue(("formats.registry:list_formats",))
-roundings = Catalogue(("rounding.modes:MODES", "rounding.modes:ALIASES"), others=("all",))
-overflows = Catalogue(("formats.spec:OVERFLOWS",))
-scale_rules = Catalogue(("formats.scaling:SCALE_RULES",))
+formats = Catalogue(("formats.registry:list_formats",), metavar="FORMAT")
+roundings = Catalogue(("rounding.modes:MODES", "rounding.modes:ALIASES"), others=("all",), metavar="MODE")
+overflows = Catalogue(("formats.spec:OVERFLOWS",), metavar="RULE")
+scale_rules = Catalogue(("formats.scaling:SCALE_RULES",), metavar="RULE")
 models = Catalogue(("gemm.models:list_models",), "fmtsim memory --model list has the names", others=("list",))
 _ANY = ("recipes", "recipe_aliases", "schemes", "scheme_aliases", "widths", "list")
 _RECIPES = "fmtsim train --recipe list has the names; a file ends in .json"
 _GPU = "choose a GPU with its library, such as h200, a plan file (.json)"
 targets = Catalogue(("targets",), _GPU, others=("units",))
-targets_and_units = Catalogue(
-    ("targets", "units"),
-    f"{_GPU}, a unit such as hopper.wgmma, or fields as --help shows",
-    others=("logarithms", "recipe"),
-)
-simulated = Catalogue(("simulated",), "choose h200 or h100")
+_UNIT = f"{_GPU}, a unit such as hopper.wgmma, or fields as --help shows"
+targets_and_units = Catalogue(("targets", "units"), _UNIT, others=("logarithms", "recipe"), metavar="TARGET")
+simulated = Catalogue(("simulated",), "choose h200 or h100", metavar="GPU")
 recipes = Catalogue(("recipes",), _RECIPES, ("recipe_aliases",), _ANY)
-recipes_and_formats = Catalogue(
-    ("recipes",),
-    "fmtsim formats and fmtsim train --recipe list have the names",
-    ("recipe_aliases",),
-    (*_ANY, "formats"),
-)
-schemes = Catalogue(
-    ("schemes",), "fmtsim ptq --scheme list has the names; a file ends in .json", ("scheme_aliases",), _ANY
-)
+_BOTH = "fmtsim formats and fmtsim train --recipe list have the names"
+recipes_and_formats = Catalogue(("recipes",), _BOTH, ("recipe_aliases",), (*_ANY, "formats"))
+_SCHEMES = "fmtsim ptq --scheme list has the names; a file ends in .json"
+schemes = Catalogue(("schemes",), _SCHEMES, ("scheme_aliases",), _ANY)
 optimizers = Catalogue(("optimizers",), "choose adamw or madam")
 states = Catalogue(("states",), "docs/optim.md has the names")
 optimizers_and_states = Catalogue(("rules", "states"), "choose a rule or a scheme of states, as in --help")

@@ -4,7 +4,7 @@
 import argparse
 import fnmatch
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fmtsim
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat, with_block
@@ -19,9 +19,6 @@ from fmtsim.rounding.modes import MODES, Mode, get_rounding
 from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError, FormatError, did_you_mean
 from fmtsim.support.files import check_folder, write_folder
 from fmtsim.support.table import aligned, number_text
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_formats(arguments: argparse.Namespace) -> int:
@@ -51,7 +48,11 @@ def run_formats(arguments: argparse.Namespace) -> int:
         shown = {code: name_of(code, element) for code in (range(count_of(element)) if every else codes)} or landmarks(
             element
         )
-        record = {"facts": dict(format_facts(fmt)), "codes": [_code_record(c, n, element) for c, n in shown.items()]}
+        records = [
+            {"code": code, "hex": code_text(code, element), "bits": bit_fields(code, element),
+             "value": element.value(code), "is": name} for code, name in shown.items()
+        ]  # fmt: skip
+        record = {"facts": dict(format_facts(fmt)), "codes": records}
         answer(arguments, record, lambda: _table_text(record, element, whole=not codes))
         return 0
     arguments.pattern = "*" if arguments.pattern is None else arguments.pattern
@@ -197,12 +198,6 @@ def _check(code: int, fmt: ElementFormat) -> int:
         last = count_of(fmt) - 1
         raise CodeError(f"code {code} is outside {fmt.name}; choose 0 to {last} (0x{last:X})")
     return code
-
-
-def _code_record(code: int, name: str, fmt: ElementFormat) -> dict[str, Any]:
-    return {
-        "code": code, "hex": code_text(code, fmt), "bits": bit_fields(code, fmt), "value": fmt.value(code), "is": name,
-    }  # fmt: skip
 
 
 def run_cast(arguments: argparse.Namespace) -> int:

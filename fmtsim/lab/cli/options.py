@@ -32,20 +32,21 @@ Parser = argparse._ActionsContainer
 
 
 def option(
-    parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "N", names: Names = tuple, **more: Any
+    parser: Parser, name: str, text: str, default: Any = None, metavar: Any = "", names: Names = tuple, **more: Any
 ) -> None:  # fmt: skip
     """Declare an argument with a value: numbers have the type of their default, which the help text ends with.
 
     ``names`` are offered by completion, and their ``check``, if any, refuses other words; ``type=one_of(names)``
-    refuses all others.
+    refuses all others. Without ``metavar`` help has that of the names, else N.
     """
     if isinstance(default, int | float):
         more.setdefault("type", type(default))
     if default not in (None, []):
         shown = " ".join(map(str, default)) if isinstance(default, list) else default
         text = f"{text} (default {shown})"
-    metavar = None if "choices" in more else metavar
-    _offer(names, parser.add_argument(name, default=default, metavar=metavar, help=text, **more))
+    metavar = None if "choices" in more else getattr(names, "metavar", "N") if metavar == "" else metavar
+    action = parser.add_argument(name, default=default, metavar=metavar, help=text, **more)
+    action.names = names  # type: ignore[attr-defined]
 
 
 def count(parser: Parser, name: str, text: str) -> None:
@@ -62,12 +63,8 @@ def repeated(
     parser: Parser, name: str, text: str, metavar: Any = "NAME", names: Names = tuple, **more: Any
 ) -> None:  # fmt: skip
     """Declare an option that may be given several times; ``names`` as in ``option``."""
-    more = {"default": []} | more
-    _offer(names, parser.add_argument(name, action="append", metavar=metavar, help=f"{text}; may be repeated", **more))
-
-
-def _offer(names: Names, action: argparse.Action) -> None:
-    action.names = names  # type: ignore[attr-defined]
+    default = more.pop("default", [])
+    option(parser, name, f"{text}; may be repeated", default, metavar, names, action="append", **more)
 
 
 def offered(action: argparse.Action) -> tuple[str, ...]:
@@ -98,8 +95,7 @@ def add_rounding(parser: Parser) -> None:
     """Add ``--rounding``, ``--overflow``, ``--random-bits`` and ``--seed``."""
     option(parser, "--rounding", f"one of {', '.join(MODES)}, or short: {', '.join(ALIASES)}", "nearest_even", "MODE",
            names.roundings)  # fmt: skip
-    option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", metavar="RULE",
-           names=names.overflows)  # fmt: skip
+    option(parser, "--overflow", f"{' or '.join(OVERFLOWS)}; by default the format's own rule", names=names.overflows)
     count(parser, "--random-bits", "random bits of stochastic rounding, 1 to 32")
     option(parser, "--seed", "seed of stochastic rounding", 0)
 
@@ -128,15 +124,14 @@ def add_target(parser: Parser) -> None:
         "a GPU with its library, such as h200, or a plan file; an MMA unit alone, such as hopper.wgmma or exact; or a "
         "datapath: a JSON file, or fields such as block=32,fraction_bits=10 or logarithms,entries=4"
     )
-    option(parser, "--target", kinds, metavar="TARGET", names=names.targets_and_units)
+    option(parser, "--target", kinds, names=names.targets_and_units)
     option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar="FIELD=VALUE,...")
 
 
 def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
     """Add ``--model``, ``--shapes`` and ``--dtypes``."""
     repeated(parser, "--model", f"linear layers of this model: {models}", names=names.models, dest="models")
-    option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", metavar="FILE",
-           names=names.shapes)  # fmt: skip
+    option(parser, "--shapes", "layers of your own: a line 'outputs inputs [bias]' for each", names=names.shapes)
     option(parser, "--dtypes", f"of {', '.join(DTYPES)}", dtypes, "LIST")
 
 
@@ -301,12 +296,12 @@ def add_model(parser: argparse.ArgumentParser, required: bool = True) -> None:
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Add ``--checkpoint``, ``--dtype``, ``--device`` and ``--seed``, and which text a language model reads."""
     weights = "load these weights (.safetensors, or a state_dict in .pt) instead of those that the model comes with"
-    option(parser, "--checkpoint", weights, metavar="FILE", names=names.checkpoints)
+    option(parser, "--checkpoint", weights, names=names.checkpoints)
     option(parser, "--dtype", "of the weights (default: the model's own)", choices=("float32", "bfloat16", "float16"))
     add_device(parser)
     option(parser, "--seed", "of what functions and models draw, and of stochastic rounding", 0)
     group = parser.add_argument_group("text for a language model that comes without batches")
-    option(group, "--data", "a text file or a folder of them", metavar="PATH", names=names.texts)
+    option(group, "--data", "a text file or a folder of them", names=names.texts)
     tokenizer = "a folder or name of Hugging Face, or bytes (default: the model's own; bytes for functions)"
     option(group, "--tokenizer", tokenizer, metavar="NAME")
     option(group, "--batch-size", "windows of text a batch", 8)
@@ -315,17 +310,15 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 def add_formats(parser: Parser) -> None:
     """Add ``--recipe``, ``--format`` and ``--rules``."""
-    option(parser, "--recipe", "a published scheme, such as te_current, or a JSON file", metavar="NAME",
-           names=names.recipes)  # fmt: skip
-    option(parser, "--format", "one format of all operands", metavar="NAME", names=names.formats)
+    option(parser, "--recipe", "a published scheme, such as te_current, or a JSON file", names=names.recipes)
+    option(parser, "--format", "one format of all operands", names=names.formats)
     rules = "exceptions for layers, ahead of the recipe's: JSON, as attribute --out and search --out write it"
-    option(parser, "--rules", rules, metavar="FILE", names=names.rules)
+    option(parser, "--rules", rules, names=names.rules)
 
 
 def add_simulate(parser: Parser) -> None:
     """Add ``--simulate``."""
-    option(parser, "--simulate", "compute operators with the bits of this GPU: h200 or h100", metavar="GPU",
-           names=names.simulated)  # fmt: skip
+    option(parser, "--simulate", "compute operators with the bits of this GPU: h200 or h100", names=names.simulated)
 
 
 def simulated(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:

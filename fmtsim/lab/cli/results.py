@@ -17,16 +17,7 @@ from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.bisect import bisect
 from fmtsim.lab.analysis.trace import Trace
 from fmtsim.lab.analysis.tracing import trace
-from fmtsim.lab.cli.options import (
-    ALIAS_SUFFIXES,
-    check_positive,
-    file_given,
-    formats_given,
-    load_model,
-    machine_given,
-    simulated,
-    tensor_file,
-)
+from fmtsim.lab.cli import options
 from fmtsim.lab.cli.output import MISMATCH, answer, format_items, format_table, origin, versions_of, write_json
 from fmtsim.lab.training.models import told
 from fmtsim.lab.verify import Outcome, workers
@@ -44,15 +35,15 @@ if TYPE_CHECKING:
 
 def run_trace(arguments: argparse.Namespace) -> int:
     """Trace and print what was recorded."""
-    formats, out = formats_given(arguments), file_given(arguments, "out", ".safetensors")
+    formats, out = options.formats_given(arguments), options.file_given(arguments, "out", ".safetensors")
     if arguments.target is not None and not formats:
         raise ArgumentError("--target needs --recipe or --format, which convert the model")
-    loaded = load_model(arguments, count=1, random_text=True)
+    loaded = options.load_model(arguments, count=1, random_text=True)
     model, (batch, loss) = loaded.model, loaded.samples[0]
     if formats:
-        convert(model, generator=arguments.seed, **formats, **machine_given(arguments))
+        convert(model, generator=arguments.seed, **formats, **options.machine_given(arguments))
     hint = "; it was called with the first batch of (model, batches), or else with random bytes; return fitting ones"
-    with told(arguments.model, hint), simulated(arguments) as run:
+    with told(arguments.model, hint), options.simulated(arguments) as run:
         recorded = trace(model, batch, loss, tensors=_tensors(arguments.tensors), level=arguments.level)
     if out is not None:
         recorded.save(out)
@@ -74,7 +65,7 @@ def run_bisect(arguments: argparse.Namespace) -> int:
     models = [not (text.endswith(".safetensors") or os.path.isfile(text)) for text in texts]
     runs = [_run_of(text, arguments) if model else text for text, model in zip(texts, models, strict=True)]
     try:
-        with simulated(arguments):
+        with options.simulated(arguments):
             result = bisect(*runs)
     except FmtsimError as error:
         raise type(error)(re.sub(r"\brun_([ab])\b", lambda run: texts["ab".index(run[1])], str(error))) from error
@@ -87,15 +78,15 @@ def run_bisect(arguments: argparse.Namespace) -> int:
 
 
 def _run_of(name: str, arguments: argparse.Namespace) -> tuple[Any, ...]:
-    loaded = load_model(arguments, model=name, count=1, random_text=True)
+    loaded = options.load_model(arguments, model=name, count=1, random_text=True)
     return loaded.model, *loaded.samples[0]
 
 
 def run_audit(arguments: argparse.Namespace) -> int:
     """Audit and print; 0 where all compared bits agree, 1 where some do not."""
     trace = Trace.load(arguments.trace)
-    options = {name: getattr(arguments, name) for name in ("target", "rows", "seed", "executor")}
-    result = audit(trace, **options)
+    how = {name: getattr(arguments, name) for name in ("target", "rows", "seed", "executor")}
+    result = audit(trace, **how)
     answer(arguments, {"equal": result.equal, **result.to_dict()}, lambda: str(result))
     return 0 if result.equal else MISMATCH
 
@@ -145,7 +136,7 @@ def load_tensors(text: str) -> Tensors:
         ArgumentError: there is no such file or tensor, or its suffix is not known.
         DataError: the file cannot be read.
     """
-    path, name = tensor_file(text)
+    path, name = options.tensor_file(text)
     tensors = _open(path)
     if not name:
         return tensors
@@ -155,7 +146,7 @@ def load_tensors(text: str) -> Tensors:
 
 
 def _open(path: Path) -> Tensors:
-    suffix = ALIAS_SUFFIXES.get(path.suffix, path.suffix)
+    suffix = options.ALIAS_SUFFIXES.get(path.suffix, path.suffix)
     if suffix == ".safetensors":
         try:
             from safetensors import safe_open
@@ -230,7 +221,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Run the checks; 0 where all bits agree, 1 where one does not."""
     parts = _parts(arguments)
     # Refuse arguments of a half that does not run, and gemm with nothing to compare.
-    check_positive(arguments, "workers")
+    options.check_positive(arguments, "workers")
     for name, option in (("formats", "--format"), ("exhaustive", "--exhaustive")):
         if parts == ("gemm",) and getattr(arguments, name):
             raise ArgumentError(f"{option} has no meaning for fmtsim verify gemm; leave it out")

@@ -23,18 +23,7 @@ from fmtsim.lab.cli.arguments.models import EVERY, SHARE_LAYERS, TRAIN_DEFAULTS
 from fmtsim.lab.cli.options import check_device, check_threads, parse_number, read_target, simulated, workers_of
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, json_text, origin, print_text
 from fmtsim.lab.memory import Lora, Parallel, StoredFormats, serving_memory, training_memory
-from fmtsim.lab.training import sweep
-from fmtsim.lab.training.artifacts import (
-    CHECKPOINT,
-    check_text,
-    make_check_record,
-    make_record,
-    overlay,
-    settings,
-    write_artifacts,
-    write_check,
-    write_unfinished,
-)
+from fmtsim.lab.training import artifacts, sweep
 from fmtsim.lab.training.corpus import Corpus, load_corpus, task_corpus
 from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.lockstep import check_native
@@ -236,9 +225,9 @@ def run_train(arguments: argparse.Namespace) -> int:
         corpus = load_corpus(arguments.data, config.model.context)
         with _training(arguments, out) as progress:
             result = check_native(config, corpus, progress, arguments.minutes)
-        record = make_check_record(config, corpus, result)
-        text = check_text(record)
-        paths = write_check(out, record, text, lambda found: json_text(found, indent=1))
+        record = artifacts.make_check_record(config, corpus, result)
+        text = artifacts.check_text(record)
+        paths = artifacts.write_check(out, record, text, lambda found: json_text(found, indent=1))
         _answer(arguments, record, lambda: text, paths)
         return 0 if result.equal else MISMATCH
     corpus = load_corpus(arguments.data, config.model.context)
@@ -247,8 +236,8 @@ def run_train(arguments: argparse.Namespace) -> int:
         checkpoint = _checkpoint(arguments, config, corpus, out)
         with _reported(config, corpus, checkpoint, out, started), simulated(arguments) as run:
             baseline, emulated = compare_schemes(config, corpus, progress, checkpoint)
-        record = make_record(config, corpus, baseline, emulated, started)
-        paths = write_artifacts(out, record, baseline, emulated)
+        record = artifacts.make_record(config, corpus, baseline, emulated, started)
+        paths = artifacts.write_artifacts(out, record, baseline, emulated)
     parts = [summary(record, baseline, emulated), *([] if run is None else [run.summary])]
     _answer(arguments, record, lambda: "\n\n".join(parts), paths)
     return 0
@@ -258,7 +247,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write the report of several runs."""
     out = Path(arguments.out).expanduser()
     check_file("--out", out)
-    write_file(out, overlay([Path(folder).expanduser() for folder in arguments.folders]))
+    write_file(out, artifacts.overlay([Path(folder).expanduser() for folder in arguments.folders]))
     print(f"written: {out}")
     return 0
 
@@ -270,7 +259,7 @@ def _training(arguments: argparse.Namespace, out: Path) -> Iterator[Progress]:
         with bounded_threads(arguments.threads), make_progress(not arguments.quiet) as progress:
             yield progress
     except KeyboardInterrupt as interrupt:
-        hint = f"a checkpoint is in {out}, go on with --resume" if (out / CHECKPOINT).exists() else ""
+        hint = f"a checkpoint is in {out}, go on with --resume" if (out / artifacts.CHECKPOINT).exists() else ""
         words = "; ".join(filter(None, (str(interrupt), hint)))
         raise KeyboardInterrupt(words or f"nothing was written to {out}") from None
 
@@ -285,18 +274,18 @@ def _reported(
     except KeyboardInterrupt:
         written = None
         with contextlib.suppress(FmtsimError):
-            written = write_unfinished(out, config, corpus, checkpoint, started)
+            written = artifacts.write_unfinished(out, config, corpus, checkpoint, started)
         raise KeyboardInterrupt(written or "") from None
 
 
 def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, out: Path) -> Checkpoint:
     """Return where checkpoints go, read where the training goes on; refuse to begin where one waits."""
-    every, path = arguments.checkpoint_every, out / CHECKPOINT
+    every, path = arguments.checkpoint_every, out / artifacts.CHECKPOINT
     if path.exists() and not arguments.resume:
         raise ArgumentError(
             f"{path} is of a training that was cut short; pass --resume to go on, delete it, or choose another --out"
         )
-    checkpoint = Checkpoint(path, settings(config, corpus), EVERY if every is None else every)
+    checkpoint = Checkpoint(path, artifacts.settings(config, corpus), EVERY if every is None else every)
     if arguments.resume:
         said = checkpoint.read() if path.exists() else f"no checkpoint in {out}, training begins"
         print(f"resume: {said}", file=sys.stderr)

@@ -243,9 +243,11 @@ def size_of_config(config: Mapping[str, Any], where: str) -> ModelSize:
             biased = {name: None for name in biased if name not in layers}
     if config.get("bias") is True:  # Falcon's name for those of all layers
         biased |= dict.fromkeys(("qkv", "out", "mlp"))
+    one_head = config.get("multi_query") is True and not config.get("new_decoder_architecture")
     values: dict[str, Any] = sizes | {
         "name": str(config.get("_name_or_path") or kind), "intermediate": sizes["intermediate"] or 4 * sizes["hidden"],
-        "kv_heads": _kv_heads(config, sizes), "head_dim": head, "active": sizes["active"] if sizes["experts"] else 0,
+        "kv_heads": 1 if one_head else sizes["kv_heads"] or sizes["heads"], "head_dim": head,
+        "active": sizes["active"] if sizes["experts"] else 0,
         "encoder": family.encoder and config.get("is_decoder") is not True,
         "gated": family.gated, "tied": bool(config.get("tie_word_embeddings", family.tied)),
         "biases": tuple(biased),
@@ -269,12 +271,6 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], where: str) -> in
         if value is not None:
             return value
     return 0
-
-
-def _kv_heads(config: Mapping[str, Any], sizes: dict[str, int]) -> int:
-    if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
-        return 1
-    return sizes["kv_heads"] or sizes["heads"]
 
 
 def _experts(config: Mapping[str, Any], sizes: dict[str, int], where: str) -> dict[str, int]:

@@ -4,7 +4,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -216,7 +215,7 @@ class SearchResult(Result):
 
     def _content(self) -> tuple[Rows | str, ...]:
         columns = [Column("layer", lambda layer: layer or "(model)")]
-        columns += [Column(name, partial(self._loss_in, name), ".2e") for name in self.recipes]
+        columns += [Column(name, lambda layer, name=name: self.losses[layer][name], ".2e") for name in self.recipes]
         columns += [Column("chosen", self.formats.get)]
         columns += [Column("channels", lambda layer: self.widths.get(layer, "all"))] if self.widths else []
         share = 100 * self.cost / self.budget
@@ -225,9 +224,6 @@ class SearchResult(Result):
         total = f"{self.cost:.4g} bit operations, {share:.1f} % of the budget; loss {self.loss:.3e}{high}{where}"
         left_out = (f"left out: {name}: {reason}" for name, reason in self.left_out.items())
         return table_of(columns, self.formats), total, *left_out
-
-    def _loss_in(self, recipe: str, layer: str) -> float:
-        return self.losses[layer][recipe]
 
 
 def result_of(

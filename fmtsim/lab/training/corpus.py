@@ -58,7 +58,9 @@ def load_corpus(path: str | Path | None, context: int) -> Corpus:
     Raises:
         DataError: the path is missing, unreadable, empty, binary or too short.
     """
-    source = _standard_library() if path is None else Path(path).expanduser()
+    source = Path(sysconfig.get_paths()["stdlib"] if path is None else path).expanduser()
+    if path is None and not (source / "os.py").is_file():
+        raise DataError(f"the standard library's sources are not at {source}; pass --data with a text file or a folder")
     name = "Python standard library" if path is None else str(path)
     hint = "pass --data with a text file or a folder of text files"
     if not source.exists():
@@ -106,13 +108,6 @@ def sample(
     starts = torch.randint(data.numel() - context, (batch, 1), generator=generator)
     windows = data[starts + torch.arange(context + 1)].long().to(device)
     return windows[:, :-1], windows[:, 1:]
-
-
-def _standard_library() -> Path:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    if not (folder / "os.py").is_file():
-        raise DataError(f"the standard library's sources are not at {folder}; pass --data with a text file or a folder")
-    return folder
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -42,15 +42,11 @@ def emulated(
         return kernels[key]
 
     pretended = {
-        "kernel": kernel,
-        "device_index": lambda tensor: device,
-        "capability": lambda index: capability,
-        "architecture": lambda index: f"sm_{major}{minor}",
-        "multiprocessors": lambda index: multiprocessors,
-        "shared_limit": lambda index: SHARED.get(capability, 232448),
-        "available": lambda device=None: True,
+        "kernel": kernel, "device_index": lambda tensor: device, "capability": lambda index: capability,
+        "architecture": lambda index: f"sm_{major}{minor}", "multiprocessors": lambda index: multiprocessors,
+        "shared_limit": lambda index: SHARED.get(capability, 232448), "available": lambda device=None: True,
         "why_unavailable": lambda device=None: None,
-    }
+    }  # fmt: skip
     with replaced(pretended), _self_tests(self_tests):
         yield
 

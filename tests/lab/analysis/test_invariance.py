@@ -15,8 +15,6 @@ from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import without_doubts
 from fmtsim.lab.analysis.invariance import batch_invariance, same_bits
 from fmtsim.spec.plan import GemmPlan
-from tests.cuda import batch_rows
-from tests.support.fake_gpu import FakeGPU
 from tests.support.refusals import refused
 from tests.support.targets import hopper, linear, mm
 
@@ -211,24 +209,3 @@ def test_what_is_shown(found, tmp_path):
     panel = figure.axes[0]
     assert len(panel.collections) == sum(len(product.bands) for product in found.products)
     assert [text.get_text() for text in panel.get_yticklabels()] == ["640x1024 forward bf16", "640x1024 dgrad bf16"]
-
-
-def card(target, plan=lambda call, found: found.plan):
-    """A GPU that multiplies as the target says; guesses are as good as any."""
-
-    def resolved(call):
-        with without_doubts():
-            return resolve(replace(call, target=target))
-
-    return FakeGPU(lambda call: resolved(call).datapath, lambda call: plan(call, resolved(call)))
-
-
-def test_a_card_is_held_to_what_is_said(target):
-    """The script that runs on GPUs finds no contradiction where a card does as its target says, and a planted one."""
-    options = {"dtypes": ("bf16",), "count": 5, "most_rows": 14, "largest": 3000}
-    found, wrong = batch_rows.run(card(target), target, 3, 5, **options)
-    assert not wrong and sum(found["bf16"].values()) > 20
-    assert found["bf16"][True, True] and found["bf16"][False, False]
-    other = card(target, lambda call, found: replace(found.plan, k_tile=64, split=2) if call.m == 2 else found.plan)
-    _, wrong = batch_rows.run(other, target, 3, 5, **options)
-    assert wrong and {first for *_, first, _, _ in wrong} | {second for *_, second, _ in wrong} >= {2}

@@ -11,6 +11,7 @@ from torch import nn
 import fmtsim
 from fmtsim import lab
 from fmtsim.support.errors import ArgumentError
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,11 +89,8 @@ def test_what_has_no_perplexity_is_refused():
         ({"labels": IDS[0]}, r"batch 0 has None for token numbers; pass integers"),
         (IDS[0][:, :1], "no batch has a token to predict; pass rows of 2 tokens or more"),
     ):
-        with pytest.raises(ArgumentError, match=text):
-            lab.perplexity(model, [batch])
+        refused(text, lab.perplexity, model, [batch])
     with pytest.raises(ArgumentError, match=r"the model returned \(3, 5, 1, 24\), not logits \(3, 5, 'vocabulary'\)"):
         lab.perplexity(Decoder(lambda y: y[:, :, None]), IDS)
-    with pytest.raises(ArgumentError, match="recipes int4_g32, int4_g32: names must differ"):
-        lab.perplexity(model, IDS, ["int4_g32", "int4_g32"])
-    with pytest.raises(ArgumentError, match="needs calibration_data="):
-        lab.perplexity(model, IDS, ["int8_static"])
+    refused("recipes int4_g32, int4_g32: names must differ", lab.perplexity, model, IDS, ["int4_g32", "int4_g32"])
+    refused("needs calibration_data=", lab.perplexity, model, IDS, ["int8_static"])

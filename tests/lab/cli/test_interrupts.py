@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C, SIGTERM and SIGKILL end commands with one line and leave whole files."""
+"""Ctrl-C and SIGTERM end commands with one line."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from fmtsim.lab.cli.main import main
 from fmtsim.support import interrupts
-from tests.lab.cli.jobs import JOBS
 from tests.support import faults
 
 MODULE = [sys.executable, "-m", "fmtsim", "info"]
@@ -149,16 +147,3 @@ def test_worker_processes_of_a_command_end_with_it(number, status, word, seconds
                 time.sleep(0.1)
     finally:
         process.kill()
-
-
-@pytest.mark.parametrize(
-    ("jobs", "count"), [(("train",), 1), *(pytest.param((name,), 50, marks=pytest.mark.faults) for name in JOBS)]
-)
-def test_a_job_that_was_killed_ends_as_an_undisturbed_one(tmp_path, jobs, count):
-    command = [sys.executable, "-m", "tests.lab.cli.jobs", str(tmp_path), str(count), "1", *jobs]
-    ended = faults.run(command, timeout=3000, OMP_NUM_THREADS="1")
-    assert ended.status == 0, ended.stderr
-    counts = json.loads(ended.stdout)
-    assert all(found["equal"] == count for found in counts.values()), counts
-    assert all(found["kills"] + found["ended before"] == count for found in counts.values()), counts
-    print(counts)

@@ -21,6 +21,7 @@ from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.operands import normal
 from tests.support.recorded import GOLDEN, needs_golden
+from tests.support.refusals import refused
 from tests.support.settled import settled
 from tools.calibrate.recordings import find_recordings, read_calls
 
@@ -235,8 +236,7 @@ def test_operands_that_say_nothing_are_named_and_a_probe_says_more():
     assert (x.shape, w.shape, x.dtype, w.stride()) == (a.shape, b.shape, a.dtype, b.stride())
     refined = result.refine(x, w, run(x, w))
     assert refined.explanations and all(adds_as(one, GemmPlan(k_tile=64, split=2)) for one in refined.explanations)
-    with pytest.raises(ArgumentError, match=r"M, N, K = \(8, 16, 256\), the first ones \(16, 16, 256\)"):
-        result.refine(x[:8], w, run(x[:8], w))
+    refused(r"M, N, K = \(8, 16, 256\), the first ones \(16, 16, 256\)", result.refine, x[:8], w, run(x[:8], w))
 
 
 def test_groups_are_those_that_the_probe_tells_apart():
@@ -271,8 +271,7 @@ def test_integers_have_no_order():
     y = fmtsim.int_mm(a, b)
     result = fmtsim.identify(a, b, y)
     assert "int8" in result.explanations[0].units
-    with pytest.raises(ArgumentError, match=r"no probe for int8 x int8, whose sums are exact in every order"):
-        result.probe()
+    refused(r"no probe for int8 x int8, whose sums are exact in every order", result.probe)
     assert fmtsim.identify(a, b, y + 1).nearest.mismatches == 16
 
 
@@ -299,8 +298,7 @@ Y = torch.zeros(4, 4)
     ],
 )  # fmt: skip
 def test_refusals(arguments, keywords, error, message):
-    with pytest.raises(error, match=message):
-        fmtsim.identify(*arguments, **keywords)
+    refused(message, fmtsim.identify, *arguments, **keywords, error=error)
 
 
 def test_the_command_reads_files_and_goes_on_with_a_probe(tmp_path, monkeypatch, capsys):

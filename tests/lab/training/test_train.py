@@ -196,7 +196,7 @@ def test_an_output_that_cannot_be_written_fails_before_training(tmp_path):
 def test_interrupting_leaves_a_report_of_what_there_is(tmp_path, text):
     out = tmp_path / "out"
     command = [
-        sys.executable, "-m", "fmtsim", "train", *SMALL, "--steps", "4000", "--checkpoint-every", "0", "--data",
+        sys.executable, "-m", "fmtsim", "train", *SMALL, "--steps", "1000", "--checkpoint-every", "0", "--data",
         str(text), "--out", str(out),
     ]  # fmt: skip
     # Jobs in the background of a shell ignore the signal, and so would what they start.
@@ -210,12 +210,12 @@ def test_interrupting_leaves_a_report_of_what_there_is(tmp_path, text):
         error = process.communicate(timeout=60)[1]
     assert process.returncode == 130
     (steps,) = re.findall(
-        rf"fmtsim: interrupted; {out}/report.html shows what there is, after step (\d+) of 4000 of ", error
+        rf"fmtsim: interrupted; {out}/report.html shows what there is, after step (\d+) of 1000 of ", error
     )
     assert [path.name for path in out.iterdir()] == ["report.html"]
     page = data_of((out / "report.html").read_text())
     said = (
-        f"Interrupted after step {steps} of 4000 of the baseline run: this is what there is, without held-out losses."
+        f"Interrupted after step {steps} of 1000 of the baseline run: this is what there is, without held-out losses."
     )
     assert page["notes"] == [said] and page["observation"] is None
     assert [len(curve["losses"]) for curve in page["curves"]] == [int(steps)]

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which checks run, that each sees a planted error, and that the engines of this machine pass."""
 
-import collections
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.spec import CodebookFormat
-from fmtsim.gemm.units.unit import get_unit
-from fmtsim.lab.verify import default_tasks, exhaustive_tasks, outcome, units
+from fmtsim.lab.verify import default_tasks, exhaustive_tasks, outcome
 from fmtsim.lab.verify.outcome import (
     Outcome,
     PlantedError,
@@ -27,8 +26,6 @@ from fmtsim.lab.verify.plan import CHUNK, FORMATS, all_inputs, foreign_codes, sa
 from fmtsim.lab.verify.units import Replay, merged
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts
-from fmtsim.spec.datapath import IntegerDatapath
-from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import FormatError
 
 SOME = ["nearest_even", "up", "to_odd", "stochastic"]
@@ -101,11 +98,6 @@ def test_rough_numbers_of_every_kind():
         ]
         assert (x[7] * 2 == (x[7] * 2).round()).all() and x[7].unique().numel() > 5
         assert x[8, ::2].eq(0).all() and x[8, ::2].signbit().all() and x[8, 1::2].ne(0).all()
-    x, base = rough_matrix(torch.float64), torch.Generator().manual_seed(21)
-    ratio = x / torch.randn(9, 150, generator=base, dtype=torch.float64)
-    exponents = ratio[1].log2()
-    assert exponents.equal(exponents.round()) and (exponents.min(), exponents.max()) == (-30, 29)
-    assert ratio[2].eq(2.0**-140).all() and ratio[3].log10().allclose(torch.tensor(38.0).double(), rtol=0, atol=1e-9)
     words = words_for(5000, 3)
     assert (
         words.dtype == torch.int64 and set(words.tolist()) == set(range(8)) and torch.equal(words, words_for(5000, 3))
@@ -117,67 +109,18 @@ def test_sets_in_parts_are_one_again():
         return Replay(**{"set": "x", "machine": "", "cases": 1, "outputs": 2, "mismatches": 0} | fields)
 
     failed, later = replay(first="replaying raised", mismatches=1), replay(machine="H200", skipped=3)
-    assert merged([failed, later]) == [replay(machine="H200", cases=2, outputs=4, mismatches=1, skipped=3,
-                                              first="replaying raised")]  # fmt: skip
+    later = replace(later, plans=(("rule", 2),), seconds=1.0)
+    more = replay(first="[1]", mismatches=2, in_guesses=1, plans=(("rule", 1), ("guess", 1)), seconds=2.0)
+    assert merged([failed, later, more]) == [
+        replay(machine="H200", cases=3, outputs=6, mismatches=3, in_guesses=1, skipped=3, first="replaying raised",
+               plans=(("rule", 3), ("guess", 1)), seconds=3.0)
+    ]  # fmt: skip
     assert merged([later, replay(machine="other")])[0].machine == "H200"
     assert merged([]) == [] and merged([later, replay(set="y"), later]) == [later, replay(set="y"), later]
-    assert later.to_dict() | {"plans": 0} == {
+    assert later.to_dict() == {
         "set": "x", "machine": "H200", "cases": 1, "outputs": 2, "mismatches": 0, "in_guesses": 0, "skipped": 3,
-        "plans": 0, "seconds": 0.0, "first": "",
+        "plans": {"rule": 2}, "seconds": 1.0, "first": "",
     }  # fmt: skip
-    assert replay(plans=(("rule", 2),)).to_dict()["plans"] == {"rule": 2}
-
-
-def test_products_of_a_unit():
-    plain, second = units.PLANS
-    assert (second.k_tile, second.split, second.reduce, second.partial) == (64, 2, "pairwise", get_format("bf16"))
-    assert (units.PROMOTION.promote_every, units.PROMOTION.scaled_promotion) == (64, True)
-    assert (units.SHAPE, units.DEPTH, units.KINDS) == ((130, 200), 5, ("normal", "wide", "special"))
-    assert (units.THREADS.lanes, units.THREADS.reduce) == (4, "folded")
-    for name in ("turing.mma", "int8", "fp32_fma", "fp64_fma", "blackwell.tcgen05.nvf4"):
-        found = collections.defaultdict(list)
-        for mode, a, b, plan, kind, seed in units._arguments(name):
-            found[id(mode)].append((a, b, plan, kind, seed))
-        for mode in get_unit(name).modes:
-            formats = mode.inputs or ("fp32", "bf16", "fp16", "e4m3")
-            pairs = [(a, formats[(i + 1) % len(formats)] if i % 2 else a) for i, a in enumerate(formats)]
-            expected = [(a, b, plain, kind, i) for i, (a, b) in enumerate(pairs) for kind in units.KINDS]
-            more = found[id(mode)][len(expected) :]
-            assert found[id(mode)][: len(expected)] == expected
-            assert [(a, b, kind, seed) for a, b, _, kind, seed in more] == [
-                (formats[0], formats[-1], "normal", 7)
-            ] * len(more)
-            plans = [plan for _, _, plan, _, _ in more]
-            if isinstance(mode.datapath, IntegerDatapath):
-                assert plans == [GemmPlan(k_tile=64, split=2)]
-            else:
-                scaled = getattr(mode.datapath, "scale", None) is not None or mode.accumulate == "fp64"
-                threads = [units.THREADS] if name in ("fp32_fma", "fp64_fma") else []
-                assert plans == [second, *threads, *([] if scaled else [units.PROMOTION])]
-
-
-def test_numbers_of_a_product():
-    mode = next(mode for mode in get_unit("hopper.wgmma").modes if "bf16" in mode.inputs)
-    plain = units._case(mode, "bf16", "bf16", units.PLANS[0], "normal", 0)
-    assert plain.a.shape == (130, 83) and plain.b.shape == (200, 83) and plain.rest == {}
-    assert plain.label == "bf16 x bf16 -> fp32, normal numbers, split 1" and plain.a.dtype == torch.bfloat16
-    assert not torch.equal(plain.a, units._case(mode, "bf16", "bf16", units.PLANS[0], "normal", 1).a)
-    wide = units._case(mode, "bf16", "bf16", units.PLANS[0], "wide", 0)
-    steps = wide.rest["c"] * 16
-    assert steps.shape == (130, 200) and steps.dtype == torch.float32 and (steps.min(), steps.max()) == (-64, 63)
-    assert 2.0**55 < wide.a.abs().max() < 2.0**63 and 2.0**-90 < wide.a.abs().min() < 2.0**-55
-    special = units._case(mode, "bf16", "bf16", units.PLANS[0], "special", 0)
-    assert special.a.isnan().any() and special.a.isinf().any() and special.a.isfinite().double().mean() > 0.99
-    promoted = units._case(mode, "bf16", "bf16", units.PROMOTION, "wide", 0)
-    assert set(promoted.rest) == {"scale_a", "scale_b"} and promoted.rest["scale_a"].shape == (130, 2)
-    assert set(promoted.rest["scale_b"].log2().flatten().tolist()) == set(range(-3, 4))
-    four = get_unit("blackwell.tcgen05.nvf4").modes[0]
-    scaled = units._case(four, "e2m1", "e2m1", units.PLANS[0], "normal", 0)
-    assert scaled.rest["scale_a"].shape[1] == -(-scaled.a.shape[1] // four.datapath.scale_block)
-    assert scaled.a.dtype == torch.float32  # codes of fewer than 8 bits have no dtype of their own
-    integers = units._case(get_unit("int8").modes[0], "int8", "int8", units.PLANS[0], "wide", 0)
-    assert integers.a.dtype == torch.int8 and (integers.a.min(), integers.a.max()) == (-127, 127)
-    assert integers.rest["c"].dtype == torch.int32 and (integers.rest["c"].min(), integers.rest["c"].max()) == (-64, 63)
 
 
 def test_a_task_takes_its_own_time_and_survives_errors(monkeypatch):
@@ -232,9 +175,9 @@ def test_every_format_has_a_check():
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_stride_of_all_inputs_passes(name):
     shares = []
-    outcome = all_inputs(get_format(name), engines(), shares.append, stride=1024)
+    outcome = all_inputs(get_format(name), engines(), shares.append, stride=2048)
     assert (outcome.mismatches, outcome.first) == (0, "")
-    assert outcome.cases == 16 * CHUNK * 2 * 3  # two engines; values under two rules, codes under one
+    assert outcome.cases == 8 * CHUNK * 2 * 3  # two engines; values under two rules, codes under one
     assert shares[-1] == 1.0
 
 

@@ -68,12 +68,12 @@ def declare_mismatch(parser: argparse.ArgumentParser) -> None:
 
 def declare_ptq(parser: argparse.ArgumentParser) -> None:
     scheme = "a scheme of post-training quantisation, such as int8_static, or a JSON file; 'list' prints all names"
-    option(parser, "--scheme", scheme, metavar="NAME", names=names.schemes, required=True)
+    option(parser, "--scheme", scheme, names=names.schemes, required=True)
     add_model(parser, required=False)
     option(parser, "--batches", "batches for calibration, and as many others to measure the loss", 8)
     repeated(parser, "--ignore", _IGNORE, "NAME")
     rules = "exceptions for layers, ahead of the scheme's: JSON, as attribute --out and search --out write it"
-    option(parser, "--rules", rules, metavar="FILE", names=names.rules)
+    option(parser, "--rules", rules, names=names.rules)
     add_target(parser.add_argument_group("simulated arithmetic (default: float32 in no particular order)"))
     result = parser.add_argument_group("result")
     option(result, "--out", "folder for the quantised model (model.pt), its scheme and report", metavar="DIR")
@@ -99,11 +99,8 @@ def declare_search(parser: argparse.ArgumentParser) -> None:
     option(what, "--schemes", schemes, metavar="LIST", names=names.schemes)
     repeated(what, "--ignore", _IGNORE, "NAME")
     count(what, "--samples", "also try this many assignments, sampled from a policy that is trained on their results")
-    flag(
-        what,
-        "--sensitivity",
-        "estimate what layers lose by fmtsim attribute, on the first batch and the model's own loss",
-    )
+    sensitivity = "estimate what layers lose by fmtsim attribute, on the first batch and the model's own loss"
+    flag(what, "--sensitivity", sensitivity)
     option(what, "--executor", EXECUTOR, metavar="URL")
     train = parser.add_argument_group("search while training (instead of the search of a trained model)")
     steps = "train the model for this many steps on its batches (--batches) in turn, and search in the same steps"
@@ -128,14 +125,8 @@ TRAIN_SIZES = {
 EVERY = 100
 SHARE_LAYERS = 6  # where a recipe leaves a share of the blocks in high precision
 TRAIN_DEFAULTS: dict[str, Any] = {
-    "steps": 600,
-    "batch_size": 16,
-    "context": 64,
-    "width": 128,
-    "layers": 2,
-    "heads": 4,
-    "lr": 4e-3,
-}
+    "steps": 600, "batch_size": 16, "context": 64, "width": 128, "layers": 2, "heads": 4, "lr": 4e-3,
+}  # fmt: skip
 
 
 def declare_train(parser: argparse.ArgumentParser) -> None:
@@ -144,15 +135,12 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
         "a published scheme, such as te_nvfp4, or a JSON file, instead of formats, rounding and scaling; 'list' prints "
         "all names, and --target recipe is the GPU that it was designed for"
     )
-    option(group, "--recipe", recipe, metavar="NAME", names=names.recipes)
-    option(group, "--format", "format of activations and weights (default e4m3)", metavar="NAME", names=names.formats)
+    option(group, "--recipe", recipe, names=names.recipes)
+    option(group, "--format", "format of activations and weights (default e4m3)", names=names.formats)
     gradients = "of gradients; by default e5m2 beside element formats of 8 bits and fewer, else as --format"
-    option(group, "--grad-format", gradients, metavar="NAME", names=names.formats)
-    option(
-        group, "--rounding", "of activations and weights (default nearest_even)", metavar="MODE", names=names.roundings
-    )
-    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", metavar="MODE",
-           names=names.roundings)  # fmt: skip
+    option(group, "--grad-format", gradients, names=names.formats)
+    option(group, "--rounding", "of activations and weights (default nearest_even)", names=names.roundings)
+    option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", names=names.roundings)
     option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
     scaling = (
         "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
@@ -176,11 +164,11 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer and ranks (default: those of the recipe)")
     option(group, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
     rule = "optimizer, such as madam (default adamw)"
-    option(group, "--optimizer", rule, metavar="NAME", names=names.optimizers, type=one_of(names.optimizers))
+    option(group, "--optimizer", rule, names=names.optimizers, type=one_of(names.optimizers))
     state = "format of its states, such as coat or bnb8 (docs/optim.md); fp32 switches a recipe's scheme off"
-    option(group, "--state", state, metavar="NAME", names=names.states)
+    option(group, "--state", state, names=names.states)
     reduction = "of the gradients of all ranks, such as msamp (docs/distributed.md); fp32 switches a recipe's off"
-    option(group, "--reduction", reduction, metavar="NAME", names=names.reductions)
+    option(group, "--reduction", reduction, names=names.reductions)
     ranks = "simulated ranks that share the windows of a step (default 2 with a low-precision reduction, else 1)"
     count(group, "--ranks", ranks)
     how = parser.add_argument_group("model and training")
@@ -194,7 +182,7 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     option(how, "--lr", "peak learning rate", TRAIN_DEFAULTS["lr"], None)
     option(how, "--seed", "of weights, batches and stochastic rounding", 0)
     data = "a text file or a folder of them; by default Python's own sources"
-    option(how, "--data", data, metavar="PATH", names=names.texts)
+    option(how, "--data", data, names=names.texts)
     add_device(how)
     count(how, "--threads", "CPU threads (default: torch's choice)")
     add_simulate(how)
@@ -237,8 +225,7 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
         option(how, f"--{name.replace('_', '-')}", text, default)
     option(how, "--clip", "norm at which gradients are clipped; 0: not at all", 1.0)
     option(how, "--final-rate", "share of the peak learning rate that is left at the end", 0.1)
-    option(how, "--data", "a text file or a folder of them; by default Python's own sources", metavar="PATH",
-           names=names.texts)  # fmt: skip
+    option(how, "--data", "a text file or a folder of them; by default Python's own sources", names=names.texts)
     flag(how, "--tasks", "train on sums, copies and brackets instead, and count right answers")
     option(
         how, "--failed", "last loss from which a run has failed (default: halfway from bytes' entropy to the best)",
@@ -271,29 +258,25 @@ def declare_memory(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model (one of the two)")
     option(model, "--model", "gpt2, llama-8b, ... ('list' prints all), or a Hugging Face config.json", metavar="NAME",
            names=names.models)  # fmt: skip
-    option(model, "--params", "a number of parameters, such as 7B or 7e9: no activations, no cache",
-           type=parameters_of)  # fmt: skip
+    option(model, "--params", "a number of parameters, such as 7B or 7e9: no activations, no cache", type=parameters_of)
     weights = parser.add_argument_group("weights and optimizer")
-    option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", metavar="NAME",
-           names=names.recipes)  # fmt: skip
+    option(weights, "--recipe", "a recipe of fmtsim train --recipe list, or a file", names=names.recipes)
     option(weights, "--level", "of a recipe that has levels, such as O1, O2 or O3 of fp8lm", metavar="NAME")
     option(weights, "--optimizer", "adamw, lion, ..., AdamW's states as in bnb8, coat, ..., or both: lion:bnb8",
-           metavar="NAME", names=names.optimizers_and_states)  # fmt: skip
-    option(weights, "--weights", "format of the weights (default: bf16, or what the recipe needs)", metavar="FORMAT",
-           names=names.formats)  # fmt: skip
+           names=names.optimizers_and_states)  # fmt: skip
+    option(weights, "--weights", "format of the weights (default: bf16, or what the recipe needs)", names=names.formats)
     option(weights, "--master", "format of the master weights, or none (default: fp32 beside narrower weights)",
-           metavar="FORMAT", names=names.formats)  # fmt: skip
+           names=names.formats)  # fmt: skip
     option(weights, "--gradients", "format of the gradients (default: the recipe's, fp32 beside fp32 weights, or bf16)",
-           metavar="FORMAT", names=names.formats)  # fmt: skip
+           names=names.formats)  # fmt: skip
     count(weights, "--lora", "rank of LoRA adapters; only these are trained")
     option(weights, "--lora-layers", "a regular expression: layers with adapters", metavar="PATTERN")
     saved = parser.add_argument_group("what is saved for the backward pass")
     count(saved, "--tokens", "tokens per sequence; without it, activations are not counted")
     count(saved, "--batch", "sequences on each device (default 1)")
-    option(saved, "--activations", "format of activations that are not quantised (default bf16)", metavar="FORMAT",
-           names=names.formats)  # fmt: skip
+    option(saved, "--activations", "format of activations that are not quantised (default bf16)", names=names.formats)
     option(saved, "--loss-format", "format in which the loss is computed from the logits (default fp32)",
-           metavar="FORMAT", names=names.formats)  # fmt: skip
+           names=names.formats)  # fmt: skip
     option(saved, "--checkpointing", "what is recomputed in the backward pass", choices=("none", "selective", "full"))
     option(
         saved, "--attention", "whether scores are saved (eager) or not (flash, the default)", choices=("flash", "eager")
@@ -309,7 +292,7 @@ def declare_memory(parser: argparse.ArgumentParser) -> None:
     flag(served, "--serve", "count weights and the KV cache")
     count(served, "--context", "cached tokens per request")
     count(served, "--requests", "concurrent requests (default 1)")
-    option(served, "--kv-format", "format of the cache (default bf16)", metavar="FORMAT", names=names.formats)
+    option(served, "--kv-format", "format of the cache (default bf16)", names=names.formats)
     flag(parser, "--formulas", "show the formula of each line, and the tensors that a block saves")
     add_json(parser)
 

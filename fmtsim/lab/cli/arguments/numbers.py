@@ -50,15 +50,12 @@ def declare_cast(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
     )
-    repeated(parser, "--to", "the element format", "FORMAT", names.formats, required=True, dest="formats",
-             default=None)  # fmt: skip
+    repeated(parser, "--to", "the element format", "FORMAT", names.formats, required=True, dest="formats", default=None)
     add_rounding(parser)
     add_json(parser)
 
 
-def check_cast(arguments: argparse.Namespace) -> None:
-    """Refuse random bits without stochastic rounding."""
-    check_rounding(arguments)
+check_cast = check_rounding
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -73,7 +70,7 @@ def declare_explain(parser: argparse.ArgumentParser) -> None:
            required=True)  # fmt: skip
     option(parser, "--dtype", "dtype in which the numbers are stored before the cast", "float64", choices=DTYPES)
     count(parser, "--block-size", "numbers that share a scale")
-    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", names=names.scale_rules)
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", names=names.scale_rules)
     add_rounding(parser)
     add_json(parser)
 
@@ -103,7 +100,7 @@ def declare_mm(parser: argparse.ArgumentParser) -> None:
     option(where, "--check", check, choices=("native",))
     what = parser.add_argument_group("operands")
     option(what, "--dtype", "format of both operands", "e4m3", "FORMAT", names.formats)
-    option(what, "--b-dtype", "format of b (default: as --dtype)", metavar="FORMAT", names=names.formats)
+    option(what, "--b-dtype", "format of b (default: as --dtype)", names=names.formats)
     data = "N(0, 1), uniform in [0, 1), over 16 binades, or pairs that nearly cancel"
     option(what, "--data", data, "normal", choices=DATA)
     option(what, "--seed", "of the data, and of stochastic rounding", 0)
@@ -173,7 +170,7 @@ def declare_invariance(parser: argparse.ArgumentParser) -> None:
     option(what, "--sizes", "rows of the layers' input: a list (1,77,512) or a range (1..512)", "1..512", "LIST")
     flag(what, "--no-gradients", "forward products only")
     named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
-    option(parser, "--target", named, metavar="NAME", names=names.targets)
+    option(parser, "--target", named, names=names.targets)
     option(parser, "--plot", "save a picture of the sizes with equal results as PNG", metavar="FILE")
     add_json(parser)
 
@@ -181,7 +178,7 @@ def declare_invariance(parser: argparse.ArgumentParser) -> None:
 def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
     source = "the checkpoint: a folder, a .safetensors or a .gguf file; without --out also a block format"
     parser.add_argument("folder", metavar="FOLDER", help=source)
-    option(parser, "--to", "the block format", metavar="FORMAT", names=names.formats, required=True)
+    option(parser, "--to", "the block format", names=names.formats, required=True)
     out = "the folder to write, which must not exist yet; without it, say what would be lost, and exit with 1 if any is"
     option(parser, "--out", out, metavar="DIR", type=Path)
     layouts = "compressed-tensors: 2-d weights; gpt-oss: MXFP4; deepseek: E4M3 in blocks, scales as float32"
@@ -198,7 +195,7 @@ def declare_vectors(parser: argparse.ArgumentParser) -> None:
     option(parser, "format", "any format that fmtsim.encode takes", metavar=None, names=names.formats, nargs="?")
     option(parser, "--out", "the folder to write; README.md there says how to use it", metavar="DIR", type=Path)
     count(parser, "--block-size", "numbers that share a scale")
-    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", metavar="RULE", names=names.scale_rules)
+    option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", names=names.scale_rules)
     add_rounding(parser)
     check = parser.add_argument_group("comparing what a kernel made of such inputs, instead of writing them")
     option(check, "--check", "the folder that --out wrote", metavar="DIR", type=Path)

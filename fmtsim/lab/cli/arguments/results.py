@@ -50,7 +50,7 @@ def declare_doctor(parser: argparse.ArgumentParser) -> None:
     add_layers(what, "bf16")
     add_tokens(what)
     named = "a GPU with its library, such as h200, or a plan file; leave it out for a converted model"
-    option(what, "--target", named, metavar="NAME", names=names.targets)
+    option(what, "--target", named, names=names.targets)
     add_json(parser)
 
 
@@ -104,9 +104,8 @@ def _is_trace(path: Path) -> bool:
 
 
 def declare_audit(parser: argparse.ArgumentParser) -> None:
-    option(parser, "trace", "a file of fmtsim trace --level aten --tensors all", metavar="TRACE", names=names.traces)
-    option(parser, "--target", "hold it to this GPU, h200 or h100 (default: the trace's own)", metavar="GPU",
-           names=names.simulated)  # fmt: skip
+    option(parser, "trace", "a file of fmtsim trace --level aten --tensors all", names=names.traces)
+    option(parser, "--target", "hold it to this GPU, h200 or h100 (default: the trace's own)", names=names.simulated)
     option(parser, "--rows", "rows of each matrix product that are recomputed", 32)
     option(parser, "--seed", "which rows", 0)
     option(parser, "--executor", EXECUTOR, metavar="URL")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a row's bits change with its batch where ``batch_invariance`` says so, on the GPU itself::
 
-    python -m tests.cuda.batch_rows --target h200 --layers 200 --seed 7
+    python -m tools.batch_rows --target h200 --layers 200 --seed 7
 
 Random layers of published models, and others of random sizes, multiply one row in batches of random sizes. Its sums
 cancel exactly, so that a result is nothing but roundings: another order shows. Every pair of sizes is compared. It ends

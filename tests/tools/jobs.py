@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.lab.cli.jobs FOLDER COUNT SEED JOB...``: kill jobs at random moments, run them again, compare.
+"""``python -m tests.tools.jobs FOLDER COUNT SEED JOB...``: kill jobs at random moments, run them again, compare.
 
 Each job runs in a child that is forked from this process, which has loaded torch, so that kills fall on the job's own
 work. A job that is run again finds what the killed one left, and has to end with the files of one that ran undisturbed.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fmtsim.gemm.targets.target import get_target
-from tests.cuda import random_calls
-from tests.cuda.random_calls import digest, emulated, main, name_of
+from tools import random_calls
+from tools.random_calls import digest, emulated, main, name_of
 
 
 def recording(path, seed, count, change=lambda i, x: x):

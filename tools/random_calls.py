@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random realistic calls: recorded on a GPU, and held to a target's emulation, on any machine::
 
-    python -m tests.cuda.random_calls record calls.npz --seed 7 --calls 20000
-    python -m tests.cuda.random_calls compare calls.npz --target h200
+    python -m tools.random_calls record calls.npz --seed 7 --calls 20000
+    python -m tools.random_calls compare calls.npz --target h200
 
 Half of the calls are layers of published models (forward, dgrad, wgrad, slices of tensor parallelism) with 1 to 4096
 tokens, half have random sizes and layouts, ragged ones too. What is compared are results of data made to show rounding
@@ -250,7 +250,7 @@ def compare(path: str, target_name: str) -> int:
 
 def main(words: list[str] | None = None) -> int:
     """Record or compare."""
-    parser = argparse.ArgumentParser(prog="python -m tests.cuda.random_calls", description=__doc__.partition("::")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.random_calls", description=__doc__.partition("::")[0])
     parser.add_argument("job", choices=("record", "compare"))
     parser.add_argument("file")
     parser.add_argument("--seed", type=int, default=7)
