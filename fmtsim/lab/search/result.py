@@ -215,7 +215,7 @@ class SearchResult(Result):
 
     def _content(self) -> tuple[Rows | str, ...]:
         columns = [Column("layer", lambda layer: layer or "(model)")]
-        columns += [Column(name, lambda layer, name=name: self.losses[layer][name], ".2e") for name in self.recipes]
+        columns += [Column(name, lambda layer, name=name: self.losses[layer][name], ".2e") for name in self.recipes]  # type: ignore[misc]
         columns += [Column("chosen", self.formats.get)]
         columns += [Column("channels", lambda layer: self.widths.get(layer, "all"))] if self.widths else []
         share = 100 * self.cost / self.budget
