@@ -331,9 +331,8 @@ class _Steps(OperatorMode):
         if name in (_GEMM, "fmtsim::multiply_groups") or func.overloadpacket in COUNTS:
             self._last = name
         elif name in _FOLLOWS and self._last == _GEMM:
-            self._done["bias" if self._bias_follows and name == "fmtsim::finish" and args[4] is not None else name] = (
-                args
-            )
+            adds_bias = self._bias_follows and name == "fmtsim::finish" and args[4] is not None
+            self._done["bias" if adds_bias else name] = args
         return func(*args, **kwargs)
 
     def words(self, a: str, b: str, call: GemmCall, out: Quantizer | None, dtype: torch.dtype) -> str:

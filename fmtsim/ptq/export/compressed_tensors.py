@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.ptq.export.stored import REAL, StoredWeight, spread_over
-from fmtsim.ptq.export.weights import OMIT, CodedWeight
+from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.ptq.verb import output_heads
 from fmtsim.support.errors import DataError
 from fmtsim.support.records import check_items
@@ -114,9 +114,7 @@ def _reciprocals(scale: Tensor) -> list[Tensor]:
 
 
 def _scales(weight: CodedWeight) -> Tensor:
-    rows, columns = weight.elements.shape
-    if rows % weight.block[0] or columns % weight.block[1]:
-        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", OMIT)
+    weight.check_blocks()
     return weight.scale.reshape(1) if weight.per == "tensor" else weight.scale
 
 
@@ -195,9 +193,8 @@ def groups_of(quantization: Any) -> dict[str, Any]:
     """Return the groups of a config.json by the way to them; ArgumentError names a field that is wrong."""
     way = "quantization_config"
     check_items({way: quantization}, {way: dict}, "config.json")
-    check_items(
-        quantization, {"quant_method": Literal["compressed-tensors"]} if "quant_method" in quantization else {}, way
-    )
+    method = {"quant_method": Literal["compressed-tensors"]} if "quant_method" in quantization else {}
+    check_items(quantization, method, way)
     transforms = quantization.get("transform_config")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
         names = ", ".join(map(repr, transforms["config_groups"]))

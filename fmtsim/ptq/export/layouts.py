@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,6 +69,7 @@ class Reordered:
         return self.arrange(self.encoded.decode(torch.float64)).to(out_dtype or torch.float32)
 
 
+_RULES = ("dynamic", "extra_config")  # fields that have settings of single layers
 _FIELDS = {"config_groups": "compressed-tensors", "quant_algo": "modelopt", "qformat_weight": "mistral", "w_bit": "awq"}
 """Methods by a field of configs that lack ``quant_method``."""
 
@@ -125,10 +127,8 @@ class Config:
     def of_layer(self, layer: str) -> "Config":
         """Return what holds for one layer: GPTQModel's ``dynamic`` (the first rule that matches the beginning of its
         name, "-:" for layers left out) and auto-round's ``extra_config`` (its name, else a pattern in it)."""
-        for name in ("dynamic", "extra_config"):
+        for name in _RULES:
             rules = self.fields.get(name) or {}
-            with located(str(self.path), DataError):
-                check_items({name: rules}, {name: dict[str, dict]}, "its quantisation")
             for rule in [layer] if name == "extra_config" and layer in rules else rules:
                 pattern = re.sub(r"^[-+]:", "", rule)
                 if name == "extra_config" and set(rule).isdisjoint("*+?^$()[]{}|\\"):
@@ -167,15 +167,17 @@ def read_config(folder: Path, metadata: dict[str, str]) -> Config:
         found = Config(path=path, fields=fields, metadata=metadata)
         with located(str(path), DataError):
             groups = compressed_tensors.groups_of(fields) if found.method == "compressed-tensors" else {}
+            if found.method.split(":")[0] in ("awq", "gptq", "auto-round"):  # whose layers ask of_layer
+                rules = {name: fields[name] for name in _RULES if fields.get(name)}
+                check_items(rules, dict.fromkeys(rules, dict[str, dict]), "its quantisation")
         return dataclasses.replace(found, groups=groups)
     path = folder / "config.json" if (folder / "config.json").is_file() else folder
     header = metadata.get("quantization_config", "{}")  # of ModelOpt's single files for ComfyUI
-    return Config(
-        path=path, fields=json_object(header, f"{path}: quantization_config of the header"), metadata=metadata
-    )
+    fields = json_object(header, f"{path}: quantization_config of the header")
+    return Config(path=path, fields=fields, metadata=metadata)
 
 
-def _mxfp4(weight: StoredWeight, config: Config) -> Encoded:
+def read_mxfp4(weight: StoredWeight, config: Config) -> Encoded:
     """gpt-oss: two E2M1 codes a byte, 16 bytes a block, and E8M0 scales of the blocks."""
     blocks = weight.tensor(weight.codes, torch.uint8, 2, 3, 4)
     scales = weight.tensor(weight.scale, torch.uint8, 1, 2, 3)
@@ -193,7 +195,7 @@ def _mxfp4(weight: StoredWeight, config: Config) -> Encoded:
     return weight.encoded("e2m1", codes, shape, scales.reshape(-1, scales.shape[-1]), (1, 32))
 
 
-def _scaled(weight: StoredWeight, config: Config, block: Block | None = None) -> Encoded | Reordered:
+def read_scaled(weight: StoredWeight, config: Config, block: Block | None = None) -> Encoded | Reordered:
     """Float8 or int8 codes under real scales or powers of two."""
     codes = weight.tensor(weight.codes, (*_FLOAT8, torch.int8), 2, 3)
     weight.refuse_points()
@@ -202,14 +204,14 @@ def _scaled(weight: StoredWeight, config: Config, block: Block | None = None) ->
     return _with_factors(weight, weight.encoded(element, codes.view(torch.uint8), tuple(codes.shape), scale, block))
 
 
-def _fp4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
+def read_fp4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     """Two E2M1 codes a byte, the first in the low half, under E8M0 scales, or under E4M3 scales and a second one."""
     codes = weight.tensor(weight.codes, (torch.uint8, torch.int8), 2, 3).view(torch.uint8)
     scale = weight.scales((torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8))
     second = weight.number(".weight_scale_2") if ".weight_scale_2" in weight.places else None
     width = config.size("group_size") or (16 if scale.dtype == torch.float8_e4m3fn else 32)
     shape, comfy = (*codes.shape[:-1], 2 * codes.shape[-1]), ".comfy_quant" in weight.places
-    if _marked(weight, config) and scale.dtype == torch.float8_e4m3fn and len(shape) == 2:
+    if marked_format(weight, config) and scale.dtype == torch.float8_e4m3fn and len(shape) == 2:
         # 1. scales: ComfyUI has them in cuBLAS's tiles, ModelOpt's export for it may leave them in rows
         rows, blocks = shape[0], shape[1] // width
         if tuple(scale.shape) == (-(-rows // 128) * 128, -(-blocks // 4) * 4):
@@ -228,13 +230,19 @@ def _fp4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     return _with_factors(weight, weight.encoded("e2m1", codes, shape, scale, (1, width), second))
 
 
-def _marked(weight: StoredWeight, config: Config) -> str:
+@lru_cache(maxsize=4)
+def _marked_layers(metadata: str) -> dict[str, Any]:
+    """Return what a header's ``_quantization_metadata`` says of each layer; cached, as all layers ask."""
+    layers = json_object(metadata, "_quantization_metadata").get("layers")
+    return layers if isinstance(layers, dict) else {}
+
+
+def marked_format(weight: StoredWeight, config: Config) -> str:
     """Return the format that ComfyUI's marker beside a weight, or the header's entry for its layer, names, or "".
 
     It is refused on opening where it is not read: rotated or clustered codes have the names of others.
     """
-    layers = json_object(config.metadata.get("_quantization_metadata", "{}"), "_quantization_metadata").get("layers")
-    record = layers.get(weight.prefix, {}) if isinstance(layers, dict) else {}
+    record = _marked_layers(config.metadata.get("_quantization_metadata", "{}")).get(weight.prefix, {})
     if ".comfy_quant" in weight.places:
         record = json_object(weight.text(".comfy_quant"), f"tensor '{weight.prefix}.comfy_quant'")
     marked = str(record.get("format", "") if isinstance(record, dict) else record).lower()
@@ -258,7 +266,7 @@ def _with_factors(weight: StoredWeight, encoded: Encoded) -> Encoded | Reordered
     return Reordered(encoded=encoded, factors=factors)
 
 
-def _modelopt_int4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
+def read_modelopt_int4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     """Rows 2 i and 2 i + 1 share bytes."""
     codes, group = weight.tensor(weight.codes, torch.uint8, 2, 3), config.size("group_size")
     rows = torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
@@ -267,13 +275,13 @@ def _modelopt_int4(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     return _with_factors(weight, encoded)
 
 
-def _w4afp8(weight: StoredWeight, config: Config) -> Encoded:
+def read_w4afp8(weight: StoredWeight, config: Config) -> Encoded:
     """Two's complement in halves of a byte, the first in the low one (sglang, test_cutlass_w4a8_moe.py)."""
     codes, width = weight.tensor(weight.codes, torch.int8, 2, 3).view(torch.uint8), config.size("group_size") or 128
     return weight.encoded("int4_full", codes, (*codes.shape[:-1], 2 * codes.shape[-1]), weight.scales(REAL), (1, width))
 
 
-def _bitnet(weight: StoredWeight, config: Config) -> Encoded:
+def read_bitnet(weight: StoredWeight, config: Config) -> Encoded:
     """Ternary numbers plus one: bits 2 i and 2 i + 1 of stored row r, of R, are row i R + r."""
     codes = weight.tensor(weight.codes, torch.uint8)
     rows = torch.cat([codes >> 2 * i & 3 for i in range(4)])
@@ -285,7 +293,7 @@ def _bitnet(weight: StoredWeight, config: Config) -> Encoded:
     return weight.encoded("int2_full", pack(rows + 3 & 3, 2), tuple(rows.shape), scale, (None, None))
 
 
-def _bnb_state(weight: StoredWeight, config: Config) -> dict[str, Any]:
+def bnb_state(weight: StoredWeight, config: Config) -> dict[str, Any]:
     """Return shape, size of blocks and dtype of a weight of 4 bits, which a tensor holds as JSON."""
     name = next(name for name in weight.places if ".quant_state." in name)
     state = json_object(weight.text(name), place := f"tensor {weight.prefix + name!r}")
@@ -296,9 +304,9 @@ def _bnb_state(weight: StoredWeight, config: Config) -> dict[str, Any]:
     return state
 
 
-def _bnb4(weight: StoredWeight, config: Config, element: str) -> Encoded | Reordered:
+def read_bnb4(weight: StoredWeight, config: Config, element: str) -> Encoded | Reordered:
     """bitsandbytes' 4 bits: blocks through the rows, the first code of a byte in its high half."""
-    state, real = _bnb_state(weight, config), torch.float32
+    state, real = bnb_state(weight, config), torch.float32
     shape, width, count = tuple(state["shape"]), state["blocksize"], math.prod(state["shape"])
     raw = weight.tensor(weight.codes, (torch.uint8, *REAL), 1, 2).flatten().view(torch.uint8)
     absmax = weight.tensor(weight.scale, (real, torch.uint8), 1)
@@ -324,12 +332,13 @@ def _bnb4(weight: StoredWeight, config: Config, element: str) -> Encoded | Reord
     return Reordered(encoded=flat, size=torch.Size(shape))
 
 
-def _bnb4_values(weight: StoredWeight, config: Config, value: Encoded | Reordered) -> Tensor:
-    dtype = getattr(torch, _bnb_state(weight, config)["dtype"])
+def bnb4_values(weight: StoredWeight, config: Config, value: Encoded | Reordered) -> Tensor:
+    """Return the values as dequantize_4bit has them."""
+    dtype = getattr(torch, bnb_state(weight, config)["dtype"])
     return value.decode(torch.float32).to(dtype)  # rounded twice, as there
 
 
-def _bnb8(weight: StoredWeight, config: Config) -> Encoded:
+def read_bnb8(weight: StoredWeight, config: Config) -> Encoded:
     """LLM.int8(): scales are the largest of rows, and code 127 stands for them."""
     codes, largest = weight.tensor(weight.codes, torch.int8), weight.tensor(weight.scale, torch.float32, 1)
     if ".weight_format" in weight.places and weight.tensor(".weight_format", torch.uint8, 0, 1).any():
@@ -337,19 +346,21 @@ def _bnb8(weight: StoredWeight, config: Config) -> Encoded:
     return weight.encoded("int8_full", codes.view(torch.uint8), tuple(codes.shape), (largest / 127)[:, None], (1, None))
 
 
-def _bnb8_values(weight: StoredWeight, config: Config, value: Encoded | Reordered) -> Tensor:
-    codes, largest = weight.tensor(weight.codes, torch.int8), weight.tensor(weight.scale, torch.float32, 1)
-    return codes * largest[:, None] * 7.874015718698502e-3  # 1 / 127, as its int8_vectorwise_dequant has it
+def bnb8_values(weight: StoredWeight, config: Config, value: Encoded | Reordered) -> Tensor:
+    """Return the values as int8_vectorwise_dequant has them."""
+    assert isinstance(value, Encoded)
+    codes, largest = value.codes.view(torch.int8), weight.tensor(weight.scale, torch.float32, 1)
+    return codes * largest[:, None] * 7.874015718698502e-3  # 1 / 127
 
 
-def _experts(weight: StoredWeight, config: Config) -> Encoded:
+def read_experts(weight: StoredWeight, config: Config) -> Encoded:
     """Llama 4's experts, [experts, inputs, outputs]: a scale an output, which transformers turns for down_proj."""
     codes, scale = weight.tensor(weight.codes, _FLOAT8, 3), weight.tensor(weight.scale, REAL, 3)
     element, shape = _FLOAT8[codes.dtype], tuple(codes.shape)
     return weight.encoded(element, codes.view(torch.uint8), shape, scale.reshape(shape[0], -1), (shape[1], 1))
 
 
-def _compressed(weight: StoredWeight, config: Config) -> Encoded | Reordered:
+def read_compressed(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     """Read a weight of compressed-tensors by the group that names its layer, has a pattern of it, or names a class."""
 
     def rank(target: str) -> int:
@@ -374,7 +385,7 @@ def _compressed(weight: StoredWeight, config: Config) -> Encoded | Reordered:
     return encoded if order is None else Reordered(encoded=encoded, columns=order)
 
 
-def _grouped(weight: StoredWeight, config: Config, awq: bool) -> Encoded | Reordered:
+def read_grouped(weight: StoredWeight, config: Config, awq: bool) -> Encoded | Reordered:
     """AWQ and GPTQ: unsigned codes and zero points in words of 32 bits, [inputs, outputs]."""
     config = config.of_layer(weight.prefix)
     words, zeros = weight.tensor(".qweight", torch.int32), weight.tensor(".qzeros", torch.int32)
@@ -451,14 +462,11 @@ def _column_order(weight: StoredWeight, name: str, groups: int, inputs: int) -> 
     return None if bool((index.diff() >= 0).all()) else index.argsort(stable=True)
 
 
-def _packs_words(weight: StoredWeight, config: Config) -> None:
+def check_packing(weight: StoredWeight, config: Config) -> None:
     """Refuse AWQ's and GPTQ's other packings, which kernels of their own want."""
     config = config.of_layer(weight.prefix)
-    allowed: dict[str, tuple[Any, ...]] = {
-        "data_type": ("int",),
-        "pack_dtype": ("int32",),
-        "is_marlin_format": (False,),
-    }
+    allowed: dict[str, tuple[Any, ...]]
+    allowed = {"data_type": ("int",), "pack_dtype": ("int32",), "is_marlin_format": (False,)}
     if config.method in ("awq", "gptq"):  # auto-round says it in packing_format
         form = ("gemm",) if config.method == "awq" else ("gptq", "gptq_v2")
         allowed |= dict.fromkeys(("checkpoint_format", "format", *(("version",) if "gemm" in form else ())), form)
@@ -480,7 +488,7 @@ def _unpacked(words: Tensor, bits: int, count: int, interleaved: bool) -> Tensor
     return codes.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1) if interleaved else codes
 
 
-def _quark(weight: StoredWeight, config: Config) -> Encoded:
+def read_quark(weight: StoredWeight, config: Config) -> Encoded:
     """Quark's 4-bit integers: [inputs, outputs] in groups, nibbles in AWQ's order where ``pack_method`` says so."""
     words = weight.tensor(weight.codes, torch.int32)
     spec = config.fields.get("global_quant_config", {})
@@ -505,7 +513,7 @@ def _quark(weight: StoredWeight, config: Config) -> Encoded:
     return weight.encoded(element, pack(codes, 4), tuple(codes.shape), scale.t(), None, zeros=points)
 
 
-def _torchao_record(weight: StoredWeight, config: Config) -> dict[str, Any]:
+def torchao_record(weight: StoredWeight, config: Config) -> dict[str, Any]:
     """Return the record of a weight in the headers; refuse one of another class."""
     name = f"{weight.prefix}.weight"
     if name not in config.metadata:
@@ -516,13 +524,14 @@ def _torchao_record(weight: StoredWeight, config: Config) -> dict[str, Any]:
     return record
 
 
-def _torchao(weight: StoredWeight, config: Config) -> Encoded:
+def read_torchao(weight: StoredWeight, config: Config) -> Encoded:
     """What flattened tensor subclasses of torchao hold, by the record of each in the header."""
-    record, start = _torchao_record(weight, config), "._weight_"
+    record, start = torchao_record(weight, config), "._weight_"
     places = {name.removeprefix(start): place for name, place in weight.places.items()}
     with located(repr(f"{weight.prefix}.weight")):
         return torchao.encoded_of(StoredWeight(weight.prefix + start, places, "qdata", "scale"), record)
 
 
-def _torchao_values(weight: StoredWeight, config: Config, value: Any) -> Tensor:
-    return torchao.values_of(value, _torchao_record(weight, config))
+def torchao_values(weight: StoredWeight, config: Config, value: Any) -> Tensor:
+    """Return the values as ``dequantize`` of their class has them."""
+    return torchao.values_of(value, torchao_record(weight, config))

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack
 from fmtsim.ptq.export.stored import REAL, StoredWeight, two_products
-from fmtsim.ptq.export.weights import OMIT, CodedWeight
+from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import check_items
 
@@ -24,9 +24,7 @@ Tensors = dict[str, Tensor]
 
 def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors of a layer's weight by their attribute, and the record that says which class they make."""
-    rows, columns = weight.elements.shape
-    if rows % weight.block[0] or columns % weight.block[1]:
-        raise weight.refuse(f"blocks of {weight.block} do not divide {rows} x {columns}", OMIT)
+    weight.check_blocks()
     if weight.is_integer:
         kind, tensors, fields = _integers(weight)
     elif weight.is_element("e2m1") and weight.tensor_scale is not None and weight.block == (1, 16):

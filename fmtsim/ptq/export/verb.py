@@ -150,7 +150,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         elif name not in taken:
             readers[name] = Reader("", partial(read_tensor, name, place))
     if "tensor_names" in metadata:  # a list by torchao of all that belongs to a model
-        names = _json(path, metadata, "tensor_names", list)
+        try:
+            names = parse_json(metadata["tensor_names"])
+        except ValueError:
+            names = None
+        if not isinstance(names, list):
+            raise DataError(f"{path} has no tensors of torchao ('tensor_names'); pass what fmtsim.export wrote")
         lost = next((name for name in names if name not in readers), None)
         if lost is not None:
             raise DataError(f"{path}: the header lists {shown(lost)}, and no tensors of it are there")
@@ -342,17 +347,6 @@ def _read(layout: Layout, weight: StoredWeight, config: Config, place: str) -> E
     assert layout.read is not None
     with located(place, DataError):
         return layout.read(weight, config)
-
-
-def _json(path: Path, metadata: Mapping[str, str], name: Any, kind: type) -> Any:
-    """Return what an entry of a torchao file's metadata says."""
-    try:
-        value = parse_json(metadata[name])
-    except (KeyError, TypeError, ValueError):
-        value = None
-    if not isinstance(value, kind):
-        raise DataError(f"{path} has no tensors of torchao ({shown(name)}); pass what fmtsim.export wrote")
-    return value
 
 
 FileLayout = Literal["compressed-tensors", "torchao", "gguf"]

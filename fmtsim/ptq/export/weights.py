@@ -68,6 +68,12 @@ class CodedWeight:
         second = 1.0 if self.tensor_scale is None else self.tensor_scale.double()
         return (spread_over(elements, self.scale.double()) * second).float()
 
+    def check_blocks(self) -> None:
+        """Raise ArgumentError where blocks do not divide the weight."""
+        rows, columns = self.elements.shape
+        if rows % self.block[0] or columns % self.block[1]:
+            raise self.refuse(f"blocks of {self.block} do not divide {rows} x {columns}", OMIT)
+
     @property
     def codes(self) -> Tensor:
         """Codes of the elements, unsigned."""
