@@ -17,8 +17,8 @@ from fmtsim.gemm.products.matmul import mm as mm
 from fmtsim.gemm.products.matmul import bmm as bmm
 from fmtsim.gemm.products.matmul import linear as linear
 from fmtsim.gemm.products.matmul import int_mm as int_mm
-from fmtsim.gemm.products.scaled import scaled_mm as scaled_mm
-from fmtsim.gemm.products.scaled import mma as mma
+from fmtsim.gemm.products.scaled_mm import scaled_mm as scaled_mm
+from fmtsim.gemm.products.scaled_mm import mma as mma
 from fmtsim.gemm.layers.linear import EmulatedGEMM as EmulatedGEMM
 from fmtsim.lab.explain.product import explain_mm as explain_mm
 from fmtsim.lab.explain.identify import identify as identify
@@ -34,8 +34,8 @@ from fmtsim.nn import convert as convert
 from fmtsim.ptq import ptq as ptq
 from fmtsim.nn import report as report
 from fmtsim.nn import revert as revert
-from fmtsim.ptq.state import state as state
-from fmtsim.ptq.state import load_state as load_state
+from fmtsim.ptq.ptq_state import state as state
+from fmtsim.ptq.ptq_state import load_state as load_state
 from fmtsim.ptq.export import export as export
 from fmtsim.ptq.export import read_export as read_export
 from fmtsim.ptq.export import open_checkpoint as open_checkpoint
@@ -54,8 +54,8 @@ from fmtsim.lab.analysis.bisect import bisect as bisect
 from fmtsim.lab.analysis.compare import compare as compare
 
 # Records: what arguments above take besides names.
-from fmtsim.formats.spec import FloatFormat as FloatFormat
-from fmtsim.formats.spec import IntFormat as IntFormat
+from fmtsim.formats.element import FloatFormat as FloatFormat
+from fmtsim.formats.element import IntFormat as IntFormat
 from fmtsim.formats.block import BlockFormat as BlockFormat
 from fmtsim.formats.scaling import Scaling as Scaling
 from fmtsim.formats.scaling import TensorScale as TensorScale

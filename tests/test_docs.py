@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.recipes import registry
+from fmtsim.recipes import recipe_registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -145,7 +145,7 @@ def test_what_does_not_exist_is_found():
         "docs/nothing.md", "README.md#nowhere",
     ]  # fmt: skip
     assert broken_links('<img src="docs/assets/underflow.jpg">', page) == ["docs/assets/underflow.jpg"]
-    assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.registry") == [
+    assert unknown_names("fmtsim.mm, fmtsim.quantise, fmtsim.ptq.QuantisedCache, fmtsim.recipes.recipe_registry") == [
         "fmtsim.ptq.QuantisedCache", "fmtsim.quantise",
     ]  # fmt: skip
     assert unknown_imports("from fmtsim.optim import AdamW, Adagrad; from torch import nn") == ["fmtsim.optim.Adagrad"]
@@ -226,7 +226,7 @@ def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
         other.step()
         other.zero_grad()
         names |= {"state": other.state_dict(), "loss": model(batches[0]).square().mean()}
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(recipe_registry, "_registered", {})
     for block in blocks:
         if name == "ptq":
             names["model"] = copy.deepcopy(model)

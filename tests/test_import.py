@@ -121,11 +121,15 @@ def test_imports_point_one_way():
     ("module", "source", "message"),
     [
         (
-            "fmtsim.formats.spec",
+            "fmtsim.formats.element",
             "import fmtsim.casts.ops",
             "fmtsim.formats imports fmtsim.casts, which lies above it",
         ),
-        ("fmtsim.formats.spec", "from fmtsim import gemm", "fmtsim.formats imports fmtsim.gemm, which lies above it"),
+        (
+            "fmtsim.formats.element",
+            "from fmtsim import gemm",
+            "fmtsim.formats imports fmtsim.gemm, which lies above it",
+        ),
         ("fmtsim.spec.plan", "from ..nn.convert import f", "fmtsim.spec imports fmtsim.nn, which lies above it"),
         (
             "fmtsim.quantize",
@@ -253,7 +257,7 @@ def test_nothing_inside_an_engine_is_named_outside():
     ("source", "seen"),
     [
         ('load_engine("cuda.cast")', True),
-        ('importlib.import_module("fmtsim.cpu.optim.steps")', True),
+        ('importlib.import_module("fmtsim.cpu.optim.optimizer_steps")', True),
         ("def f():\n    from fmtsim.cuda import runtime", True),
         ('load_engine("cuda")', False),
         ('"""The words of fmtsim.cuda.runtime."""', False),
@@ -299,7 +303,7 @@ def test_public_names_are_light_silent_and_strict():
 
 FUNCTIONS = """
 import os, sys, torch
-for before in ("fmtsim", "fmtsim.lab.explain.product, fmtsim.casts.quantize, fmtsim.ptq.verb"):
+for before in ("fmtsim", "fmtsim.lab.explain.product, fmtsim.casts.quantize, fmtsim.ptq.quantize_model"):
     if os.fork() == 0:
         exec(f"import {before}")
         import fmtsim

@@ -18,7 +18,7 @@ import fmtsim
 from fmtsim.distributed import REDUCTIONS, get_reduction
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.scaling import SCALE_RULES, SCALINGS
-from fmtsim.gemm.models import find_models, list_models
+from fmtsim.gemm.model_layers import find_models, list_models
 from fmtsim.lab.cli.main import main
 from fmtsim.optim import get_scheme, list_schemes
 from fmtsim.rounding.modes import ALIASES, MODES

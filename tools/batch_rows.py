@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 import fmtsim
-from fmtsim.gemm.models import DTYPES, models
+from fmtsim.gemm.model_layers import DTYPES, models
 from fmtsim.lab.analysis import batch_invariance
 from fmtsim.lab.explain.samples import STORED, Extras
 from fmtsim.spec.call import GemmCall

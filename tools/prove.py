@@ -33,9 +33,9 @@ import fmtsim
 from fmtsim.casts.ops import load_engine
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.display import count_of
+from fmtsim.formats.element import OVERFLOWS, ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import result_dtype
-from fmtsim.formats.spec import OVERFLOWS, ElementFormat, FloatFormat, IntFormat
 from fmtsim.lab.cli.output import origin, versions_of
 from fmtsim.lab.verify.outcome import bits_of
 from fmtsim.rounding.modes import MODES, Rounding

@@ -23,8 +23,8 @@ from dataclasses import asdict, replace
 import numpy as np
 import torch
 
-from fmtsim.cuda.native import NativeCall, NativeScales, run
-from fmtsim.gemm.models import models
+from fmtsim.cuda.torch_calls import NativeCall, NativeScales, run
+from fmtsim.gemm.model_layers import models
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.cli.output import format_table

@@ -41,8 +41,8 @@ from tests.cuda.emulator.patching import replaced
 from tests.support.gemm_engine import addend, gemm_spec, operand, unit_scales
 
 CASTS = importlib.import_module("fmtsim.cuda.cast.casts")
-REDUCTION = importlib.import_module("fmtsim.cuda.cast.reduction")
-DISPATCH = importlib.import_module("fmtsim.cuda.gemm.dispatch")
+REDUCTION = importlib.import_module("fmtsim.cuda.cast.reduction_stages")
+DISPATCH = importlib.import_module("fmtsim.cuda.gemm.engine")
 
 ELEMENTS = (
     "e4m3", "e2m1", "bf16", "e5m2fnuz", "int8", "int5", "uint3", "nf4", "lns8_g8", "e8m0", "p3109_k8p3se", "fp32",
@@ -125,7 +125,7 @@ def blocks(device: torch.device, few: bool) -> None:
             cast(x, spec)
     transforms(device)
     rotations(device)
-    both = importlib.import_module("fmtsim.cuda.cast.block")
+    both = importlib.import_module("fmtsim.cuda.cast.block_casts")
     for name, shape in itertools.product(("mxfp8_e4m3", "nvfp4", "e4m3_1x128"), ((64, 256), (33, 257))):
         spec = next(specs(name, -2))
         for x in layouts(shape, torch.bfloat16, device):
@@ -137,7 +137,7 @@ def blocks(device: torch.device, few: bool) -> None:
 
 def transforms(device: torch.device) -> None:
     """Call what casts of blocks have beside them: Hadamard transforms and scaled results."""
-    hadamard = importlib.import_module("fmtsim.cuda.cast.hadamard")
+    hadamard = importlib.import_module("fmtsim.cuda.cast.warp_hadamard")
     finish = importlib.import_module("fmtsim.cuda.gemm.scaled_product")
     for size, dtype in itertools.product((16, 128), DTYPES):
         for x in layouts((33, 384), dtype, device):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.timing import Timed, in_turns
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.matmul import bmm, int_mm, mm
-from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.products.scaled_mm import scaled_mm
 from fmtsim.lab.training.run import bounded_threads
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan

@@ -16,7 +16,7 @@ from benchmarks.suite import models
 from benchmarks.suite.models import Sizes
 from benchmarks.suite.timing import in_turns
 from fmtsim.nn.convert import convert
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 
 RECIPES = ("te_current", "te_mxfp8", "te_nvfp4", "mxfp4", "quartet", "deepseek_v3")
 MODES = ("eager", "default", "reduce-overhead")  # without torch.compile, and two of its modes

@@ -18,7 +18,7 @@ from fmtsim.optim.catalogue import scheme_table
 from fmtsim.ptq.export.catalogue import table as layout_table
 from fmtsim.recipes import catalogue, ptq_catalogue
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.recipe import Recipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.table import Row, markdown
 

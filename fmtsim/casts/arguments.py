@@ -9,9 +9,9 @@ import torch
 
 from fmtsim.casts.ops import Cast, Key, signed
 from fmtsim.formats.block import BlockFormat, Format, PackedFormat, ScaledFormat, with_block
+from fmtsim.formats.element import OVERFLOWS, CodebookFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, check_holds, result_dtype
-from fmtsim.formats.spec import OVERFLOWS, CodebookFormat
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.support.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable

@@ -9,9 +9,9 @@ from typing import Any, Literal, overload
 import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
+from fmtsim.formats.element import CodebookFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
-from fmtsim.formats.spec import CodebookFormat, IntFormat
 from fmtsim.spec.cast import (  # fmt: skip
     CastSpec,
     EncodedParts,

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 import numpy
 import torch
 
-from fmtsim.casts import arrays, ops
+from fmtsim.casts import numpy_arrays, ops
 from fmtsim.casts.arguments import (
     Generator,
     check_blocks,
@@ -21,10 +21,10 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.ops import Cast
 from fmtsim.casts.stored import store, store_traced
 from fmtsim.formats.block import Block, Format, PackedFormat
+from fmtsim.formats.element import Overflow
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
 from fmtsim.formats.scaling import ScaleRule
-from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.support.dispatch import constant_in_graphs, is_bare, is_readable
@@ -106,7 +106,7 @@ def quantize(
             "rounding": rounding, "overflow": overflow, "dim": dim, "generator": generator, "random_bits": random_bits,
             "random_words": random_words, "block_size": block_size, "scale_rule": scale_rule, "pad": pad,
         }  # fmt: skip
-        return arrays.quantize(quantize, x, format, out_dtype, out, options)  # type: ignore[no-any-return]
+        return numpy_arrays.quantize(quantize, x, format, out_dtype, out, options)  # type: ignore[no-any-return]
     # 1. arguments become a cast
     check_dense("x", x)
     result: Any = out_dtype if out is None else check_out(x, out, out_dtype)
@@ -200,7 +200,7 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
-    tensor, integers = arrays.floats_of(x), arrays.words_of(random_words)
+    tensor, integers = numpy_arrays.floats_of(x), numpy_arrays.words_of(random_words)
     check_input(tensor, float8=True)
     cast, _, block, random = prepare(tensor, format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     if block is not None:
@@ -268,7 +268,7 @@ def decode(
             raise FormatError(f"these codes are {codes.format.name}, not {get_format(format).name}; leave format out")
         return codes.decode(out_dtype=out_dtype)
     if isinstance(codes, numpy.ndarray):
-        return arrays.decode(decode, codes, format, out_dtype)  # type: ignore[no-any-return]
+        return numpy_arrays.decode(decode, codes, format, out_dtype)  # type: ignore[no-any-return]
     check_dense("codes", codes)
     if format is None:
         if not codes.dtype.is_floating_point:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA engine: kernels in CUDA C++, compiled when they are needed, the same bits as every other engine."""
 
-from fmtsim.cuda.analysis.counting import count_cast
-from fmtsim.cuda.analysis.fingerprint import fingerprint
+from fmtsim.cuda.analysis.count_cast_kernel import count_cast
+from fmtsim.cuda.analysis.fingerprint_kernel import fingerprint
 from fmtsim.cuda.cast.casts import decode, encode, encode_packed, quantize, quantize_contiguous, supports
-from fmtsim.cuda.cast.hadamard import covers_hadamard, hadamard
-from fmtsim.cuda.cast.reduction import ReductionStages, covers_reduction
-from fmtsim.cuda.gemm.dispatch import gemm, supports_gemm
+from fmtsim.cuda.cast.reduction_stages import ReductionStages, covers_reduction
+from fmtsim.cuda.cast.warp_hadamard import covers_hadamard, hadamard
+from fmtsim.cuda.gemm.engine import gemm, supports_gemm
 from fmtsim.cuda.gemm.scaled_product import covers_groups, multiply_groups
 from fmtsim.cuda.gemm.scaled_product import finish_sums as finish
-from fmtsim.cuda.native import (
+from fmtsim.cuda.layer_operands import counts_keys, has_both, narrows, quantize_both, quantize_operand, unrotate
+from fmtsim.cuda.optim.fused_steps import OptimizerBatch, optimizer_steps, supports_optimizer
+from fmtsim.cuda.runtime import available, serves, warmup, why_unavailable
+from fmtsim.cuda.torch_calls import (
     NativeCall,
     NativeScales,
     cublaslt,
@@ -18,10 +21,7 @@ from fmtsim.cuda.native import (
     other_settings,
     other_versions,
 )
-from fmtsim.cuda.native import run as run_native
-from fmtsim.cuda.operand import counts_keys, has_both, narrows, quantize_both, quantize_operand, unrotate
-from fmtsim.cuda.optim.steps import OptimizerBatch, optimizer_steps, supports_optimizer
-from fmtsim.cuda.runtime import available, serves, warmup, why_unavailable
+from fmtsim.cuda.torch_calls import run as run_native
 
 __all__ = [
     "NativeCall", "NativeScales", "OptimizerBatch", "ReductionStages", "available", "count_cast", "counts_keys",

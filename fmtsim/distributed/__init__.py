@@ -7,7 +7,7 @@ from fmtsim.distributed.fsdp import ReductionState, fp8_hook, hook_fsdp
 from fmtsim.distributed.gather import all_gather, dispatch, whole_tensors
 from fmtsim.distributed.parallel import TensorParallel, parallelize
 from fmtsim.distributed.reduction import REDUCTIONS, AutoFactor, Reduction, get_reduction
-from fmtsim.distributed.simulate import Simulated, simulate
+from fmtsim.distributed.simulated_reduce import Simulated, simulate
 
 __all__ = [
     "REDUCTIONS", "AutoFactor", "Counts", "Reduced", "Reduction", "ReductionState", "Simulated", "TensorParallel",

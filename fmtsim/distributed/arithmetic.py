@@ -19,7 +19,7 @@ from fmtsim.formats.block import BlockFormat, Format, ScaledFormat
 from fmtsim.formats.packing import pack, unpack
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import scales
+from fmtsim.scaling.scaled_cast import scales
 from fmtsim.scaling.scales import FLT_MAX, FLT_MIN, float32, reciprocal
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
 from fmtsim.support.dispatch import is_readable

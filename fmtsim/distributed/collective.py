@@ -28,7 +28,7 @@ from fmtsim.distributed.arithmetic import (
 )
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.distributed.simulate import require_finite, ring, tree
+from fmtsim.distributed.simulated_reduce import require_finite, ring, tree
 from fmtsim.formats.packing import packed_size
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import checked

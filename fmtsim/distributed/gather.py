@@ -22,12 +22,12 @@ from fmtsim.distributed.arithmetic import (
 )
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.formats.block import Format, ScaledFormat
+from fmtsim.formats.element import ElementFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, check_use
-from fmtsim.formats.spec import ElementFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import statistic
-from fmtsim.scaling.cast import scales
+from fmtsim.scaling.scaled_cast import scales
 from fmtsim.scaling.scales import Scales
 from fmtsim.spec.cast import CastSpec
 from fmtsim.support.errors import ArgumentError

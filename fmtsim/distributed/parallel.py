@@ -20,7 +20,7 @@ from fmtsim.distributed.collective import all_reduce, reduce_scatter
 from fmtsim.distributed.gather import all_gather, require_whole, simulate_gather
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.distributed.simulate import simulate
+from fmtsim.distributed.simulated_reduce import simulate
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling

@@ -8,10 +8,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from fmtsim.formats.element import FloatFormat, IntFormat, Overflow
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.scaling import Scaling, check_use
-from fmtsim.formats.spec import FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scales import float32
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown

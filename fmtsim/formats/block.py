@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fmtsim.formats.display import Displayed, Fields, short_number
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.formats.floating import E8M0 as E8M0
 from fmtsim.formats.floating import FP32 as FP32
 from fmtsim.formats.packed import PackedFormat as PackedFormat
@@ -21,7 +22,6 @@ from fmtsim.formats.scaling import (
     rule_fields,
 )
 from fmtsim.formats.scaling import Block as Block
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.records import as_int, check_types
 

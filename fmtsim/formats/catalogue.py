@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, Format, LogTileFormat
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, hif8, tapered
 from fmtsim.formats.scaling import Block, Scaling, TensorScale, block_scaling
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, hif8, tapered
 
 _IEEE = "IEEE 754-2019, table 3.5"
 _OCP8 = "OCP 8-bit Floating Point Specification (OFP8) v1.0, section 5; Micikevicius et al., arXiv:2209.05433, table 1"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.packing import pack
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.support.errors import DtypeError, FormatError
 
 if TYPE_CHECKING:

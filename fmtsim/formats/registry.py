@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fmtsim.formats.block import BLOCK_NAMES, Block, BlockFormat, Format, LogTileFormat, with_block
 from fmtsim.formats.catalogue import LNS_SOURCE, LOGFMT_SOURCE, blocks, elements, integer
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, tapered
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.packed import GGML_FORMATS, HIF4, PackedFormat
 from fmtsim.formats.scaling import SCALE_RULES, History, ScaleRule, Scaling, TensorScale
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, tapered
 from fmtsim.support.errors import ArgumentError, FormatError, did_you_mean, shown
 from fmtsim.support.records import READERS, at, located, parse_json, record_of
 
@@ -53,7 +53,7 @@ _WIDTHS = {  # names of a width, which several formats have
 }  # fmt: skip
 
 _LISTED = (
-    "fields of varying width: 'hif8', 'posit8', 'takum8'; list the values: fmtsim.formats.spec.CodebookFormat(...)"
+    "fields of varying width: 'hif8', 'posit8', 'takum8'; list the values: fmtsim.formats.element.CodebookFormat(...)"
 )
 _SHARED = "a shared power of two: 'msfp12', 'mxint8', or integers under one: 'int8_1x16_floor', 'int4_1x16_floor'"
 _ELSEWHERE = {  # by beginnings

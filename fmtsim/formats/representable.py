@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import CodeError, DtypeError
 

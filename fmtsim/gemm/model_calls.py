@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.gemm.models import DTYPES, PASSES, Shape
+from fmtsim.gemm.model_layers import DTYPES, PASSES, Shape
 from fmtsim.spec.call import GemmCall, Layout
 from fmtsim.support.errors import ArgumentError, shown
 

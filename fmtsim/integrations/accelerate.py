@@ -12,7 +12,7 @@ from torch import nn
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord, checked_state
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import StrPath
 

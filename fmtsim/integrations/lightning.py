@@ -11,7 +11,7 @@ from torch import Tensor
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import RunRecord
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import StrPath
 

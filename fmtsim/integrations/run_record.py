@@ -22,9 +22,9 @@ from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
 from fmtsim.nn.convert import set_step
 from fmtsim.nn.report import report
 from fmtsim.nn.state import converted_root, converted_state, is_converted, load_converted_state
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe import Recipe, Rule
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
-from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, first_line, shown
 from fmtsim.support.files import StrPath, check_file, write_file
 

@@ -13,7 +13,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.integrations.run_record import FILE, RunRecord, read_state
 from fmtsim.ptq import QuantisedCache
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import StrPath
 

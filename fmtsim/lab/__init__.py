@@ -8,15 +8,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fmtsim.lab.analysis.compare_native import compare_native as compare_native
     from fmtsim.lab.analysis.mismatch import explain_mismatch as explain_mismatch
-    from fmtsim.lab.analysis.native import compare_native as compare_native
     from fmtsim.lab.analysis.perplexity import perplexity as perplexity
     from fmtsim.lab.analysis.recode import check_recode as check_recode
     from fmtsim.lab.memory.serving import serving_memory as serving_memory
     from fmtsim.lab.memory.training import training_memory as training_memory
 
 _HOMES = {
-    "check_recode": "analysis.recode", "compare_native": "analysis.native", "explain_mismatch": "analysis.mismatch",
+    "check_recode": "analysis.recode", "compare_native": "analysis.compare_native",
+    "explain_mismatch": "analysis.mismatch",
     "perplexity": "analysis.perplexity", "serving_memory": "memory.serving", "training_memory": "memory.training",
 }  # fmt: skip
 __all__ = sorted(_HOMES)  # noqa: PLE0605  # a list, of the table

@@ -12,7 +12,7 @@ from numba import types
 from numpy import float32, int32, int64
 
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, fma32, kernel, overload
-from fmtsim.cpu.runtime.numbers import number
+from fmtsim.cpu.runtime.kernel_numbers import number
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm

@@ -14,7 +14,7 @@ import numpy as np
 from numpy import float32, float64, int32, int64
 
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of
-from fmtsim.support.mufu import coefficients
+from fmtsim.support.mufu_tables import coefficients
 
 NAN, INFINITY = int32(0x7FFFFFFF), int32(0x7F800000)  # the one NaN that the unit returns
 SIGN, FRACTION, ONE = int32(-0x80000000), int32(0x7FFFFF), int32(0x3F800000)

@@ -6,7 +6,7 @@ import torch
 from numpy import float32, uint32, uint64
 
 from fmtsim.cpu.runtime.jit import kernel
-from fmtsim.cpu.runtime.numbers import philox
+from fmtsim.cpu.runtime.kernel_numbers import philox
 from fmtsim.cpu.runtime.pool import run
 
 _LOW, _HIGH = uint64(0xFFFFFFFF), uint64(32)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models under simulated precision: modules with quantised matrix products, convert, revert and report."""
 
-from fmtsim.nn.attention import EmulatedMultiheadAttention, QuantisedAttention, convert_attention, revert_attention
 from fmtsim.nn.convert import convert, revert, set_step
 from fmtsim.nn.convolutions import EmulatedConv2d
 from fmtsim.nn.modules import EmulatedLinear, EmulatedRecurrent
+from fmtsim.nn.multihead_attention import (
+    EmulatedMultiheadAttention,
+    QuantisedAttention,
+    convert_attention,
+    revert_attention,
+)
 from fmtsim.nn.report import report
 from fmtsim.nn.scaled_model import (
     MuLinear,

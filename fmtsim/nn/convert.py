@@ -17,10 +17,10 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.attention import detach
 from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
 from fmtsim.nn.forward import change_class, unwrap
 from fmtsim.nn.modules import HIDING, STATE, EmulatedModule, emulated_class
+from fmtsim.nn.multihead_attention import detach
 from fmtsim.nn.planning import (
     Configure,
     Filter,
@@ -39,10 +39,10 @@ from fmtsim.nn.saved_activations import detach_saving
 from fmtsim.nn.scaled_model import detach_scales
 from fmtsim.nn.state import PTQ, RECIPE, attach_name, converted_modules, detach_name, is_converted
 from fmtsim.nn.swaps import find_swaps, one_generator, unsmooth
-from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
 

@@ -16,11 +16,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.keys import is_untouched
-from fmtsim.nn.attention import attentions
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.multihead_attention import attentions
 from fmtsim.nn.planning import FILTERED, NO_CONFIG, NO_MATRIX, projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_matrices, raw_products
-from fmtsim.recipes.plan import HIGH
+from fmtsim.recipes.layer_plan import HIGH
 from fmtsim.spec.quantizer import Quantizer
 
 PLAIN = "it runs in high precision here"

@@ -12,17 +12,17 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.route import element_of
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.gemm.products.matmul import bmm
 from fmtsim.gemm.units.unit import unit_takes
-from fmtsim.recipes.attention import AttentionConfig, Exp2, Tile, element_formats
+from fmtsim.recipes.attention_config import AttentionConfig, Exp2, Tile, element_formats
 from fmtsim.recipes.build import HIGH
-from fmtsim.scaling.cast import rotated
+from fmtsim.scaling.scaled_cast import rotated
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys, Operand, last_cast, spread
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer

@@ -23,7 +23,7 @@ from fmtsim.gemm.layers.watch import Observer, Watcher
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.forward import hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
-from fmtsim.recipes.plan import LayerPlan
+from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls

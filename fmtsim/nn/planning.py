@@ -24,9 +24,9 @@ from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.forward import hidden_by
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types, size_fault
 from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
-from fmtsim.recipes.plan import LayerPlan
+from fmtsim.recipes.layer_plan import LayerPlan
+from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.serialization import rules_of
-from fmtsim.recipes.spec import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
 

@@ -23,7 +23,7 @@ from fmtsim.gemm.layers.keys import Generator
 from fmtsim.nn.forward import is_of_torch, names_in_forward, wrap
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.operations import EMULATED_NAMES, GROUPED_NAMES, RULES, ModelMode, Multiply
-from fmtsim.recipes.plan import LayerPlan
+from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import constant_in_graphs
 

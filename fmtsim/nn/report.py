@@ -18,7 +18,6 @@ from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.gemm.products.resolver import recorded_calls
-from fmtsim.nn.attention import EmulatedMultiheadAttention, attends
 from fmtsim.nn.convert import NOTES, REASONS, summary_of
 from fmtsim.nn.coverage import (
     ADDED,
@@ -36,6 +35,7 @@ from fmtsim.nn.coverage import (
 from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.forward import names_in_forward, running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
+from fmtsim.nn.multihead_attention import EmulatedMultiheadAttention, attends
 from fmtsim.nn.operations import ATTENTIONS, COUNTS, LOOK_UPS, OperatorMode
 from fmtsim.nn.planning import FILTERED, projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_products

@@ -20,7 +20,7 @@ from fmtsim.casts.ops import OnceOnly, define_operator
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash, flash_gradients
-from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
+from fmtsim.recipes.attention_config import AttentionConfig, flash_attention_3
 from fmtsim.scaling.repeats import Calls
 from fmtsim.spec.cast import RandomKey
 from fmtsim.support.dispatch import autocasts, constant_in_graphs, is_readable, without_autocast

@@ -20,7 +20,7 @@ from fmtsim.scaling.history import DelayedScale
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_items
 
-PTQ: Final = "_fmtsim_ptq"  # on the root: what ptq did, a fmtsim.ptq.state.Quantised
+PTQ: Final = "_fmtsim_ptq"  # on the root: what ptq did, a fmtsim.ptq.ptq_state.Quantised
 RECIPE: Final = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
 NAME: Final = "fmtsim_recipe"  # uint8: the name in UTF-8; one zero for a config
 _LOG = logging.getLogger("fmtsim")

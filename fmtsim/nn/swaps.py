@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.attention import Filter, attach, attentions, check_attentions, check_kind_of_attention
 from fmtsim.nn.forward import ATTENTION, forward_names, undisturbed, unwrap_marked, wrap
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.multihead_attention import Filter, attach, attentions, check_attentions, check_kind_of_attention
 from fmtsim.nn.planning import FILTERED, Selector
 from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving
 from fmtsim.nn.scaled_model import SCALED, MuResidual, ScaledLinear, ScaledModel, attach_scales
-from fmtsim.recipes.spec import Recipe, Replacement
+from fmtsim.recipes.recipe import Recipe, Replacement
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
 from fmtsim.support.errors import ArgumentError

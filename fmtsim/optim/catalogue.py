@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from fmtsim.formats.element import ElementFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block
-from fmtsim.formats.spec import ElementFormat
 from fmtsim.optim.rules import ADAMW
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.optimizer import STATE_RULES, Scheme, StateFormat, in_parameter

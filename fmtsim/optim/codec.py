@@ -22,10 +22,10 @@ from torch import Tensor
 from fmtsim.casts.ops import decode as decode_elements
 from fmtsim.casts.ops import encode as encode_elements
 from fmtsim.casts.ops import load_engine
+from fmtsim.formats.element import CodebookFormat, ElementFormat
 from fmtsim.formats.packing import code_dtype, pack, unpack
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.optim.rules import square_root
 from fmtsim.rounding.codebooks import thresholds_of
 from fmtsim.rounding.elementary import ln

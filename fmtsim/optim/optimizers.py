@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_flags
-from fmtsim.formats.spec import LogFormat
+from fmtsim.formats.element import LogFormat
 from fmtsim.optim import rules
 from fmtsim.optim.base import Params, QuantizedOptimizer
 from fmtsim.optim.rules import BASES, madam

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.ops import load_engine
-from fmtsim.formats.spec import LogFormat
+from fmtsim.formats.element import LogFormat
 from fmtsim.optim import codec
 from fmtsim.optim.rules import CONSTANTS, Rule, group_of
 from fmtsim.spec.cast import RandomKey

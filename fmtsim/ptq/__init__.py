@@ -2,8 +2,8 @@
 """Post-training quantisation: a trained model, a recipe, a few batches, and a quantised model with a report."""
 
 from fmtsim.ptq.cache import QuantisedCache
-from fmtsim.ptq.report import PtqReport, PtqRow
-from fmtsim.ptq.verb import ptq
+from fmtsim.ptq.ptq_report import PtqReport, PtqRow
+from fmtsim.ptq.quantize_model import ptq
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Equalise, Gptq, Hqq, LearnedRounding, Rotate, Smooth
 

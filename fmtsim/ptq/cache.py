@@ -14,8 +14,8 @@ from torch import Tensor
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.block import BlockFormat, Format, scaled
+from fmtsim.formats.element import CodebookFormat, IntFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, IntFormat
 from fmtsim.scaling.hadamard import hadamard
 from fmtsim.scaling.scales import float32
 from fmtsim.spec.cast import EncodedParts

@@ -17,9 +17,9 @@ from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes.ptq import fixed, is_static
 from fmtsim.recipes.ptq_methods import Calibration
-from fmtsim.scaling.cast import scales
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.scaling.levels import tensor_factor
+from fmtsim.scaling.scaled_cast import scales
 from fmtsim.scaling.scales import reciprocal
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer

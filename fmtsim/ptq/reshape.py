@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fmtsim.nn.modules import EmulatedLinear, EmulatedTransposed
 from fmtsim.ptq.calibrate import Slot
-from fmtsim.ptq.grid import nearest, output_error
+from fmtsim.ptq.weight_grid import nearest, output_error
 from fmtsim.recipes.ptq_methods import Awq, Equalise, Rotate, Smooth
 from fmtsim.scaling.hadamard import hadamard, sign_bits
 from fmtsim.scaling.hadamard_matrix import hadamard_matrix, random_signs

@@ -29,8 +29,8 @@ from fmtsim.ptq.calibrate import (
     quantised_input,
     static_scale,
 )
-from fmtsim.ptq.grid import clip, gptq, grid_of, hqq, learned_rounding, nearest
 from fmtsim.ptq.reshape import smooth
+from fmtsim.ptq.weight_grid import clip, gptq, grid_of, hqq, learned_rounding, nearest
 from fmtsim.recipes.ptq import PtqRecipe, is_static
 from fmtsim.recipes.ptq_methods import Awq, Clip, Gptq, Hqq, LearnedRounding, Smooth
 from fmtsim.scaling.history import DelayedScale, RememberedScale, StoredScale

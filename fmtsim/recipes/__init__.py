@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recipes: published ways of running a model's matrix products in low precision, by name."""
 
-from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
+from fmtsim.recipes.attention_config import AttentionConfig, flash_attention_3
 from fmtsim.recipes.build import SavedActivations
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.registry import diff, get_recipe, list_recipes, register_recipe
+from fmtsim.recipes.recipe import LossScale, Recipe, Replacement, Rule, Steps
+from fmtsim.recipes.recipe_registry import diff, get_recipe, list_recipes, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
-from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule, Steps
 from fmtsim.recipes.system import Level, OptimizerConfig
 
 __all__ = [

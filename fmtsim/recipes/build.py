@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.quantize import decode, encode
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.datapath import Datapath

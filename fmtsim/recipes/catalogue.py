@@ -11,7 +11,7 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.recipes import float4, float8
 from fmtsim.recipes.build import BLACKWELL, CHAIN, FORWARD, HIGH, HOPPER, cast, layer
-from fmtsim.recipes.spec import LossScale, Recipe
+from fmtsim.recipes.recipe import LossScale, Recipe
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity

@@ -9,9 +9,9 @@ from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import PowerOfTwo, ScaleRule, Scaling, TensorScale
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.recipes.attention import AttentionConfig, attention_like
+from fmtsim.recipes.attention_config import AttentionConfig, attention_like
 from fmtsim.recipes.build import BF16, BLACKWELL, CHAIN, E4M3, E8M0, FORWARD, HIGH, HOPPER, STOCHASTIC, cast, layer
-from fmtsim.recipes.spec import Recipe, Rule, Steps
+from fmtsim.recipes.recipe import Recipe, Rule, Steps
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.quantizer import Clamp, ClipMask, Differentiable, Hadamard, Quantizer
 

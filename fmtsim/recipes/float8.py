@@ -9,7 +9,7 @@ from fmtsim.formats.block import FP32, scaled, with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALE_RULES, History, PowerOfTwo, ScaleRule, Scaling
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.attention import AttentionConfig, flash_attention_3
+from fmtsim.recipes.attention_config import AttentionConfig, flash_attention_3
 from fmtsim.recipes.build import (
     BF16,
     BLACKWELL,
@@ -22,7 +22,7 @@ from fmtsim.recipes.build import (
     cast,
     layer,
 )
-from fmtsim.recipes.spec import LossScale, Recipe, Replacement, Rule
+from fmtsim.recipes.recipe import LossScale, Recipe, Replacement, Rule
 from fmtsim.recipes.system import Level, OptimizerConfig
 from fmtsim.spec.quantizer import Quantizer
 

@@ -10,9 +10,9 @@ from fmtsim.formats.floating import FP32
 from fmtsim.formats.scaling import History
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.gemm.layers.operand import keeps_scales
-from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Equalise, Gptq, Hqq, LearnedRounding, Rotate, Smooth
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, shown

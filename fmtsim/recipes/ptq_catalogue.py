@@ -5,12 +5,12 @@ import dataclasses
 from typing import Any
 
 from fmtsim.formats.block import Block
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.packed import GGML_FORMATS
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
-from fmtsim.formats.spec import FloatFormat
-from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.build import BF16
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Gptq, Hqq, LearnedRounding, Rotate, Smooth

@@ -10,7 +10,7 @@ from typing import Any, Final
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import format_to_dict, get_format
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan

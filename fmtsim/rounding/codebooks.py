@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fmtsim.formats.spec import CodebookFormat
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.support.errors import ArgumentError
 
 KEY_SHIFT = 16

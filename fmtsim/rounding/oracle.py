@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 
 from fmtsim.formats.block import FP32
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.support.errors import ArgumentError, CodeError
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat, PackedFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.scaling import Scaling, TensorScale
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.scaling.blocks import block_sizes
 from fmtsim.scaling.levels import two_levels
 from fmtsim.scaling.scales import Scales, one_level

@@ -14,7 +14,7 @@ from fmtsim.scaling.blocks import block_sizes, folded_sum, statistic
 from fmtsim.scaling.scales import FLT_MAX, FLT_MIN, Scales, Store, float32, quotient, reciprocal, times_float32
 from fmtsim.spec.operand import spread
 from fmtsim.support.float64 import float64
-from fmtsim.support.mufu import approximate_reciprocal
+from fmtsim.support.mufu_tables import approximate_reciprocal
 
 _LEAST_AMAX: Final = 1e-12  # of a row or window in Transformer Engine's recipes
 _LEAST_SCALE: Final = {"modelopt": 2.0**-9, "torchao": 2.0**-6}  # of a block, before it is stored

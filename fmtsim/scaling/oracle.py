@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.elementary import exp, ln
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.rounding.oracle import (
@@ -34,7 +34,7 @@ from fmtsim.rounding.oracle import (
     round_value,
     takes_upper,
 )
-from fmtsim.support.mufu import approximate_reciprocal
+from fmtsim.support.mufu_tables import approximate_reciprocal
 
 FLT_MAX = Fraction((1 << 24) - 1) * power_of_two(104)
 FLT_MIN = power_of_two(-126)

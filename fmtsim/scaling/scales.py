@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.scaling import ExponentRule, Scaling
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.support.dispatch import is_recorded
 from fmtsim.support.float64 import float64, floor_log2
 

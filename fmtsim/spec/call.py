@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.plan import GemmPlan
 
 Operation = Literal["mm", "bmm", "linear", "scaled_mm", "int_mm"]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from fmtsim.formats.block import Block, BlockFormat, Format, LogTileFormat, PackedFormat
+from fmtsim.formats.element import Overflow
 from fmtsim.formats.registry import format_from_dict, format_to_dict
-from fmtsim.formats.spec import Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.support.errors import CodeError
 

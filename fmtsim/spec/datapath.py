@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 import torch
 
+from fmtsim.formats.element import FloatFormat, LogFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat, LogFormat
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.records import check_types

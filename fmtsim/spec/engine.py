@@ -153,11 +153,11 @@ class FusedEngine(KernelEngine, Protocol):
     Attributes:
         available, why_unavailable, warmup: What ``fmtsim.cuda`` offers users.
         NativeCall, NativeScales, run_native: What is asked of the library, its scales, and how
-            (fmtsim/cuda/native.py).
+            (fmtsim/cuda/torch_calls.py).
         cublaslt, cublaslt_version, other_gpu, other_settings, other_versions: The library, and what differs from the
-            machine of a target (fmtsim/cuda/native.py).
-        OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/steps.py).
-        ReductionStages: What a rank computes in a reduction (fmtsim/cuda/cast/reduction.py).
+            machine of a target (fmtsim/cuda/torch_calls.py).
+        OptimizerBatch: A group of parameters whose steps are launched together (fmtsim/cuda/optim/fused_steps.py).
+        ReductionStages: What a rank computes in a reduction (fmtsim/cuda/cast/reduction_stages.py).
     """
 
     available: Callable[..., bool]

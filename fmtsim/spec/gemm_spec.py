@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.registry import format_from_dict, format_to_dict
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.datapath import (

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import FP32, Block, BlockFormat
+from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.float64 import float64

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fmtsim.formats.element import CodebookFormat, ElementFormat
 from fmtsim.formats.scaling import Block, History, Scaling
-from fmtsim.formats.spec import CodebookFormat, ElementFormat
 from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, table_of
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey

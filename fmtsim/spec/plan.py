@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.records import check_types
 

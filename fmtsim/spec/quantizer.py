@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from fmtsim.formats.block import Format, ScaledFormat
+from fmtsim.formats.element import FloatFormat, Overflow
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, check_use
-from fmtsim.formats.spec import FloatFormat, Overflow
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.support.errors import FormatError, shown
 from fmtsim.support.records import check_types

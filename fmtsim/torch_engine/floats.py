@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmtsim.formats.block import FP32
-from fmtsim.formats.spec import FloatFormat, Overflow
+from fmtsim.formats.element import FloatFormat, Overflow
 from fmtsim.rounding.modes import RULES, Mode, Rounding
 from fmtsim.support.float64 import floor_log2
 from fmtsim.support.float64 import from_bits as float64_of

@@ -19,7 +19,7 @@ from fmtsim.support.float64 import check_float64, from_bits
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
 from fmtsim.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
 from fmtsim.torch_engine.gemm_units import integer_sums, logarithmic_sums, wrapped
-from fmtsim.torch_engine.philox import GROUP, random_integers
+from fmtsim.torch_engine.random_words import GROUP, random_integers
 from fmtsim.torch_engine.reals import narrow
 
 NAN32 = 0x7FFFFFFF

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.torch_engine.gemm_operands import (
     ODD_BITS,

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import Mode, Rounding
 from fmtsim.support.float64 import float64, from_bits
 from fmtsim.torch_engine import floats

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, FmaDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fmtsim.formats.spec import FloatFormat, LogFormat
+from fmtsim.formats.element import FloatFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import FP32, Datapath, FmaDatapath, LogDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec

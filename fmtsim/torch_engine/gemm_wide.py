@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import Mode, Rounding
 from fmtsim.spec.datapath import Datapath
 from fmtsim.support.float64 import floor_log2, from_bits

@@ -8,8 +8,8 @@ from fmtsim.formats.packing import code_dtype
 from fmtsim.scaling.blocks import chunk_size
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, block_counts
 from fmtsim.support.errors import ArgumentError
-from fmtsim.torch_engine import elements, packed, scaled
-from fmtsim.torch_engine.philox import random_integers
+from fmtsim.torch_engine import element_codes, packed_blocks, scaled_formats
+from fmtsim.torch_engine.random_words import random_integers
 
 
 @torch.no_grad()
@@ -35,8 +35,8 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
     target = out.detach().view(-1) if direct else torch.empty(source.shape, dtype=out.dtype, device=out.device)
     for piece in _pieces(source):
         words = _words(random, spec, piece, x.device)
-        codes = elements.encode(source[piece], fmt, spec.rounding, spec.overflow, words)
-        target[piece] = elements.decode(codes, fmt, out.dtype)
+        codes = element_codes.encode(source[piece], fmt, spec.rounding, spec.overflow, words)
+        target[piece] = element_codes.decode(codes, fmt, out.dtype)
     if not direct:
         out.copy_(target.view(out.shape))
 
@@ -46,7 +46,7 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     """Return the codes of x, of its shape, with the scales that a block format needs; arguments as in ``quantize``."""
     x, fmt = x.detach(), spec.format
     if isinstance(fmt, PackedFormat):
-        return packed.encode(x, spec)
+        return packed_blocks.encode(x, spec)
     if isinstance(fmt, BlockFormat | LogTileFormat):
         if not x.numel():
             return _empty_parts(x, spec)
@@ -60,14 +60,15 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
                 assert words_piece is not None
                 words[piece] = words_piece
             words = words.view(x.shape)
-        parts = (scaled.encode if isinstance(fmt, BlockFormat) else scaled.encode_tiles)(x, spec, words)
+        parts = (scaled_formats.encode if isinstance(fmt, BlockFormat) else scaled_formats.encode_tiles)(x, spec, words)
         # contiguous, as the operator's shapes tell compilers
         return EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # type: ignore[arg-type]
     source = x.reshape(-1)
     codes = torch.empty(source.shape, dtype=code_dtype(fmt.bits), device=x.device)
     for piece in _pieces(source):
         words_piece = _words(random, spec, piece, x.device)
-        codes[piece] = elements.encode(source[piece], fmt, spec.rounding, spec.overflow, words_piece).to(codes.dtype)
+        piece_codes = element_codes.encode(source[piece], fmt, spec.rounding, spec.overflow, words_piece)
+        codes[piece] = piece_codes.to(codes.dtype)
     return EncodedParts(codes.view(x.shape))
 
 
@@ -78,15 +79,17 @@ def decode(parts: EncodedParts, spec: CastSpec, out: torch.Tensor) -> None:
         return
     fmt = spec.format
     if isinstance(fmt, ScaledFormat):
-        decoder = {BlockFormat: scaled.decode, LogTileFormat: scaled.decode_tiles, PackedFormat: packed.decode}[
-            type(fmt)
-        ]
+        decoder = {
+            BlockFormat: scaled_formats.decode,
+            LogTileFormat: scaled_formats.decode_tiles,
+            PackedFormat: packed_blocks.decode,
+        }[type(fmt)]
         decoder(parts, spec, out.detach())
         return
     codes = parts.codes.reshape(-1)
     values = torch.empty(codes.shape, dtype=out.dtype, device=out.device)
     for piece in _pieces(codes):
-        values[piece] = elements.decode(codes[piece], fmt, out.dtype)
+        values[piece] = element_codes.decode(codes[piece], fmt, out.dtype)
     out.copy_(values.view(out.shape))
 
 

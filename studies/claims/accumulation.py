@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
+from fmtsim.formats.element import LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import LogFormat
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.nn.convert import convert
 from fmtsim.optim.optimizers import Madam

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fmtsim.lab.training.sweep import SweepRun
+from fmtsim.recipes.recipe import Recipe
 from fmtsim.recipes.serialization import recipe_to_dict
-from fmtsim.recipes.spec import Recipe
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.executors import AnyExecutor, Tasks, open_tasks
 from fmtsim.support.files import write_file

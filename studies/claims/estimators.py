@@ -11,9 +11,9 @@ from fmtsim.formats.block import with_block
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast, slope
+from fmtsim.scaling.scaled_cast import cast, slope
 from fmtsim.spec.quantizer import Differentiable, Quantizer
 from studies.claims.claim import Claim, Expected, Measured, Tell, exactly, near, settings
 from studies.claims.experiment import normal, relative_error, slope_of, through, told

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.scaling.cast import transformed
+from fmtsim.scaling.scaled_cast import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Quantizer

@@ -16,8 +16,8 @@ from fmtsim.lab.training.corpus import load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig, LanguageModel, Llama
 from fmtsim.nn.convert import convert
 from fmtsim.nn.swaps import PROJECTIONS
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.quantizer import Quantizer, StraightThrough
 from studies.claims.claim import Claim, Expected, Measured, Tell, above, near, settings

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Any
 
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.datapath import LogDatapath
 from studies.claims.claim import Claim, Expected, Measured, Tell, near, settings
 

@@ -11,8 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from fmtsim.formats.element import LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import LogFormat
 from fmtsim.lab.training.corpus import Corpus, load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.lab.training.learner import BETAS, CLIP, WEIGHT_DECAY, schedule

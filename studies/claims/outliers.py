@@ -14,9 +14,9 @@ from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.convert import convert
 from fmtsim.nn.swaps import scaled_down, smooth_scale, smooth_swiglu
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.scaling.cast import rotated
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.scaled_cast import rotated
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer
 from studies.claims.claim import Claim, Expected, Measured, Tell, settings

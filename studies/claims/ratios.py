@@ -8,12 +8,12 @@ from torch import Tensor
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import scaled, with_block
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.recipes.ptq_catalogue import minifloat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast
+from fmtsim.scaling.scaled_cast import cast
 from studies.claims.claim import Claim, Expected, Measured, Tell, settings
 from studies.claims.experiment import decibels, draw, generator, normal, relative_error, told
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fmtsim.formats.element import IntFormat
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import IntFormat
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn.convert import convert, revert

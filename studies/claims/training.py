@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import LossScale
+from fmtsim.recipes.recipe import LossScale
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.distributed.simulate import simulate
+from fmtsim.distributed.simulated_reduce import simulate
 from studies.claims.claim import Claim, Expected, Measured, Tell, settings
 from studies.claims.experiment import generator, told
 

@@ -10,8 +10,8 @@ import torch
 
 import fmtsim
 from fmtsim import get_format, list_formats, quantize, quantize_
+from fmtsim.formats.element import ElementFormat
 from fmtsim.formats.representable import FLOAT8_DTYPES
-from fmtsim.formats.spec import ElementFormat
 from tests.support.bits import assert_same_bits
 from tests.support.operands import wide
 

@@ -11,7 +11,7 @@ import torch
 
 import fmtsim
 from fmtsim import Encoded, decode, encode, get_format, quantize
-from fmtsim.formats.spec import CodebookFormat
+from fmtsim.formats.element import CodebookFormat
 from tests.support.bits import assert_same_bits
 from tests.support.operands import wide
 

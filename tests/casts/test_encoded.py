@@ -15,10 +15,10 @@ from fmtsim.casts import ops
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.representable import codes_of_scales, scales_of_codes
 from fmtsim.formats.scaling import block_scaling
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.spec.cast import EncodedParts, block_bytes, level_shape
 from fmtsim.support.errors import ArgumentError, CodeError, DtypeError, FormatError
 from tests.support.refusals import refused

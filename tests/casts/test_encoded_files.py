@@ -10,8 +10,8 @@ import torch
 
 from fmtsim.casts import ops
 from fmtsim.casts.encoded import Encoded
+from fmtsim.formats.element import CodebookFormat, FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.formats.tensor_file import StoredTensor, tensor_content
 from fmtsim.spec.cast import EncodedParts, block_counts
 from fmtsim.support.errors import CodeError, DataError, FormatError

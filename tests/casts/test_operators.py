@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fmtsim
 from fmtsim import quantize, quantize_
 from fmtsim.casts.ops import encode as encode_parts
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support import dispatch
 from fmtsim.support.dispatch import is_plain

@@ -9,9 +9,9 @@ import torch
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, RandomKey, get_format, get_unit
 from fmtsim.cpu.gemm import exact_integer, tiles
-from fmtsim.cpu.gemm.block_scaled import Groups
 from fmtsim.cpu.gemm.engine import supports_gemm
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.cpu.gemm.scaled_groups import Groups
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
 from fmtsim.support.errors import ArgumentError

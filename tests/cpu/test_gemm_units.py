@@ -12,7 +12,7 @@ import torch
 import fmtsim.torch_engine
 from fmtsim import GemmPlan
 from fmtsim.cpu.gemm.engine import supports_gemm
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.spec.datapath import FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from tests.support.bits import assert_same_bits
 from tests.support.gemm_engine import FMA32, FMA64, INF, NAN, addend, check, f32, gemm_spec, operand, product

@@ -15,7 +15,7 @@ from numba import typeof
 
 import fmtsim.cpu
 from fmtsim.cpu.cast.elements import nearest_saturating
-from fmtsim.cpu.gemm.operands import contiguous
+from fmtsim.cpu.gemm.operand_layouts import contiguous
 from fmtsim.cpu.runtime import kernel_cache as keys
 from fmtsim.cpu.runtime.jit import device, kernel
 
@@ -39,7 +39,7 @@ def keys_with(file, old, new):
     loader.get_data = get_data
     sys.modules.pop("fmtsim." + file.removesuffix(".py").replace("/", "."), None)
     loader.get_source = lambda self, name: get_data(self, self.path).decode()
-    import fmtsim.cpu.cast.logarithmic, fmtsim.cpu.cast.scaled
+    import fmtsim.cpu.cast.logarithmic, fmtsim.cpu.cast.scaled_blocks
     assert all(getattr(fmtsim.cpu, name) for name in fmtsim.cpu.__all__)  # loads every module
     from fmtsim.cpu.runtime import kernel_cache as keys
     from fmtsim.cpu.runtime.kernel_cache import KernelCache

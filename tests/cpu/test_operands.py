@@ -8,13 +8,13 @@ import torch
 
 import fmtsim
 from fmtsim import torch_engine
-from fmtsim.cpu.cast import blockwise, hadamard
+from fmtsim.cpu.cast import blockwise, hadamard_kernels
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers import operand, product
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling import blocks, cast
+from fmtsim.scaling import blocks, scaled_cast
 from fmtsim.scaling.hadamard import transform
 from fmtsim.scaling.hadamard_matrix import base_matrix
 from fmtsim.scaling.scales import Scales
@@ -53,7 +53,7 @@ def torch_operations(monkeypatch):
 
     def run(function, *given, **named):
         with monkeypatch.context() as patch:
-            for of in (cast.ops, blocks, operand, product):
+            for of in (scaled_cast.ops, blocks, operand, product):
                 patch.setattr(of, "cpu_engine", lambda x: None)
             patch.setattr("fmtsim.scaling.hadamard.is_dense", lambda x: False)
             return function(*given, **named)
@@ -80,8 +80,10 @@ def test_elements_times_the_numbers_of_blocks(shape, block, threads, torch_opera
     for x in (y for each in (specials(*shape), *eight) for y in laid_out(each)):
         ways = [{}, {"tensor_scale": torch.tensor(0.3)}] + [{"divides": True}] * (x.dtype == torch.float32)
         for how in ways:
-            found = cast.times_blocks(x, s, sizes, **how)
-            assert_same_bits(found.nan_to_num(7), torch_operations(cast.times_blocks, x, s, sizes, **how).nan_to_num(7))
+            found = scaled_cast.times_blocks(x, s, sizes, **how)
+            assert_same_bits(
+                found.nan_to_num(7), torch_operations(scaled_cast.times_blocks, x, s, sizes, **how).nan_to_num(7)
+            )
             assert torch.equal(found.isnan(), x.float().isnan())
 
 
@@ -95,18 +97,18 @@ def test_casts_of_scaled_elements(shape, mode, threads, torch_operations):
         for x in laid_out(specials(*shape)):
             for divides in (False, True):
                 given = Scales(factor, factor, divides), sizes, spec, RandomKey(5, 9), dtype
-                found = cast._rounded(x, *given, True)
-                wanted = torch_operations(cast._rounded, x, *given, True)
+                found = scaled_cast._rounded(x, *given, True)
+                wanted = torch_operations(scaled_cast._rounded, x, *given, True)
                 assert_same_bits(found.elements.float().nan_to_num(7), wanted.elements.float().nan_to_num(7))
                 assert_same_bits(found.scaled, wanted.scaled)
-                assert found.elements.dtype == dtype and not cast._rounded(x, *given, False).scaled.numel()
+                assert found.elements.dtype == dtype and not scaled_cast._rounded(x, *given, False).scaled.numel()
 
 
 def test_nan_that_a_format_refuses():
     strict = dataclasses.replace(fmtsim.get_format("e2m1"), name="strict", nan_policy="error")
     x = torch.tensor([[1.0, torch.nan]])
     with pytest.raises(fmtsim.errors.ArgumentError, match="x holds NaN, which strict lacks and its record forbids"):
-        cast.cast(x, strict, fmtsim.Scaling(), Rounding(), "saturate")
+        scaled_cast.cast(x, strict, fmtsim.Scaling(), Rounding(), "saturate")
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -119,10 +121,10 @@ def test_rotations(size, inverse, threads):
         ):
             for dim in (-1, -2):
                 wanted = transform(x, size, dim, base_matrix(1), flips, inverse)
-                found = hadamard.hadamard(x, size, dim, flips, inverse)
+                found = hadamard_kernels.hadamard(x, size, dim, flips, inverse)
                 assert_same_bits(found, wanted)
                 assert found.is_contiguous()
-    assert hadamard.hadamard(specials(24, 24), 12, -1, None, False) is None
+    assert hadamard_kernels.hadamard(specials(24, 24), 12, -1, None, False) is None
 
 
 @pytest.mark.parametrize("mode", ["nearest_even", "stochastic"])

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from fmtsim.cuda import native as gpu
+from fmtsim.cuda import torch_calls as gpu
 from fmtsim.gemm.products import native, resolver
 from tests.cuda.emulated_gpu import take_for_gpu
 

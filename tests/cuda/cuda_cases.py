@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fmtsim import Datapath, get_unit
-from fmtsim.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA
+from fmtsim.cuda.gemm.engine import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA
 from fmtsim.cuda.gemm.job import FastPath
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from tests.support.gemm_engine import gemm_spec
 

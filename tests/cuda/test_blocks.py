@@ -11,7 +11,7 @@ import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda.cast import block, general
+from fmtsim.cuda.cast import any_format, block_casts
 from fmtsim.cuda.cast.scale_rules import CODES, PACKED, draws_words, fast_macros, output_of
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.representable import result_dtype
@@ -32,12 +32,12 @@ def check(x, spec, device, random=None, out_dtype=None):
     given = random.to(device) if isinstance(random, torch.Tensor) else random
     wanted, found = torch.empty(x.shape, dtype=dtype), torch.empty(x.shape, dtype=dtype, device=device)
     cpu.quantize(x, spec, random, wanted)
-    block.quantize_blocks(x.to(device), spec, given, found)
+    block_casts.quantize_blocks(x.to(device), spec, given, found)
     assert_same_bits(found, wanted, what=f"values of {spec.format.name} from {x.dtype}")
-    coded = block.encode_blocks(x.to(device), spec, given)
+    coded = block_casts.encode_blocks(x.to(device), spec, given)
     check_parts(f"{spec.format.name} from {x.dtype}", coded, cpu.encode(x, spec, random), x)
     decoded = torch.empty(x.shape, dtype=dtype, device=device)
-    general.decode(coded, spec, decoded)
+    any_format.decode(coded, spec, decoded)
     assert_same_bits(decoded, wanted, what=f"decoded {spec.format.name}")
 
 
@@ -174,16 +174,16 @@ def test_every_code_under_strange_scales(name, dtype, device):
     parts = parts._replace(codes=codes, scales=scales)
     wanted, found = torch.empty(codes.shape, dtype=dtype), torch.empty(codes.shape, dtype=dtype, device=device)
     cpu.decode(parts, spec, wanted)
-    general.decode(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
+    any_format.decode(parts._make(None if part is None else part.to(device) for part in parts), spec, found)
     assert_same_bits(found, wanted)
 
 
 def test_what_is_covered(device):
-    assert block.covers_blocks(cast_spec("mxfp4"), torch.float32, torch.bfloat16)
-    assert not block.covers_blocks(cast_spec("mxfp4"), torch.int32)
-    assert not block.covers_blocks(cast_spec("e4m3"), torch.float32)
+    assert block_casts.covers_blocks(cast_spec("mxfp4"), torch.float32, torch.bfloat16)
+    assert not block_casts.covers_blocks(cast_spec("mxfp4"), torch.int32)
+    assert not block_casts.covers_blocks(cast_spec("e4m3"), torch.float32)
     wide = dataclasses.replace(fmtsim.get_format("uint8_tensor_zp"), element=fmtsim.get_format("uint16"))
-    assert block.covers_blocks(cast_spec(wide), torch.float32)
+    assert block_casts.covers_blocks(cast_spec(wide), torch.float32)
     assert fast_macros(cast_spec("mxfp4", overflow="ieee"), torch.float32, 0) is None
     assert fast_macros(cast_spec("nf4_g64"), torch.float32, CODES) is None
     assert fast_macros(cast_spec("int8_channel"), torch.float32, PACKED) is not None
@@ -198,8 +198,8 @@ def test_planted_errors_are_caught(planted, emulated, monkeypatch):
         "element": dataclasses.replace(spec, rounding=Rounding(mode="nearest_away")),
         "block": dataclasses.replace(spec, format=with_block(spec.format, (1, 64))),
     }[planted]
-    real = block.quantize_blocks
-    monkeypatch.setattr(block, "quantize_blocks", lambda x, _, random, out: real(x, wrong, random, out))
+    real = block_casts.quantize_blocks
+    monkeypatch.setattr(block_casts, "quantize_blocks", lambda x, _, random, out: real(x, wrong, random, out))
     x[0, 0] = 1.25 * x[0, :32].abs().max().log2().floor().exp2() / 4  # a tie under every scale
     with pytest.raises(AssertionError, match="values of mxfp4"):
         check(x, spec, torch.device("cpu"))
@@ -210,10 +210,10 @@ def test_planted_errors_in_packed_codes_are_caught(mode, dtype, emulated, monkey
     """Another key, or another rule of scales."""
     spec, x, random = cast_spec("mxfp4", mode), numbers((4, 64), dtype, special=False), KEY if mode == RANDOM else None
     check_packed(Engine("cuda", torch.device("cpu")), x, spec, random)
-    real, wrong = block.encode_blocks, spec
+    real, wrong = block_casts.encode_blocks, spec
     if mode == EVEN:
         wrong = dataclasses.replace(spec, format=with_block(spec.format, None, "ceil"))
     key = RandomKey(8) if mode == RANDOM else None
-    monkeypatch.setattr(block, "encode_blocks", lambda x, spec, _, packed: real(x, wrong, key, packed))
+    monkeypatch.setattr(block_casts, "encode_blocks", lambda x, spec, _, packed: real(x, wrong, key, packed))
     with pytest.raises(AssertionError, match="codes of mxfp4, packed"):
         check_packed(Engine("cuda", torch.device("cpu")), x, spec, random)

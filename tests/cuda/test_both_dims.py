@@ -9,11 +9,11 @@ import torch
 
 import fmtsim
 from fmtsim import cpu
-from fmtsim.cuda.cast import block, scaled
+from fmtsim.cuda.cast import block_casts, scaled_operands
 from fmtsim.cuda.gemm import scaled_product
 from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast
+from fmtsim.scaling.scaled_cast import cast
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import multiplied
 from fmtsim.spec.quantizer import ClipMask, Quantizer
@@ -50,7 +50,7 @@ def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
     spec, keys = cast_spec(name, mode), KEYS if mode == "stochastic" else (None, None)
     x = numbers(shape, dtype)
     rows, columns = (quantised(x, spec, dim, key, torch.bfloat16) for dim, key in zip((-1, -2), keys, strict=True))
-    both = block.quantize_both_dims(x.to(device), along(spec, -2), keys, without_tensor_scale=False)
+    both = block_casts.quantize_both_dims(x.to(device), along(spec, -2), keys, without_tensor_scale=False)
     served = name != "nf4_g64" and shape != (30, 70) and (name, dtype) != ("nvfp4", torch.float32)
     assert (both is not None) == served
     if both is not None:
@@ -64,13 +64,13 @@ def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
     [((130, 256), torch.bfloat16), ((5, 136), torch.float32), pytest.param((256, 8), torch.float16, marks=SLOW)],
 )
 def test_both_axes_under_a_scale_rule(power, shape, dtype, device):
-    quantizer = Quantizer(format=E4M3, scaling=Scaling(block=(1, 128), eps=1e-4, power_of_two=power))
+    quantizer = Quantizer(format=E4M3, scaling=Scaling(block_casts=(1, 128), eps=1e-4, power_of_two=power))
     x = numbers(shape, dtype)
-    assert scaled.covers_both(x.to(device), quantizer)
+    assert scaled_operands.covers_both(x.to(device), quantizer)
     for fold in {False, power is not None}:
-        made = scaled.cast_both(x.to(device), quantizer, fold)
+        made = scaled_operands.cast_both(x.to(device), quantizer, fold)
         for one, matrix in zip(made, (x, x.mT), strict=True):
-            wanted = scaled.cast_scaled(matrix.mT.to(device).mT, quantizer, fold=fold)
+            wanted = scaled_operands.cast_scaled(matrix.mT.to(device).mT, quantizer, fold=fold)
             assert one.elements.stride() == matrix.stride() and one.block == wanted.block
             assert_same_bits(one.elements.float(), wanted.elements.float())
             assert (one.scale is None) == fold
@@ -79,44 +79,46 @@ def test_both_axes_under_a_scale_rule(power, shape, dtype, device):
 
 
 def test_rules_that_are_cast_along_both_axes(device):
-    rule = Scaling(block=(1, 128), power_of_two="ceil")
+    rule = Scaling(block_casts=(1, 128), power_of_two="ceil")
     quantizer = Quantizer(format=E4M3, scaling=rule)
     x = torch.zeros(130, 64, dtype=torch.bfloat16, device=device)
-    assert scaled.covers_both(x, quantizer) and not scaled.covers_both(x[:, :60], quantizer)
-    assert not scaled.covers_both(x.mT, quantizer) and not scaled.covers_both(x[None], quantizer)
+    assert scaled_operands.covers_both(x, quantizer) and not scaled_operands.covers_both(x[:, :60], quantizer)
+    assert not scaled_operands.covers_both(x.mT, quantizer) and not scaled_operands.covers_both(x[None], quantizer)
     for changes in ({"rounding": Rounding(mode="stochastic")}, {"gradient": ClipMask()}):
-        assert not scaled.covers_both(x, replace(quantizer, **changes))
+        assert not scaled_operands.covers_both(x, replace(quantizer, **changes))
     for changes in ({"block": (1, 64)}, {"block": (None, 128)}, {"block": (128, 128)}, {"multiplier": 1.5}):
         other = replace(quantizer, scaling=replace(rule, **changes))
-        assert not scaled.covers_both(x, other)
+        assert not scaled_operands.covers_both(x, other)
 
 
 @pytest.mark.parametrize("rounding", [Rounding(), pytest.param(Rounding(mode="stochastic"), marks=SLOW)])
 def test_elements_that_are_cast_again_with_their_scales(rounding, device):
-    quantizer = Quantizer(format=E4M3, rounding=rounding, scaling=Scaling(block=(1, 128), arithmetic="reciprocal"))
+    quantizer = Quantizer(
+        format=E4M3, rounding=rounding, scaling=Scaling(block_casts=(1, 128), arithmetic="reciprocal")
+    )
     x, factor = numbers((130, 256), torch.bfloat16), torch.rand(130, 2) + 0.1
     factor[3], factor[4, 1] = 2.0**-140, 1e38
     there, numbers_there = x.to(device).mT, factor.to(device)
-    assert scaled.covers(there, quantizer, numbers_there)
+    assert scaled_operands.covers(there, quantizer, numbers_there)
     keys = (KEYS[0] if rounding.mode == "stochastic" else None, None)
-    made = scaled.cast_scaled(there, quantizer, keys, factor=numbers_there)
+    made = scaled_operands.cast_scaled(there, quantizer, keys, factor=numbers_there)
     wanted = cast(multiplied(x, factor).mT, E4M3, quantizer.scaling, rounding, "saturate", keys)
     assert_same_bits(made.elements.float(), wanted.elements)
     assert_same_bits(made.scale, wanted.scales.scale)
     for refused in (numbers_there[:, :1], numbers_there.mT.contiguous().mT):
-        assert not scaled.covers(there, quantizer, refused)
-    assert not scaled.covers(x.to(device).float().mT, quantizer, numbers_there)
-    assert not scaled.covers(x.to(device), quantizer, numbers_there)
+        assert not scaled_operands.covers(there, quantizer, refused)
+    assert not scaled_operands.covers(x.to(device).float().mT, quantizer, numbers_there)
+    assert not scaled_operands.covers(x.to(device), quantizer, numbers_there)
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (10, 37)])
 def test_values_without_the_scale_of_the_tensor(shape, device):
     spec = cast_spec("nvfp4")
-    assert block.holds_without_tensor_scale(spec)
-    assert not block.holds_without_tensor_scale(cast_spec("mxfp4"))
+    assert block_casts.holds_without_tensor_scale(spec)
+    assert not block_casts.holds_without_tensor_scale(cast_spec("mxfp4"))
     for dtype in (torch.bfloat16, torch.float32):
         x = numbers(shape, dtype, special=False)
-        values, scale = block.quantize_without_tensor_scale(x.to(device), spec, None)
+        values, scale = block_casts.quantize_without_tensor_scale(x.to(device), spec, None)
         assert values.dtype == torch.bfloat16
         found = (values.double() * scale.double()).float()  # exact, then rounded once
         assert_same_bits(found, quantised(x, spec, -1, None, torch.float32))

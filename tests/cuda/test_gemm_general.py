@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmtsim import GemmPlan, cpu, get_unit
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath

@@ -9,7 +9,7 @@ import torch
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import aligned_fp64_fma, aligned_fp64_mma, fma_chain
-from fmtsim.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP64_FMA, FP64_MMA
+from fmtsim.cuda.gemm.engine import BLOCK_SCALED, FMA_CHAIN, FP64_FMA, FP64_MMA
 from fmtsim.cuda.gemm.job import Gpu
 from fmtsim.formats.floating import E8M0
 from tests.cuda.cuda_cases import custom

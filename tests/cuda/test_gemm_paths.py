@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmtsim import Datapath, GemmPlan
-from fmtsim.cuda.gemm.dispatch import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA, variants
+from fmtsim.cuda.gemm.engine import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA, variants
 from fmtsim.cuda.gemm.job import promotion_of
 from fmtsim.rounding.modes import RULES
 from tests.cuda.cuda_cases import CASES, EIGHT, FMA, HALF, NVF4, PATHS, RARER, Case, custom

@@ -12,7 +12,7 @@ import torch
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import self_test
-from fmtsim.cuda.gemm.dispatch import FP32_FMA
+from fmtsim.cuda.gemm.engine import FP32_FMA
 from fmtsim.cuda.gemm.job import Plan
 from fmtsim.support.errors import DeviceError, KernelWarning
 from tests.cuda.emulator import COMPILER

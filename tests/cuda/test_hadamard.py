@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fmtsim.cuda
-from fmtsim.cuda.cast import hadamard as engine
+from fmtsim.cuda.cast import warp_hadamard as engine
 from fmtsim.scaling import hadamard as verbs
 from fmtsim.scaling.hadamard import transform
 from fmtsim.scaling.hadamard_matrix import base_matrix, random_signs, sign_bits

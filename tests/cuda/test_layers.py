@@ -8,7 +8,7 @@ from torch import nn
 import fmtsim
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.casts.ops import load_engine
-from fmtsim.cuda.cast import hadamard, scaled
+from fmtsim.cuda.cast import scaled_operands, warp_hadamard
 from fmtsim.gemm.layers import product
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
@@ -220,8 +220,8 @@ def test_gradients_are_scaled_and_turned_back_in_one_step(on_card, monkeypatch):
     apart = gradients(lambda *_: None)
     for one, other in zip(gradients(), apart, strict=True):
         assert_same_bits(one, other)
-    finish = hadamard.finish_rotated
-    monkeypatch.setattr(hadamard, "finish_rotated", lambda *given: finish(*given[:-1], (given[-1][0], None)))
+    finish = warp_hadamard.finish_rotated
+    monkeypatch.setattr(warp_hadamard, "finish_rotated", lambda *given: finish(*given[:-1], (given[-1][0], None)))
     assert not any(torch.equal(one, other) for one, other in zip(gradients(), apart, strict=True))
 
 
@@ -257,7 +257,7 @@ def test_blocks_of_128_are_cast_with_fewer_reads(name, on_card, monkeypatch):
 
     torch._dynamo.reset()
     at_once = [steps(run), steps(torch.compile(run, fullgraph=True, backend="aot_eager"))]
-    monkeypatch.setattr(scaled, "covers_both", lambda *_: False)
+    monkeypatch.setattr(scaled_operands, "covers_both", lambda *_: False)
     apart = steps(run)
     for made in at_once:
         for one, other in zip(made, apart, strict=True):
@@ -330,8 +330,8 @@ def test_kernels_cast_twice(on_card, monkeypatch):
     """DeepSeek-V3's inputs behind attention, kept in E5M6 and cast again: two launches, the same bits."""
     quantizer = get_recipe("deepseek_v3").rules[2].use.wgrad.b
     x = bfloat16s(128, 256, seed=5)
-    calls, real = [], scaled.cast_scaled
-    monkeypatch.setattr(scaled, "cast_scaled", lambda *given: calls.append(given) or real(*given))
+    calls, real = [], scaled_operands.cast_scaled
+    monkeypatch.setattr(scaled_operands, "cast_scaled", lambda *given: calls.append(given) or real(*given))
     made = quantize_operand(x.to(on_card).mT, quantizer, Keys(), folded=True)
     assert len(calls) == 2 and made.scale is None and calls[1][0].dtype == torch.bfloat16
     with pytest.MonkeyPatch.context() as patch:

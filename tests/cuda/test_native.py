@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
 from fmtsim import cuda
-from fmtsim.cuda import native as unit
-from fmtsim.cuda.native import NativeCall, NativeScales, block_scales, switches, swizzled, torch_call
+from fmtsim.cuda import torch_calls as unit
+from fmtsim.cuda.torch_calls import NativeCall, NativeScales, block_scales, switches, swizzled, torch_call
 from fmtsim.formats.packing import unswizzled
 from fmtsim.gemm.products import native
 from fmtsim.gemm.products.operands import fp4_of_fp8
-from fmtsim.lab.analysis.native import compare_native
+from fmtsim.lab.analysis.compare_native import compare_native
 from fmtsim.support.errors import DeviceError, NativeWarning
 
 F8, F5, F4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2

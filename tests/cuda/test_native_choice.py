@@ -12,7 +12,7 @@ import torch
 
 import fmtsim
 from fmtsim import cuda
-from fmtsim.cuda.native import swizzled
+from fmtsim.cuda.torch_calls import swizzled
 from fmtsim.gemm.products import native
 from fmtsim.gemm.products.resolver import recorded_calls, resolve
 from fmtsim.gemm.targets import doubts

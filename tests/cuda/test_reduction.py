@@ -11,11 +11,11 @@ import torch
 import fmtsim
 from fmtsim import cuda
 from fmtsim.casts import ops
-from fmtsim.cuda.cast.reduction import ReductionStages, covers_reduction
+from fmtsim.cuda.cast.reduction_stages import ReductionStages, covers_reduction
 from fmtsim.distributed import AutoFactor, get_reduction
 from fmtsim.distributed.arithmetic import Batch, Hop, canonical, factors_of
 from fmtsim.distributed.collective import Stages, stages_of
-from fmtsim.distributed.simulate import simulate_batches
+from fmtsim.distributed.simulated_reduce import simulate_batches
 from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
 from tests.support.bits import assert_same_bits

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda.cast import hadamard, rotated
+from fmtsim.cuda.cast import rotated, warp_hadamard
 from fmtsim.formats.scaling import TensorScale
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import rotated as transform
+from fmtsim.scaling.scaled_cast import rotated as transform
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys, spread
 from fmtsim.spec.quantizer import Clamp, ClipMask, Hadamard
@@ -124,7 +124,7 @@ def test_gradients_are_turned_back(turn, dtype, device):
     y[4, 6], y[4, 7] = 1 + 2.0**-8, 1 + 3 * 2.0**-8  # ties of bfloat16, the first goes down
     mask = torch.rand(y.shape, generator=generator) > 0.25
     turns = () if turn is None else (turn,)
-    assert hadamard.covers_finish(y, turns)
+    assert warp_hadamard.covers_finish(y, turns)
     one, other = torch.tensor(4 / 3), torch.tensor(0.7)
     for chosen, scales in ((mask, (one, other)), (mask, (None, other)), (None, (None, None))):
         x = y
@@ -133,7 +133,7 @@ def test_gradients_are_turned_back(turn, dtype, device):
         x = x if turn is None else transform(x, turn, None, inverse=True)
         there = None if chosen is None else chosen.to(device)
         given = [None if scale is None else scale.to(device) for scale in scales]
-        found = hadamard.finish_rotated(y.to(device), there, turns, dtype, given)
+        found = warp_hadamard.finish_rotated(y.to(device), there, turns, dtype, given)
         assert found.dtype == dtype
         assert torch.equal(canonical(found.cpu()), canonical(x.to(dtype)))
 
@@ -205,7 +205,7 @@ def test_what_the_kernels_take():
     assert not rotated.covers(x, replace(largest, gradient=ClipMask()))
     assert not rotated.covers(x, replace(quest, rounding=Rounding()))
     for y, turns in ((torch.zeros(2, 80), ()), (torch.zeros(2, 64), (replace(turn, signs="random"),)), (x, (turn,))):
-        assert not hadamard.covers_finish(y, turns)
+        assert not warp_hadamard.covers_finish(y, turns)
 
 
 def test_division_by_four_thirds_is_exact():
@@ -231,11 +231,11 @@ def test_planted_errors_are_caught(emulated, monkeypatch):
     with pytest.raises(AssertionError):
         test_signs_may_be_a_mask(torch.device("cpu"))
     monkeypatch.undo()
-    finish = hadamard.finish_rotated
+    finish = warp_hadamard.finish_rotated
     for wrong in (
         lambda y, mask, *rest: finish(y, None, *rest),
         lambda y, mask, turns, dtype, scales: finish(y, mask, turns, dtype, (scales[0], None)),
     ):
-        monkeypatch.setattr(hadamard, "finish_rotated", wrong)
+        monkeypatch.setattr(warp_hadamard, "finish_rotated", wrong)
         with pytest.raises(AssertionError):
             test_gradients_are_turned_back(None, torch.bfloat16, torch.device("cpu"))

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cuda.cast import scale_rules, scaled
+from fmtsim.cuda.cast import scale_rules, scaled_operands
 from fmtsim.cuda.cast.layout import COLUMNS, LONG_COLUMNS, RUNS, TENSOR, TILES, matrix_layout
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import block_sizes, statistic
-from fmtsim.scaling.cast import cast, slope
 from fmtsim.scaling.history import DelayedScale, FrozenScale
 from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.scaling.scaled_cast import cast, slope
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import spread
 from fmtsim.spec.quantizer import ClipMask, Quantizer, TrustMask
@@ -85,16 +85,16 @@ def check(x, quantizer, device):
     """Hold values, scales, masks and folded values of the device to the definition's bits."""
     wanted = reference(x, quantizer)
     there = x.to(device) if x.is_contiguous() else x.mT.to(device).mT
-    assert scaled.covers(there, quantizer)
+    assert scaled_operands.covers(there, quantizer)
     keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
-    made = scaled.cast_scaled(there, quantizer, keys)
+    made = scaled_operands.cast_scaled(there, quantizer, keys)
     assert made.elements.dtype == torch.bfloat16 and made.elements.stride() == x.stride()
     assert_made(made, wanted)
     passes = slope(quantizer.gradient, wanted, quantizer.format)
     assert (made.slope is None) == (passes is None)
     assert passes is None or (made.slope.dtype == torch.bool and torch.equal(made.slope.cpu().float(), passes))
-    if scaled.folds(quantizer):
-        folded = scaled.cast_scaled(there, quantizer, keys, True)
+    if scaled_operands.folds(quantizer):
+        folded = scaled_operands.cast_scaled(there, quantizer, keys, True)
         assert folded.scale is None and (quantizer.scaling.multiplier != 1) == (folded.tensor_scale is not None)
         check_folded(folded, wanted, block_sizes(quantizer.scaling.block, x.shape))
 
@@ -125,12 +125,12 @@ QUICK = ("te_current-x_f", "quartet-x_f", "quartet-g_d", "bitnet-w_f")
 @pytest.mark.parametrize("name", slow_but(len(QUICK), *sorted(RECIPES, key=lambda name: name not in QUICK)))
 def test_recipes_have_the_bits_of_the_definition(name, turned, device):
     quantizer = at_once(RECIPES[name])
-    taken = scaled.covers(torch.zeros(64, 64, device=device), quantizer)
+    taken = scaled_operands.covers(torch.zeros(64, 64, device=device), quantizer)
     if not taken:
         assert scale_rules.rule_of(quantizer) is None
         pytest.skip("transforms of the quantiser are others' work, or it has no kernel")
     if turned and quantizer.scaling.statistic != "amax":
-        assert not scaled.covers(torch.zeros(64, 64, device=device).mT, quantizer)
+        assert not scaled_operands.covers(torch.zeros(64, 64, device=device).mT, quantizer)
         return
     for shape, dtype, special in (((72, 88), torch.bfloat16, True), ((64, 192), torch.bfloat16, False)):
         check(matrix(shape, dtype, turned, special), quantizer, device)
@@ -189,7 +189,7 @@ def test_a_float64_quotient_is_rounded_as_such(device):
 def check_zeros(x, rule, device):
     for first in (-0.0, float("inf"), float("nan")):
         x[0, 0] = first
-        made = scaled.cast_scaled(x.to(device), Quantizer(format=E4M3, scaling=rule))
+        made = scaled_operands.cast_scaled(x.to(device), Quantizer(format=E4M3, scaling=rule))
         assert_made(made, reference(x, Quantizer(format=E4M3, scaling=rule)))
 
 
@@ -231,11 +231,11 @@ def test_means_of_whole_matrices(kind, device):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
         x[0, 0], x[0, 1] = float("nan"), float("-inf")
         check(x, quantizer, device)
-    assert not scaled.covers(torch.zeros(64, 72, device=device).mT, quantizer)
+    assert not scaled_operands.covers(torch.zeros(64, 72, device=device).mT, quantizer)
     for size in ((1 << 15) + 1, (1 << 20) + 8):  # the first beyond one pass of the last kernel, and beyond two
         x = torch.randn(size, generator=torch.Generator().manual_seed(4))
         wanted = statistic(x[None], (None, None), kind)[0]
-        assert_same_bits(scaled.mean_of(x.to(device), kind).view(torch.float32), wanted)
+        assert_same_bits(scaled_operands.mean_of(x.to(device), kind).view(torch.float32), wanted)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -262,7 +262,7 @@ def test_delayed_scales_and_their_memory(quantizer, change, device):
         for frozen in (True, False):
             pair = (FrozenScale(mine), FrozenScale(theirs)) if frozen else (mine, theirs)
             keys = (KEY if quantizer.rounding.mode == "stochastic" else None, None)
-            made = scaled.cast_scaled(x.to(device), quantizer, keys, delayed=pair[0])
+            made = scaled_operands.cast_scaled(x.to(device), quantizer, keys, delayed=pair[0])
             wanted = reference(x, quantizer, pair[1].advance(statistic(x, (None, None), "amax")))
             assert_made(made, wanted)
             for name in ("amaxes", "factor", "calls"):
@@ -286,7 +286,7 @@ def test_a_scale_that_ranks_share_is_theirs(device):
     x, memory = matrix((32, 72), torch.bfloat16, special=False), DelayedScale(DELAYED).to(device)
     shared = Shared(memory)
     for _ in range(2):
-        made = scaled.cast_scaled(x.to(device), DELAYED, delayed=shared)
+        made = scaled_operands.cast_scaled(x.to(device), DELAYED, delayed=shared)
     assert shared.amaxes == [float(x.abs().max())] * 2
     assert_same_bits(made.elements.float(), reference(x, at_once(DELAYED)).elements)
 
@@ -294,7 +294,7 @@ def test_a_scale_that_ranks_share_is_theirs(device):
 def test_a_memory_elsewhere_is_refused(emulated):
     x, memory = torch.zeros(8, 16), DelayedScale(DELAYED).to("meta")
     with pytest.raises(DeviceError, match="remembers on meta, but x is on cpu; move the model"):
-        scaled.cast_scaled(x, DELAYED, delayed=memory)
+        scaled_operands.cast_scaled(x, DELAYED, delayed=memory)
 
 
 ORACLE = [
@@ -308,7 +308,7 @@ def test_block_formats_in_other_words_by_the_exact_oracle(arithmetic, block, dev
     fmt = BlockFormat(name="probe", element=E4M3, scaling=block_scaling(block, arithmetic=arithmetic))
     quantizer = Quantizer(format=E4M3, scaling=Scaling(block=block, arithmetic=arithmetic))
     x = matrix((6, 24), torch.float32)
-    made, exact = scaled.cast_scaled(x.to(device), quantizer), quantize_matrix(x.tolist(), fmt)
+    made, exact = scaled_operands.cast_scaled(x.to(device), quantizer), quantize_matrix(x.tolist(), fmt)
     assert made.scale.tolist() == exact.scales
     elements = torch.tensor([[E4M3.value(code) for code in row] for row in exact.codes])
     assert_same_bits(made.elements.float(), elements)
@@ -316,7 +316,7 @@ def test_block_formats_in_other_words_by_the_exact_oracle(arithmetic, block, dev
 
 def test_what_is_covered():
     x, whole = torch.zeros(64, 96), Scaling()
-    assert not scaled.covers(x, Quantizer(format=E4M3, scaling=whole))  # no device
+    assert not scaled_operands.covers(x, Quantizer(format=E4M3, scaling=whole))  # no device
     for rule in (
         Scaling(block=(1, 16), scale=E4M3, tensor=TensorScale()),
         Scaling(block=(1, 16), candidates=(1.0, 1.5)),
@@ -351,7 +351,7 @@ def test_shapes_find_their_kernels(block, turned, kind):
 
 def test_folding():
     def folds(**rule):
-        return scaled.folds(Quantizer(format=E2M1, scaling=Scaling(**rule)))
+        return scaled_operands.folds(Quantizer(format=E2M1, scaling=Scaling(**rule)))
 
     assert folds(power_of_two="ceil") and folds(scale=E8M0) and folds(scale=E4M3) and folds(allowed=(0.5, 4.0))
     assert folds(power_of_two="floor", multiplier=4 / 3)
@@ -362,11 +362,11 @@ def test_folding():
 def test_planted_errors_are_caught(emulated, monkeypatch):
     device = torch.device("cpu")
     real = scale_rules._rule
-    monkeypatch.setattr(scaled, "_plans", {})
+    monkeypatch.setattr(scaled_operands, "_plans", {})
     monkeypatch.setitem(scale_rules._TIES, "nearest_toward_zero", 0)  # ties to even
     with pytest.raises(AssertionError):
         test_recipes_have_the_bits_of_the_definition("quartet-x_f", False, device)
-    monkeypatch.setattr(scaled, "_plans", {})
+    monkeypatch.setattr(scaled_operands, "_plans", {})
     monkeypatch.setattr(scale_rules, "_rule", lambda q, s, *rest: real(q, replace(s, power_of_two=None), *rest))
     with pytest.raises(AssertionError):
         test_rules_have_the_bits_of_the_definition(RULES[5], device)

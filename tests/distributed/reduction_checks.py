@@ -28,11 +28,11 @@ from fmtsim.distributed import (
 )
 from fmtsim.distributed.arithmetic import Batch
 from fmtsim.distributed.gather import HALO
-from fmtsim.distributed.simulate import simulate_batches
+from fmtsim.distributed.simulated_reduce import simulate_batches
 from fmtsim.nn import convert, flash_attention_3
 from fmtsim.recipes import Recipe
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import cast
+from fmtsim.scaling.scaled_cast import cast
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.operands import normal

@@ -15,7 +15,7 @@ import fmtsim
 from fmtsim.distributed import REDUCTIONS, AutoFactor, Reduction, get_reduction, simulate, whole_tensors
 from fmtsim.distributed.arithmetic import from_bytes, require_mu, require_row_blocks, to_bytes
 from fmtsim.distributed.gather import HALO, require_whole
-from fmtsim.distributed.simulate import tree as sum_as_tree
+from fmtsim.distributed.simulated_reduce import tree as sum_as_tree
 from fmtsim.formats.scaling import History, Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec

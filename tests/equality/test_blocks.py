@@ -10,9 +10,9 @@ import torch
 from fmtsim import cpu, torch_engine
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat, LogTileFormat, ScaledFormat, scaled, with_block
+from fmtsim.formats.element import CodebookFormat, FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import block_scaling
-from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
 from fmtsim.spec.cast import CastSpec, EncodedParts

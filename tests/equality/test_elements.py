@@ -12,9 +12,9 @@ import torch
 from fmtsim.casts.ops import code_dtype
 from fmtsim.cpu.cast import codes as cpu_codes
 from fmtsim.cpu.cast import engine as cpu_cast
-from fmtsim.formats import spec
+from fmtsim.formats import element
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, LogFormat
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value
@@ -188,7 +188,7 @@ def test_logarithmic_values_that_share_a_float32_share_the_first_code(monkeypatc
     """2**(k / 2**23) has the same float32 for k = 1 and 2, and for 4 and 5; its roots take long to compute."""
     values = [1 + n * 2.0**-23 for n in (0, 1, 1, 2, 3, 3, 4, 5)]
     middles = [1 + (k + 0.5) * math.log(2) * 2.0**-23 for k in range(7)]
-    monkeypatch.setattr(spec, "_log_values", lambda gamma, count, step, bits: tuple(
+    monkeypatch.setattr(element, "_log_values", lambda gamma, count, step, bits: tuple(
         values if bits == 24 else [middle for middle in middles for _ in range(2)]))  # fmt: skip
     monkeypatch.setattr(oracle, "_log_magnitudes", lambda fmt: [Fraction(value) for value in values])
     monkeypatch.setattr(oracle, "_log_thresholds", lambda fmt: [Fraction(middle) for middle in middles])

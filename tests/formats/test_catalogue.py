@@ -16,10 +16,10 @@ from gfloat.types import Domain, Signedness
 
 import fmtsim
 from fmtsim.formats.block import BlockFormat, ScaledFormat
+from fmtsim.formats.element import CodebookFormat, FloatFormat, IntFormat
 from fmtsim.formats.interop import numpy_dtype
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
-from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat
 from fmtsim.rounding.oracle import round_value
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import FormatError

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fmtsim.formats.display import code_table, format_facts, format_html, text_table
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.registry import get_format, list_formats
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.support.errors import ArgumentError, FormatError
 
 

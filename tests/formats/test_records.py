@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fmtsim.formats.block import BlockFormat, LogTileFormat, scaled, with_block
+from fmtsim.formats.element import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
-from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.support.errors import FormatError
 
 

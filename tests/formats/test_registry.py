@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fmtsim.formats import registry
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.registry import get_format, list_formats, register_format
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.support.errors import FormatError
 from tests.support.refusals import refused
 
@@ -213,7 +213,7 @@ def test_names_by_family():
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    ("posits", r"list the values: fmtsim.formats.spec.CodebookFormat\("), ("hif16", r"fields of varying width"),
+    ("posits", r"list the values: fmtsim.formats.element.CodebookFormat\("), ("hif16", r"fields of varying width"),
     ("bfp16", r"'mxint8', or integers under one: 'int8_1x16_floor'"), ("msfp11", r"'msfp12', .*, 'int4_1x16_floor'"),
     ("unum", r"fields of varying width"), ("ternary", r"-1, 0 and 1 are 'int2'"),
     ("bf8", r"did you mean 'e5m2' or 'e5m2fnuz'\?"), ("fp6", r"did you mean 'e2m3' or 'e3m2' or 'mxfp6_e2m3'\?"),

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from fmtsim.formats.element import CodebookFormat, FloatFormat, IntFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable, result_dtype
-from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat
 
 ELEMENTS = [get_format(name) for kind in ("float", "int", "codebook", "log") for name in list_formats(kind)]
 EDGES = [

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.element import CodebookFormat, FloatFormat
 from fmtsim.formats.registry import (
     format_from_dict,
     format_from_json,
@@ -18,7 +19,6 @@ from fmtsim.formats.registry import (
     list_formats,
 )
 from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
-from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.support.errors import FormatError
 
 

@@ -14,7 +14,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.operand import holder, quantize_operand
 from fmtsim.gemm.layers.operator import layout_of
 from fmtsim.gemm.layers.route import element_of, kind_of
-from fmtsim.gemm.products.scales import product_kind
+from fmtsim.gemm.products.operand_scales import product_kind
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.scaling.history import DelayedScale

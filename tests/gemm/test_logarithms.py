@@ -13,7 +13,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim import GemmPlan
-from fmtsim.formats.spec import LogFormat
+from fmtsim.formats.element import LogFormat
 from fmtsim.gemm.layers.route import route_of
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import Mode, Unit

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fmtsim import mma
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.resolver import resolve_call
 from fmtsim.gemm.units import unit as units_module
 from fmtsim.gemm.units.unit import Mode, Unit, describe, get_unit, list_units, register_unit

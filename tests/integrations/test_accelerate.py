@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import fmtsim
 from fmtsim.integrations.accelerate import FmtsimRun
-from fmtsim.recipes.spec import Rule, Steps
+from fmtsim.recipes.recipe import Rule, Steps
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 from tests.support.refusals import refused

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import fmtsim
 from fmtsim.integrations import lightning as integration
 from fmtsim.integrations.lightning import FmtsimCallback
-from fmtsim.recipes.spec import Rule
+from fmtsim.recipes.recipe import Rule
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 from tests.support.refusals import refused

@@ -11,7 +11,7 @@ import torch
 import fmtsim
 from fmtsim.integrations import transformers as integration
 from fmtsim.integrations.transformers import FmtsimCallback
-from fmtsim.recipes.spec import Rule
+from fmtsim.recipes.recipe import Rule
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from tests.support.followed import ROWS, Writer, llama, remembered, same
 from tests.support.refusals import refused

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.cpu.runtime.jit import kernel
-from fmtsim.cpu.runtime.numbers import philox
+from fmtsim.cpu.runtime.kernel_numbers import philox
 from fmtsim.machine import attention_efficient, attention_rows, mufu, norm, softmax
 from fmtsim.machine.arrays import STRIDED, apply, fma
 from fmtsim.machine.simulate import simulate
-from fmtsim.support.mufu import approximate_reciprocal
+from fmtsim.support.mufu_tables import approximate_reciprocal
 from tests.machine.cases import FUNCTIONS, all_cases, digest, numbers
 
 RECORD = json.loads((Path(__file__).parent / "data" / "h200.json").read_text("utf-8"))["cases"]

@@ -13,7 +13,7 @@ import fmtsim
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.nn import convert
-from fmtsim.nn.attention import QuantisedAttention, convert_attention, revert_attention
+from fmtsim.nn.multihead_attention import QuantisedAttention, convert_attention, revert_attention
 from fmtsim.nn.sdpa import AttentionCall, flash_attention_3, quantised_attention
 from fmtsim.recipes import AttentionConfig, Recipe, get_recipe
 from fmtsim.rounding.modes import Rounding

@@ -13,9 +13,9 @@ from fmtsim.gemm.layers.config import linear_config
 from fmtsim.gemm.layers.linear import EmulatedGEMM
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import EmulatedLinear, convert, report, revert, set_step
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe import Recipe, Rule, Steps
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import load_rules, save_recipe, save_rules
-from fmtsim.recipes.spec import Recipe, Rule, Steps
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FormatError
 from tests.support.models import snapshot
 from tests.support.refusals import refused

@@ -13,7 +13,7 @@ from fmtsim.nn import convert, report
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import block_of, find_blocks
 from fmtsim.recipes import Recipe, Rule, get_recipe, list_recipes
-from fmtsim.recipes.plan import HIGH
+from fmtsim.recipes.layer_plan import HIGH
 from fmtsim.support.errors import CoverageWarning
 from tests.support.refusals import refused
 

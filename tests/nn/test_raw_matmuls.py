@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.gemm.layers.config import linear_config
 from fmtsim.nn import convert, report, revert
-from fmtsim.nn.attention import convert_attention, revert_attention
+from fmtsim.nn.multihead_attention import convert_attention, revert_attention
 from fmtsim.recipes import Recipe, Rule, get_recipe
-from fmtsim.recipes.attention import flash_attention_3
+from fmtsim.recipes.attention_config import flash_attention_3
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import all_same_bits
 from tests.support.models import Experts, FalconLinear, MatrixLayers, Written, train

@@ -3,8 +3,8 @@
 
 import pytest
 
-from fmtsim.cpu.optim import steps as cpu_steps
-from fmtsim.cuda.optim import steps as cuda_steps
+from fmtsim.cpu.optim import optimizer_steps as cpu_steps
+from fmtsim.cuda.optim import fused_steps as cuda_steps
 from fmtsim.optim import stepping
 
 

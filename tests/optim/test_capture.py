@@ -11,7 +11,7 @@ import torch
 
 import fmtsim
 from fmtsim.cuda import runtime
-from fmtsim.cuda.optim.steps import kernels_of, launches
+from fmtsim.cuda.optim.fused_steps import kernels_of, launches
 from fmtsim.optim import SGD, Adam, AdamW, Lion, Madam, rules, stepping
 from fmtsim.spec.optimizer import Numbers
 from fmtsim.support.errors import DeviceError

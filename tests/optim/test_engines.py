@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu.optim import steps as cpu_steps
-from fmtsim.cuda.optim import steps as cuda_steps
+from fmtsim.cpu.optim import optimizer_steps as cpu_steps
+from fmtsim.cuda.optim import fused_steps as cuda_steps
 from fmtsim.optim import StateFormat, stepping
 from fmtsim.optim.catalogue import scaled_state
 from fmtsim.rounding import codebooks

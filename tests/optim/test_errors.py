@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fmtsim
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.optim import SGD, AdamW, Lion, Madam, Scheme, StateFormat, codec, get_scheme
 from fmtsim.optim.catalogue import scaled_state
 from fmtsim.spec.optimizer import STATE_RULES
@@ -214,13 +214,13 @@ def test_rules_of_the_catalogue():
 
 
 def test_codebooks_that_kernels_cannot_tell_apart_have_no_fast_path():
-    from fmtsim.cpu.optim import steps
+    from fmtsim.cpu.optim import optimizer_steps
     from fmtsim.rounding import codebooks
 
     close = CodebookFormat(name="close", values=tuple(i / 10**6 for i in range(255)) + (1.0,))
     refused("closer than kernels tell apart", codebooks.table_of, close, "even")
     scheme = Scheme(name="x", **dict.fromkeys(("first", "second"), scaled_state(close, "amax", (1, 256))))
-    assert not steps.supports_optimizer("adamw", scheme)
+    assert not optimizer_steps.supports_optimizer("adamw", scheme)
     p = weight(64, 80)
     p.grad = torch.ones_like(p)
     AdamW([p], state=scheme).step()

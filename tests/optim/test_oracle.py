@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu.optim import steps
+from fmtsim.cpu.optim import optimizer_steps
 from fmtsim.optim import get_scheme, rules
 from fmtsim.optim.codec import encode
 from fmtsim.rounding.elementary import exp, ln
@@ -47,7 +47,7 @@ def test_scales_of_int8_weights_are_inverted_from_a_least_one():
 @pytest.mark.parametrize("name", ["deepseek_v3", "ao_4bit", "coat"])
 def test_a_planted_error_is_seen(name, monkeypatch):
     """Roots that are one unit in the last place too large do not pass."""
-    monkeypatch.setattr(steps, "RULES", ())
+    monkeypatch.setattr(optimizer_steps, "RULES", ())
     up = torch.tensor(torch.inf)
     exact = rules.square_root
     monkeypatch.setattr(rules, "square_root", lambda x: torch.nextafter(exact(x), up))

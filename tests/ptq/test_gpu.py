@@ -16,7 +16,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.ptq import Calibration, Gptq, LearnedRounding, QuantisedCache, Smooth
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from tests.support.bits import same_bits
 from tests.support.operands import normal
 

@@ -16,9 +16,9 @@ from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.gemm.products.native import is_native
 from fmtsim.lab.search.switching import relative_noise
 from fmtsim.ptq import Gptq, PtqRecipe
-from fmtsim.recipes.attention import flash_attention_3
+from fmtsim.recipes.attention_config import flash_attention_3
 from fmtsim.recipes.ptq_catalogue import operand
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import load_recipe, save_recipe
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 from tests.support.bits import assert_same_bits

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.ptq import Awq, Clip, Hqq, PtqRecipe, Rotate, grid
-from fmtsim.ptq.grid import clip, hqq, nearest
+from fmtsim.ptq import Awq, Clip, Hqq, PtqRecipe, Rotate, weight_grid
 from fmtsim.ptq.reshape import attach, rotate, rotation
+from fmtsim.ptq.weight_grid import clip, hqq, nearest
 from fmtsim.recipes.ptq_catalogue import operand
 from fmtsim.support.errors import ArgumentError
 from tests.support.operands import normal
@@ -174,7 +174,7 @@ def test_awq_has_the_factors_and_the_clips_of_its_package(monkeypatch):
         assert torch.allclose(model[0].ptq_divisor, theirs, rtol=1e-5, atol=0)
         tops = quantizer._compute_best_clip(w, x)  # [rows, groups, 1]
         with monkeypatch.context() as context:  # a clipped element is a tie of its grid: rounded as the package does
-            context.setattr(grid, "nearest", lambda w, _: quantizer.pseudo_quantize_tensor(w)[0])
+            context.setattr(weight_grid, "nearest", lambda w, _: quantizer.pseudo_quantize_tensor(w)[0])
             ours = clip(w, x.double().mT @ x.double(), GROUPS, Clip())
         limit = tops.squeeze(-1).repeat_interleave(32, 1)
         assert torch.equal(ours, w.clamp(-limit, limit))

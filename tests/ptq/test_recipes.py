@@ -28,10 +28,10 @@ from fmtsim.ptq.calibrate import least_error, percentile, static_scale
 from fmtsim.ptq.reshape import equalise, smoothing
 from fmtsim.recipes import Rule
 from fmtsim.recipes.ptq_catalogue import RECIPES, minifloat, operand
-from fmtsim.recipes.registry import get_recipe, list_recipes, register_recipe
+from fmtsim.recipes.recipe import Steps
+from fmtsim.recipes.recipe_registry import get_recipe, list_recipes, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
-from fmtsim.recipes.spec import Steps
-from fmtsim.scaling.cast import scales
+from fmtsim.scaling.scaled_cast import scales
 from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
@@ -308,7 +308,7 @@ def test_extended_operators_round_their_inputs_and_embeddings():
 def test_a_failure_leaves_extended_operators_as_they_were(monkeypatch):
     exact, x = Tokens(), torch.randint(11, (4, 5))
     model = copy.deepcopy(exact)
-    monkeypatch.setattr(importlib.import_module("fmtsim.ptq.verb"), "_finish", lambda *args: 1 / 0)
+    monkeypatch.setattr(importlib.import_module("fmtsim.ptq.quantize_model"), "_finish", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fmtsim.ptq(model, "e4m3_extended", [x])
     assert torch.equal(model(x), exact(x)) and not model.norm._forward_pre_hooks

@@ -13,8 +13,8 @@ import fmtsim
 from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.nn import quantised_attention
-from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, verb
-from fmtsim.ptq.report import ratio
+from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, quantize_model
+from fmtsim.ptq.ptq_report import ratio
 from fmtsim.recipes import Rule
 from fmtsim.recipes.ptq_catalogue import operand, quantised_cache
 from fmtsim.support.errors import ArgumentError
@@ -174,6 +174,6 @@ def test_ratios_of_powers():
 
 def test_progress_counts_the_batches(monkeypatch):
     steps = Steps()
-    monkeypatch.setattr(verb, "make_progress", lambda *_, **__: steps)
+    monkeypatch.setattr(quantize_model, "make_progress", lambda *_, **__: steps)
     fmtsim.ptq(mlp(), "int8_static", DATA)
     assert steps.told["calibration", len(DATA)] == list(range(1, len(DATA) + 1))

@@ -11,7 +11,7 @@ from torch import nn
 import fmtsim
 from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import Gptq, PtqRecipe
-from fmtsim.ptq.grid import gptq, grid_of
+from fmtsim.ptq.weight_grid import gptq, grid_of
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.operands import normal

@@ -14,7 +14,7 @@ import fmtsim
 from fmtsim.formats.scaling import History, Scaling
 from fmtsim.ptq import Calibration, PtqRecipe, QuantisedCache, Smooth
 from fmtsim.recipes.ptq_catalogue import operand
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.support.errors import ArgumentError
 from tests.ptq.ptq_oracle import cast
 from tests.support.bits import assert_same_bits, same_bits

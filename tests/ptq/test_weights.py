@@ -11,7 +11,7 @@ import torch
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.ptq import Gptq, LearnedRounding
-from fmtsim.ptq.grid import Grid, gptq, grid_of, learned_rounding, nearest, output_error
+from fmtsim.ptq.weight_grid import Grid, gptq, grid_of, learned_rounding, nearest, output_error
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from tests.ptq.ptq_oracle import brain_surgeon, encoded_step
@@ -53,7 +53,7 @@ def test_gptq_has_the_exact_choices(seed, act_order):
 
 def test_gptq_in_blocks_is_gptq_in_one(monkeypatch):
     x, w, grid, steps = problem(11)
-    monkeypatch.setattr(sys.modules["fmtsim.ptq.grid"], "BLOCK", 2)
+    monkeypatch.setattr(sys.modules["fmtsim.ptq.weight_grid"], "BLOCK", 2)
     q = gptq(w, x.mT @ x, grid, Gptq(damping=1 / 16))
     assert torch.equal((q / steps[:, None]).round(), (exact(x, w, steps, False) / steps[:, None]).round())
 
@@ -66,7 +66,7 @@ def grouped(width):
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize(("block", "width"), [(128, 4), (3, 4), (3, 3), (2, 5)])  # the last group is short
 def test_groups_are_scaled_as_they_are_reached(monkeypatch, block, width, act_order):
-    monkeypatch.setattr(sys.modules["fmtsim.ptq.grid"], "BLOCK", block)
+    monkeypatch.setattr(sys.modules["fmtsim.ptq.weight_grid"], "BLOCK", block)
     differ = set()
     for seed in range(2):
         x, w, _, steps = problem(seed)
@@ -224,7 +224,7 @@ def test_gradients_are_those_of_autograd():
 def test_learned_rounding_in_pieces_is_one(monkeypatch):
     x, w, grid, _ = problem(2)
     whole = learned_rounding(w, x.mT @ x, grid, LearnedRounding(steps=50))
-    monkeypatch.setattr(sys.modules["fmtsim.ptq.grid"], "PIECE", 1)
+    monkeypatch.setattr(sys.modules["fmtsim.ptq.weight_grid"], "PIECE", 1)
     assert torch.equal(learned_rounding(w, x.mT @ x, grid, LearnedRounding(steps=50)), whole)
 
 

@@ -9,9 +9,9 @@ import torch
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
-from fmtsim.scaling.cast import scales
 from fmtsim.scaling.hadamard_matrix import random_signs, sign_bits
 from fmtsim.scaling.history import DelayedScale
+from fmtsim.scaling.scaled_cast import scales
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys
 from tests.support import recipe_oracle as oracle

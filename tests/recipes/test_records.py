@@ -14,12 +14,12 @@ from fmtsim.formats.scaling import History, Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.optim import get_scheme
 from fmtsim.recipes import Level, LossScale, Recipe, Replacement, Rule, Steps, diff, get_recipe, list_recipes
-from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
-from fmtsim.recipes.registry import _registered, register_recipe
+from fmtsim.recipes.recipe import HEADINGS
+from fmtsim.recipes.recipe_registry import _registered, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
-from fmtsim.recipes.spec import HEADINGS
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fmtsim.formats.catalogue import dynamic_values
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, table_of, thresholds_of
 from fmtsim.support.errors import ArgumentError
 

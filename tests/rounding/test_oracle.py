@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fmtsim.formats.element import CodebookFormat, FloatFormat, LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, FloatFormat, LogFormat
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value, floor_log2, round_value

@@ -20,7 +20,7 @@ import torch
 import fmtsim
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.recipe import Recipe
 from fmtsim.scaling.levels import fast_math_levels
 from fmtsim.scaling.oracle import quantize_matrix
 from fmtsim.spec.quantizer import Quantizer

@@ -11,8 +11,8 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import blocks_of, largest, windows
-from fmtsim.scaling.cast import Scaled, cast, slope, transformed
 from fmtsim.scaling.hadamard_matrix import random_signs
+from fmtsim.scaling.scaled_cast import Scaled, cast, slope, transformed
 from fmtsim.scaling.scales import Scales
 from fmtsim.spec.quantizer import Clamp, ClipMask, Differentiable, Sparsity, StraightThrough, TrustMask
 from fmtsim.support.errors import ArgumentError

@@ -11,9 +11,9 @@ import torch
 
 from fmtsim import cpu, torch_engine
 from fmtsim.formats.block import BlockFormat, with_block
+from fmtsim.formats.element import CodebookFormat, FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import TensorScale, block_scaling
-from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import decode_value, encode_value, round_value
 from fmtsim.scaling.oracle import Quantized, quantize_matrix

@@ -19,7 +19,7 @@ from fmtsim.machine.arrays import apply
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import FP64, floor_log2, round_value
 from fmtsim.scaling.blocks import block_sizes, blocked, folded_sum, statistic
-from fmtsim.scaling.cast import cast, scales
+from fmtsim.scaling.scaled_cast import cast, scales
 from fmtsim.scaling.scales import power_of_two
 from fmtsim.spec.cast import RandomKey
 from tests.support.bits import assert_same_bits

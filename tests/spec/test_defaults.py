@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 from fmtsim.formats.block import FP32, BlockFormat, LogTileFormat
+from fmtsim.formats.element import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.scaling import History, Scaling, TensorScale
-from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.lab.search import Policy
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import GemmCall

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.optim.catalogue import scaled_state
 from fmtsim.rounding.codebooks import BUCKETS, LOWEST_KEY, table_of
 from fmtsim.rounding.modes import Rounding

@@ -11,8 +11,8 @@ import torch
 
 from fmtsim.casts.ops import code_dtype
 from fmtsim.formats.block import LogTileFormat, ScaledFormat
+from fmtsim.formats.element import CodebookFormat, ElementFormat, LogFormat
 from fmtsim.formats.registry import get_format, list_formats
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, LogFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.rounding.oracle import _log_thresholds, decode_value
 from fmtsim.scaling.oracle import Quantized

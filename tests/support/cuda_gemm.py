@@ -20,7 +20,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.gemm_engine import addend, operand, unit_scales
 from tests.support.gemm_oracle import sums as oracle
 
-DISPATCH = importlib.import_module("fmtsim.cuda.gemm.dispatch")
+DISPATCH = importlib.import_module("fmtsim.cuda.gemm.engine")
 GENERAL = importlib.import_module("fmtsim.cuda.gemm.general")
 PASSED, COMPARED = self_test._passed, self_test._compared  # what tests replace
 KEY = RandomKey(1 << 63, (1 << 40) + 3)

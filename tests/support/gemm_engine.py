@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import fmtsim
 from fmtsim import GemmPlan, get_format, get_unit, list_units
 from fmtsim.cpu.gemm.engine import gemm, supports_gemm
-from fmtsim.formats.spec import FloatFormat, IntFormat
-from fmtsim.lab.verify.operands import spread
+from fmtsim.formats.element import FloatFormat, IntFormat
+from fmtsim.lab.verify.probe_operands import spread
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import (

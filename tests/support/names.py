@@ -18,7 +18,7 @@ from fmtsim.machine.simulate import TARGETS
 from fmtsim.optim import list_schemes
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
-from fmtsim.recipes.registry import _WIDTHS as WIDTHS
+from fmtsim.recipes.recipe_registry import _WIDTHS as WIDTHS
 from fmtsim.recipes.system import OPTIMIZERS
 
 NAMES_FILE = Path(cli_names.__file__).with_name("names.json")

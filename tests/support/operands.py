@@ -3,7 +3,7 @@
 
 import torch
 
-from fmtsim.lab.verify.operands import spread
+from fmtsim.lab.verify.probe_operands import spread
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPECIALS = (float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3e38, 6e-8, -1e-30)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count, repeat
 from typing import Any
 
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.oracle import round_value
 from fmtsim.rounding.philox import random_integer
 from fmtsim.spec.datapath import FP32, Arithmetic, Datapath, FmaDatapath, IntegerDatapath, TwoStageDatapath

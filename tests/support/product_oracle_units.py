@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.oracle import is_negative, power_of_two, round_value, rounds_away
 from fmtsim.spec.datapath import FP32, Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath

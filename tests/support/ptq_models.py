@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fmtsim.ptq import Smooth
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from tests.support.operands import normal
 
 

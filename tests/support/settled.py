@@ -8,7 +8,7 @@ import numpy
 import torch
 
 from fmtsim.gemm.products.matmul import linear, mm
-from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.products.scaled_mm import scaled_mm
 
 SETTLED = Path(__file__).parents[1] / "gemm" / "data" / "h200_settled.npz"
 STORED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -31,7 +31,7 @@ from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.audit import audit
 from fmtsim.lab.analysis.compare import plot_ulps
 from fmtsim.lab.analysis.trace import Trace
-from fmtsim.lab.cli import training  # noqa: F401
+from fmtsim.lab.cli import training_commands  # noqa: F401
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy
 from fmtsim.ptq import Gptq

@@ -9,7 +9,7 @@ import pytest
 
 import fmtsim
 from fmtsim.casts.ops import load_engine
-from fmtsim.formats.spec import OVERFLOWS, FloatFormat
+from fmtsim.formats.element import OVERFLOWS, FloatFormat
 from fmtsim.lab.verify.outcome import PlantedError
 from fmtsim.rounding.modes import MODES, Rounding
 from tools import prove

@@ -15,9 +15,9 @@ from fmtsim.rounding.oracle import round_value, rounds_away
 from fmtsim.scaling import blocks
 from fmtsim.spec.cast import RandomKey
 from fmtsim.support.errors import ArgumentError
-from fmtsim.torch_engine import elements, reals, scaled, verbs
+from fmtsim.torch_engine import element_codes, reals, scaled_formats, verbs
 from fmtsim.torch_engine.floats import DEEPEST, jam, round_off
-from fmtsim.torch_engine.philox import random_integers
+from fmtsim.torch_engine.random_words import random_integers
 from fmtsim.torch_engine.reals import exp, ln
 from tests.support.bits import assert_same_bits, stored
 from tests.support.casts import STOCHASTIC, cast_spec, check_parts
@@ -216,7 +216,7 @@ def test_the_size_of_a_piece_does_not_matter(name, size, monkeypatch):
         return results
 
     whole = done()
-    for module in (blocks, verbs, scaled):
+    for module in (blocks, verbs, scaled_formats):
         monkeypatch.setattr(module, "chunk_size", lambda device: size)
     for (parts, *rest), (expected, *others) in zip(done(), whole, strict=True):
         check_parts(name, parts, expected, x)
@@ -256,4 +256,4 @@ def test_parts_of_empty_tensors(name):
 
 def test_how_many_bits_a_value_may_have():
     bits = {"e4m3": 4, "int8": 9, "int24_half": 25, "nf4": 24, "lns8_g8": 24, "fp64": 53}
-    assert {name: elements.significant_bits(get_format(name)) for name in bits} == bits
+    assert {name: element_codes.significant_bits(get_format(name)) for name in bits} == bits

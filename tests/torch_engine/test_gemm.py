@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding import oracle
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey

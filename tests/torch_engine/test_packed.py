@@ -13,7 +13,7 @@ from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from fmtsim.support.errors import ArgumentError, CodeError, DtypeError, FmtsimError, FormatError
-from fmtsim.torch_engine import ggml_search, packed
+from fmtsim.torch_engine import ggml_search, packed_blocks
 from tests.support import ggml as oracle
 from tests.support.bits import assert_same_bits
 
@@ -102,7 +102,7 @@ def test_kernels_have_the_bytes_of_torch_operations(name):
     spec = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
     for x in (torch.from_numpy(oracle.some_blocks(fmt.elements, count)) for count in (1, 9, 24)):
         x = torch.cat([x, -x.abs(), x.abs() + 1, -x[:, :1].expand_as(x)])[: 4 * len(x) - 1]
-        assert torch.equal(fmtsim.encode(x, name).codes, packed.encode(x, spec).codes)
+        assert torch.equal(fmtsim.encode(x, name).codes, packed_blocks.encode(x, spec).codes)
 
 
 @pytest.mark.parametrize("name", SEARCHED)
@@ -110,7 +110,7 @@ def test_another_rounding_is_seen(name, monkeypatch):
     monkeypatch.setattr(ggml_search, "nearest", lambda x, low, high: x.floor().clamp(low, high))
     spec = CastSpec(format=fmtsim.get_format(name), rounding=Rounding(), overflow="saturate")
     x = oracle.some_blocks(spec.format.elements, 24)
-    assert digest(packed.encode(torch.from_numpy(x), spec).codes.numpy()) != RECORDED[name][0]
+    assert digest(packed_blocks.encode(torch.from_numpy(x), spec).codes.numpy()) != RECORDED[name][0]
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if name not in ("q1_0", "q2_0")])

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import torch
 
 from fmtsim.gemm.model_calls import model_calls
-from fmtsim.gemm.models import DTYPES, PASSES, find_models, list_models, parse_tokens, read_shapes
+from fmtsim.gemm.model_layers import DTYPES, PASSES, find_models, list_models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.ask import Asker, open_asker
 from fmtsim.gemm.targets.learned import Group
 from fmtsim.gemm.targets.question import Architecture
@@ -37,7 +37,7 @@ from fmtsim.lab.cli.options import (
 )
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, write_json
 from fmtsim.lab.cli.products import chosen_dtypes, chosen_shapes
-from fmtsim.lab.cli.results import gemm_text, report_gemm
+from fmtsim.lab.cli.result_commands import gemm_text, report_gemm
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.spec.call import GemmCall
 from fmtsim.support.errors import ArgumentError, DeviceError, shown

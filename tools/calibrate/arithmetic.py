@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import describe, get_unit, list_units
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import GemmCall

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
-from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.products.scaled_mm import scaled_mm
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.explain.candidates import is_scalar, variants

@@ -17,15 +17,15 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
-from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.products.scaled_mm import scaled_mm
 from fmtsim.gemm.targets.kernel import Rule
 from fmtsim.gemm.targets.planfile import Book, Family
 from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of
 from fmtsim.gemm.targets.target import Target
 from fmtsim.lab.analysis.compare import Comparison
-from fmtsim.lab.analysis.native import compare_native
+from fmtsim.lab.analysis.compare_native import compare_native
 from fmtsim.lab.explain.samples import STORED
-from fmtsim.lab.verify.operands import spread
+from fmtsim.lab.verify.probe_operands import spread
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.support.errors import FmtsimError, first_line

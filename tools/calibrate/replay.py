@@ -15,7 +15,7 @@ from torch import Tensor
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.matmul import int_mm, linear, mm
 from fmtsim.gemm.products.operands import matrix_layout
-from fmtsim.gemm.products.scaled import mma, scaled_mm
+from fmtsim.gemm.products.scaled_mm import mma, scaled_mm
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.verify.outcome import Advance, Task, moved

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fmtsim.formats.packing import tensor_bytes
 from fmtsim.gemm.products.matmul import int_mm, mm
-from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.products.scaled_mm import scaled_mm
 from fmtsim.gemm.targets.kernel import Kernel
 from fmtsim.gemm.units.unit import Mode, Unit, get_unit, list_units
 from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, GemmCall, ScaleKind

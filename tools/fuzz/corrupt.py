@@ -187,7 +187,8 @@ def safetensors_file(rng: random.Random, content: bytes, inner: str) -> bytes:
 
 
 LONG = (  # what takes minutes, or starts processes: reached, it is a result
-    "fmtsim.lab.cli.training.compare_schemes", "fmtsim.lab.cli.training.check_native", "fmtsim.lab.verify.workers.run",
+    "fmtsim.lab.cli.training_commands.compare_schemes", "fmtsim.lab.cli.training_commands.check_native",
+    "fmtsim.lab.verify.workers.run",
     "fmtsim.lab.training.sweep.run_sweep", "fmtsim.lab.cli.products.exact_sums", "fmtsim.lab.cli.machine._on_cpu",
 )  # fmt: skip
 PLAIN = """e4m3 bf16 nvfp4 mxfp8_e4m3 int8 int24 fp64 logfmt8 nf4 1 2 3 -1 0 16 33 1.5 inf nan 1e-320 0x1p3 = , a=b --

@@ -28,12 +28,12 @@ from fmtsim.gemm.targets.target import PLANS, get_target
 from fmtsim.gemm.targets.target import Target as Plan
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.cli.results import load_tensors
+from fmtsim.lab.cli.result_commands import load_tensors
 from fmtsim.lab.explain import explain
 from fmtsim.optim import AdamW
 from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.call import GemmCall

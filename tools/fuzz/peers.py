@@ -20,13 +20,13 @@ from torch import Tensor
 import fmtsim
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.element import ElementFormat, FloatFormat
 from fmtsim.formats.floating import Overflow
 from fmtsim.formats.packed import GGML_FORMATS
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.lab.cli.output import format_table
-from fmtsim.lab.verify.operands import spread, sprinkled
 from fmtsim.lab.verify.outcome import bits_of, boundaries
+from fmtsim.lab.verify.probe_operands import spread, sprinkled
 from fmtsim.rounding.modes import RULES, Mode, Rounding
 from tools.fuzz import tensors
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The element step of scaled casts, under scales that the caller has made: a matrix times the numbers of its blocks.
 
-For quantisers (fmtsim/scaling/cast.py), whose rules make scales that no kernel of scaled_kernels.py makes, and for
-the scales of finished products.
+For quantisers (fmtsim/scaling/scaled_cast.py), whose rules make scales that no kernel of scaled_kernels.py makes, and
+for the scales of finished products.
 """
 
 import math

@@ -27,8 +27,8 @@ from fmtsim.cpu.cast.grid import FLT_MAX, shape_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts
 

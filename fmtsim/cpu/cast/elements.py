@@ -35,8 +35,8 @@ from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, min32, prefetch, whole_part
 from fmtsim.cpu.runtime.pool import array_of, past_caches, scratch
 from fmtsim.cpu.runtime.simd import fence, put
+from fmtsim.formats.element import ElementFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.formats.spec import ElementFormat, IntFormat
 from fmtsim.rounding.modes import RULES, Mode
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, in_one_order
 

@@ -17,7 +17,7 @@ from fmtsim.cpu.cast import codes, elements
 from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random
-from fmtsim.torch_engine import packed
+from fmtsim.torch_engine import packed_blocks
 
 _dtype_of = attrgetter("dtype")
 
@@ -43,7 +43,7 @@ def _implementation(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> Callable
             return None
         from fmtsim.cpu.cast import ggml
 
-        return _quantize_by_codes if verb == "quantize" else lambda x, spec, random: packed.encode(x, spec, ggml)
+        return _quantize_by_codes if verb == "quantize" else lambda x, spec, random: packed_blocks.encode(x, spec, ggml)
     if isinstance(fmt, LogTileFormat):
         from fmtsim.cpu.cast import logarithmic
 
@@ -62,12 +62,12 @@ def _implementation(verb: str, spec: CastSpec, *dtypes: torch.dtype) -> Callable
         return None
     if not isinstance(fmt, BlockFormat):
         return elements.quantizer(spec) if verb == "quantize" else elements.encoder(spec)
-    from fmtsim.cpu.cast import scaled
+    from fmtsim.cpu.cast import scaled_blocks
 
     if verb == "encode":
-        return scaled.encoder(spec)
-    direct = None if narrow or dtypes[-1] == torch.float64 else scaled.quantizer(spec)
-    if direct is None and (not narrow or element.bits <= 16) and scaled.encoder(spec) is not None:
+        return scaled_blocks.encoder(spec)
+    direct = None if narrow or dtypes[-1] == torch.float64 else scaled_blocks.quantizer(spec)
+    if direct is None and (not narrow or element.bits <= 16) and scaled_blocks.encoder(spec) is not None:
         return _quantize_by_codes
     return direct
 

@@ -15,8 +15,8 @@ from numpy import int64, uint64
 
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import device, kernel, subroutine
-from fmtsim.cpu.runtime.numbers import philox
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, Overflow
+from fmtsim.cpu.runtime.kernel_numbers import philox
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import RULES, Mode, Rounding
 from fmtsim.spec.cast import Random, RandomKey
 

@@ -21,7 +21,7 @@ from fmtsim.cpu.cast.grid import fill_words
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, min32, prefetch
 from fmtsim.cpu.runtime.simd import repeat, strip_amaxes
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.element import FloatFormat, IntFormat
 
 FLOOR, CEIL, RCEIL, EVEN, AMAX = range(5)
 RECIPROCAL, ENCODE, TWO_LEVEL = range(3)

@@ -30,7 +30,7 @@ from fmtsim.cpu.runtime.simd import (
     where_equal,
     where_less,
 )
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.datapath import FP32
 from fmtsim.spec.gemm_spec import GemmSpec

@@ -27,7 +27,7 @@ from numba import types
 
 from fmtsim.cpu.cast.grid import fill64
 from fmtsim.cpu.gemm.accumulate import FIELD, STOCHASTIC, Grid, end_block, round_lanes
-from fmtsim.cpu.gemm.operands import TOP_BYTE, pitch_of
+from fmtsim.cpu.gemm.operand_layouts import TOP_BYTE, pitch_of
 from fmtsim.cpu.runtime.jit import device, overload, subroutine
 from fmtsim.cpu.runtime.simd import (
     LANES,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.cpu.gemm.accumulate import end_block
-from fmtsim.cpu.gemm.fma_chain import Scales, Step, run_chains
-from fmtsim.cpu.gemm.operands import pitch_of
+from fmtsim.cpu.gemm.ieee_chains import Scales, Step, run_chains
+from fmtsim.cpu.gemm.operand_layouts import pitch_of
 from fmtsim.cpu.gemm.panels import Slabs
 from fmtsim.cpu.runtime.jit import bits32, device, float64_of, fma32, kernel
 from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, FmaDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec

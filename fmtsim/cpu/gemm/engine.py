@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from fmtsim.cpu.cast.grid import key_words
-from fmtsim.cpu.gemm import cdna, exact_integer, fma_chain, int8
+from fmtsim.cpu.gemm import cdna, exact_integer, ieee_chains, int8
 from fmtsim.cpu.gemm.accumulate import Promotion, Reduction, grid_of, promotion_of, reduction_of
 from fmtsim.cpu.gemm.aligned import FLOOR, NEAREST, TRUNCATE, Draw, Nearby, Unit
-from fmtsim.cpu.gemm.block_scaled import Groups, groups_of
-from fmtsim.cpu.gemm.operands import EMPTY, HAS_INF, HAS_NAN, Source, is_fixed, limits_of, read_array, source_of
+from fmtsim.cpu.gemm.operand_layouts import EMPTY, HAS_INF, HAS_NAN, Source, is_fixed, limits_of, read_array, source_of
 from fmtsim.cpu.gemm.panels import SLOTS, Constants, Slabs, chain_scales, slabs_of
+from fmtsim.cpu.gemm.scaled_groups import Groups, groups_of
 from fmtsim.cpu.gemm.tiles import Job, is_small, run_batch, run_tiles
 from fmtsim.cpu.runtime.pool import get_num_threads
 from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
@@ -138,7 +138,7 @@ def _method(spec: GemmSpec, k: int) -> Method | None:
     sums = (*fused_sums, spec.plan.partial)
     if not all(fmt is None or _rounds(fmt) for fmt in sums):
         return None
-    if not adds_in_order(spec.plan) and not fma_chain.covers(spec):
+    if not adds_in_order(spec.plan) and not ieee_chains.covers(spec):
         return None
     if not isinstance(unit, Datapath):
         return cdna.gemm if cdna.covers(spec) else None
@@ -147,8 +147,8 @@ def _method(spec: GemmSpec, k: int) -> Method | None:
         return None
     if not _sums_fit(unit, spec):
         return None
-    if fma_chain.covers(spec):
-        return fma_chain.gemm
+    if ieee_chains.covers(spec):
+        return ieee_chains.gemm
     narrow = is_representable(spec.a, torch.float32) and is_representable(spec.b, torch.float32)
     return _fused if narrow and exact_integer.covers(spec, unit.block or k) else None
 

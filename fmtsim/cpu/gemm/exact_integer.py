@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fmtsim.cpu.cast.grid import integer_at, key_words
 from fmtsim.cpu.gemm.accumulate import DOWN, STOCHASTIC, end_block
-from fmtsim.cpu.gemm.fma_chain import Scales, Step, Tile, run_chains
-from fmtsim.cpu.gemm.operands import pitch_of
+from fmtsim.cpu.gemm.ieee_chains import Scales, Step, Tile, run_chains
+from fmtsim.cpu.gemm.operand_layouts import pitch_of
 from fmtsim.cpu.gemm.panels import Slabs
 from fmtsim.cpu.runtime.jit import bits64, device, float64_of, kernel, subroutine
 from fmtsim.cpu.runtime.simd import LANES
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath

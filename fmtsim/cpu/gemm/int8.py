@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cpu.gemm.accumulate import PART_END
-from fmtsim.cpu.gemm.fma_chain import Scales, Tile, each_tile
+from fmtsim.cpu.gemm.ieee_chains import Scales, Tile, each_tile
 from fmtsim.cpu.gemm.panels import slabs_of
 from fmtsim.cpu.runtime.jit import device, kernel
 from fmtsim.cpu.runtime.pool import scratch

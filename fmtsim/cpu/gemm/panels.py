@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fmtsim.cpu.gemm.accumulate import CHAIN_END, PART_END, Order, Promotion, Sums
 from fmtsim.cpu.gemm.aligned import Nearby, Unit, round_blocks, truncate32, truncate64
-from fmtsim.cpu.gemm.block_scaled import grouped, grouped_integers
-from fmtsim.cpu.gemm.operands import EMPTY, TOP_BYTE, Grouped, Panel, Rows, pack_panel, pitch_of
+from fmtsim.cpu.gemm.operand_layouts import EMPTY, TOP_BYTE, Grouped, Panel, Rows, pack_panel, pitch_of
+from fmtsim.cpu.gemm.scaled_groups import grouped, grouped_integers
 from fmtsim.cpu.runtime.jit import device, kernel, overload
 from fmtsim.cpu.runtime.pool import scratch
 from fmtsim.cpu.runtime.simd import LANES

@@ -10,8 +10,7 @@ import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import Order, Promotion, Reduction, begin_output, reduce_parts
 from fmtsim.cpu.gemm.aligned import TRUNCATE, Draw, Unit
-from fmtsim.cpu.gemm.block_scaled import Groups, exponent_bytes, group_scales
-from fmtsim.cpu.gemm.operands import EMPTY, HAS_INF, TOP_BYTE, Grouped, Rows, Source, pack_rows, without_scales
+from fmtsim.cpu.gemm.operand_layouts import EMPTY, HAS_INF, TOP_BYTE, Grouped, Rows, Source, pack_rows, without_scales
 from fmtsim.cpu.gemm.panels import (
     Buffers,
     Constants,
@@ -25,6 +24,7 @@ from fmtsim.cpu.gemm.panels import (
     rows_of,
     truncate_panels,
 )
+from fmtsim.cpu.gemm.scaled_groups import Groups, exponent_bytes, group_scales
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, kernel, subroutine
 from fmtsim.cpu.runtime.pool import scratch

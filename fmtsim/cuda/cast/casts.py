@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from fmtsim.cuda import runtime
-from fmtsim.cuda.cast import block
-from fmtsim.cuda.cast.general import cast_general, decode, encode_rows
+from fmtsim.cuda.cast import block_casts
+from fmtsim.cuda.cast.any_format import cast_general, decode, encode_rows
 from fmtsim.cuda.cast.parameters import BYTES_AT_ONCE, DTYPES, Grid, aligned, draw_of, grid_of, macros
 from fmtsim.cuda.cast.scale_rules import draws_words, output_of
 from fmtsim.cuda.cast.tables import convert
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, in_one_order, spec_from_json
 
@@ -43,7 +43,7 @@ def supports(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> bool:
     if not _runs(tensors[0].device):
         return False
     if isinstance(fmt, BlockFormat):
-        return block.covers_blocks(spec, *dtypes)
+        return block_casts.covers_blocks(spec, *dtypes)
     if verb == "encode_packed":
         return packs(spec, tensors[0])
     return verb == "encode" or dtypes[-1] in (torch.float32, torch.float64) or is_representable(fmt, dtypes[-1])
@@ -60,14 +60,14 @@ def quantize(x: torch.Tensor, spec: CastSpec, random: Random, out: torch.Tensor)
     if not isinstance(random, torch.Tensor) and quantize_contiguous(x, spec, out, random):
         return
     if isinstance(spec.format, BlockFormat):
-        block.quantize_blocks(x, spec, random, out)
+        block_casts.quantize_blocks(x, spec, random, out)
     else:
         quantize_elements(x, spec, random, out)
 
 
 def encode(x: torch.Tensor, spec: CastSpec, random: Random, packed: bool = False) -> EncodedParts:
     """Return the codes of x in its shape, and the scales of a block format."""
-    encode_any = block.encode_blocks if isinstance(spec.format, BlockFormat) else encode_elements
+    encode_any = block_casts.encode_blocks if isinstance(spec.format, BlockFormat) else encode_elements
     return encode_any(x, spec, random, packed)
 
 
@@ -137,12 +137,12 @@ def _fast_blocks(
     (rows, run), output, stochastic = fmt.block, output_of(out_dtype), spec.rounding.mode == "stochastic"
     if output is None or spec.dim != -1 or rows != 1 or not run or not draws_words(spec, RandomKey(0)):
         return None
-    cast = block.rows_of(spec, dtype, output, (run, 1, 1), True, index)
+    cast = block_casts.rows_of(spec, dtype, output, (run, 1, 1), True, index)
     if cast is None or not cast.one_pass:  # no fast kernel, or a block is longer than a warp holds
         return None
 
     def launch(x: torch.Tensor, out: torch.Tensor, random: Random) -> bool:
-        whole = x.dim() > 0 and x.shape[-1] % run == 0 and x.numel() < block.MOST
+        whole = x.dim() > 0 and x.shape[-1] % run == 0 and x.numel() < block_casts.MOST
         if isinstance(random, RandomKey) != stochastic or not whole:
             return False
         cast(x, EncodedParts(out), random)
@@ -182,14 +182,14 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random, packed: boo
     With ``packed`` they are packed along ``dim``, as an encoded tensor keeps them (docs/semantics.md, section 11).
     """
     bits, rows = spec.format.bits, (1, x.numel())
-    if packed and bits not in block.UNPACKED:
+    if packed and bits not in block_casts.UNPACKED:
         x = x.reshape(1) if x.dim() == 0 else x.movedim(spec.dim, -1)
         codes = torch.empty((*x.shape[:-1], packed_size(x.shape[-1], bits)), dtype=torch.uint8, device=x.device)
         slot = bits
         if x.shape[-1] * bits % 8:  # else rows end on bytes: one stream
             rows = (math.prod(x.shape[:-1]), x.shape[-1])
     else:
-        codes = torch.empty(x.shape, dtype=block.UNPACKED[bits] if packed else code_dtype(bits), device=x.device)
+        codes = torch.empty(x.shape, dtype=block_casts.UNPACKED[bits] if packed else code_dtype(bits), device=x.device)
         slot = 8 * codes.element_size()
     if x.numel():
         # Write the codes of contiguous x, ``slot`` bits from one to the next in each row.
@@ -209,7 +209,7 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random, packed: boo
                 draw_of(spec.rounding, random),
             )
         elif not (rows[0] == 1 and slot in (4, 8) and convert(x, codes, spec, slot)):
-            if slot in block.UNPACKED:
+            if slot in block_casts.UNPACKED:
                 cast_general(x, EncodedParts(codes), spec, random)
             else:
                 encode_rows(x, codes, spec, random, rows, slot)
@@ -219,7 +219,7 @@ def encode_elements(x: torch.Tensor, spec: CastSpec, random: Random, packed: boo
 def packs(spec: CastSpec, x: torch.Tensor) -> bool:
     """Return True if ``encode_elements`` packs codes: random words belong to places in the tensor's own order."""
     bits, last = spec.format.bits, spec.dim == -1 or x.dim() == 0
-    return bits in block.UNPACKED or (bits <= 32 and (last or spec.rounding.mode != "stochastic"))
+    return bits in block_casts.UNPACKED or (bits <= 32 and (last or spec.rounding.mode != "stochastic"))
 
 
 def fast_grid(spec: CastSpec, random: Random) -> Grid | None:

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from fmtsim.cuda.cast import casts, hadamard, scaled, tables
-from fmtsim.cuda.cast.general import decode_macros
+from fmtsim.cuda.cast import casts, scaled_operands, tables, warp_hadamard
+from fmtsim.cuda.cast.any_format import decode_macros
 from fmtsim.cuda.cast.layout import matrix_layout
 from fmtsim.cuda.cast.parameters import BITS, FIXED, FLUSHING, HALVES, MAGIC, NARROW, POWERS, Grid
 from fmtsim.cuda.cast.rotated import kernel_macros, plan_of
@@ -24,11 +24,12 @@ from fmtsim.cuda.cast.scale_rules import (
     run_macros,
     vector_of,
 )
+from fmtsim.cuda.cast.scaled_operands import BOTH, GROUPED, NARROWED
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.block import E8M0, BlockFormat
+from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import History, Scaling, TensorScale
-from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.quantizer import ClipMask, Hadamard, Quantizer
@@ -113,10 +114,10 @@ def _scaled() -> Variants:
     power = Scaling(power_of_two="ceil")
     delayed = replace(power, history=History())
     for name in ("amaxes_of_parts", "amaxes_of_columns"):
-        yield "statistic.cu", name, scaled.input_macros(torch.bfloat16, narrow=True)
+        yield "statistic.cu", name, scaled_operands.input_macros(torch.bfloat16, narrow=True)
     for dtype in NARROW[:2]:
         for name in ("fold_elements", "fold_sums", "fold_last", "amaxes_of_parts", "amaxes_of_columns"):
-            yield "statistic.cu", name, scaled.input_macros(dtype)
+            yield "statistic.cu", name, scaled_operands.input_macros(dtype)
         yield from _of_rule("e4m3", Scaling(), dtype, transposes=False)
         yield from _of_rule("e4m3", delayed, dtype, transposes=False)
         yield from _of_rule("e5m2", delayed, dtype, _STOCHASTIC, transposes=False)
@@ -145,19 +146,19 @@ def _of_rule(
         layout = matrix_layout(matrix, scaling.block, statistic=scaling.statistic, stochastic=stochastic)
         assert layout is not None
         for fold in {False, rule.folds and not delayed and scaling.block != (1, None)}:
-            yield scaled.variant(layout, rule, dtype, fold, scaling, delayed, delayed)
+            yield scaled_operands.variant(layout, rule, dtype, fold, scaling, delayed, delayed)
             if dtype == torch.float32 and not (fold or delayed or stochastic) and scaling.statistic == "amax":
-                yield scaled.variant(layout, rule, torch.bfloat16, fold, scaling, False, False, scaled.NARROWED)
+                yield scaled_operands.variant(layout, rule, torch.bfloat16, fold, scaling, False, False, NARROWED)
             if layout.run == 128 and matrix is not x:
-                for what in (scaled.GROUPED, scaled.BOTH) if dtype == torch.float32 else (scaled.BOTH,):
-                    yield scaled.variant(layout, rule, dtype, fold, scaling, delayed, delayed, what)
+                for what in (GROUPED, BOTH) if dtype == torch.float32 else (BOTH,):
+                    yield scaled_operands.variant(layout, rule, dtype, fold, scaling, delayed, delayed, what)
 
 
 def _rotated() -> Variants:
     for dtype in NARROW:
         for size in (16, 128):
-            yield "hadamard.cu", "hadamard", hadamard.transform_macros(dtype, torch.float32, size)
-        yield "hadamard.cu", "hadamard", hadamard.transform_macros(torch.float32, dtype, 32)
+            yield "hadamard.cu", "hadamard", warp_hadamard.transform_macros(dtype, torch.float32, size)
+        yield "hadamard.cu", "hadamard", warp_hadamard.transform_macros(torch.float32, dtype, 32)
     for place, (quantizer, transposed) in enumerate(rotated_quantizers()):
         plan = plan_of(quantizer)
         assert plan is not None

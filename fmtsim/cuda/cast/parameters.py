@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fmtsim.cuda.runtime import Defines
-from fmtsim.formats.spec import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
+from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.rounding.modes import CODES, Rounding
 from fmtsim.spec.cast import Random, RandomKey
 from fmtsim.support.replay.gpu import lasting

@@ -74,7 +74,7 @@ DEVICE Piece two_scales_piece(u32 amax, float tensor) {
 
 #if CAST == CORRECTED
 
-// They are corrected over a group so that <y, q> = <y, y> (EDEN): fmtsim.scaling.cast.
+// They are corrected over a group so that <y, q> = <y, y> (EDEN): fmtsim.scaling.scaled_cast.
 
 // RN32(x / piece.grow): the product with the reciprocal, corrected twice. Where quotients are so small that a remainder
 // has no number, no sum over their group sees the difference.

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fmtsim.cuda.cast.general import cast_bytes
+from fmtsim.cuda.cast.any_format import cast_bytes
 from fmtsim.cuda.cast.parameters import FROM_FLOAT, NO_DRAW, draw_of, macros
 from fmtsim.cuda.cast.scale_rules import BFLOAT16, fast_macros, float_bits
 from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.cuda.runtime.launch import Bound
 from fmtsim.formats.block import E8M0, FP32, BlockFormat, scaled
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale, block_scaling
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.rounding.philox import random_word
 from fmtsim.spec.cast import CastSpec, RandomKey

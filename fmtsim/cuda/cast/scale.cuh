@@ -191,7 +191,7 @@ DEVICE Scale quartet_level(float a, float top, float tensor, const Store& store)
 
 enum ExponentRule { RULE_FLOOR, RULE_CEIL, RULE_RCEIL, RULE_EVEN, RULE_NONE };
 
-// What a format says of its scales; fmtsim.cuda.cast.general writes the same layout.
+// What a format says of its scales; fmtsim.cuda.cast.any_format writes the same layout.
 struct alignas(16) FormatRule {
   Element format;                   // rounds the scales of the real rules to nearest even, saturating
   i32 exponents;                    // of the list above
@@ -262,7 +262,7 @@ __device__ __noinline__ Scale scale_of(BlockExtremes extremes, const FormatRule&
   return one_level(a, rule_of_format(p.top, p.encodes, p.divides, p.whole), store);
 }
 
-// Everything about a cast of a block format but the data; fmtsim.cuda.cast.general writes the same layout.
+// Everything about a cast of a block format but the data; fmtsim.cuda.cast.any_format writes the same layout.
 struct alignas(16) Cast {
   Element element;
   FormatRule scale;

@@ -17,8 +17,8 @@ import torch
 from fmtsim.cuda.cast.parameters import BITS, DTYPES, FIXED, FLUSHING, MAGIC, NARROW, Grid, grid_of, macros
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.block import FP32, BlockFormat
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.scaling import Scaling
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.cast import Random as RandomSource

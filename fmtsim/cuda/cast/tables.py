@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from fmtsim.cuda import runtime
-from fmtsim.cuda.cast.general import cast_general
+from fmtsim.cuda.cast.any_format import cast_general
 from fmtsim.cuda.cast.parameters import DTYPES, NARROW, aligned, code_values, macros, nan_code, values_of
-from fmtsim.formats.spec import CodebookFormat, FloatFormat, LogFormat
+from fmtsim.formats.element import CodebookFormat, FloatFormat, LogFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.replay.gpu import captures
 

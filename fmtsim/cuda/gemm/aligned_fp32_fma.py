@@ -14,7 +14,7 @@ import torch
 from fmtsim.cuda.cast.parameters import macros
 from fmtsim.cuda.gemm.job import TILE, TYPES, FastPath, Job, Packing, promotion_of
 from fmtsim.cuda.runtime import Defines
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 

@@ -27,8 +27,8 @@ from fmtsim.cuda.gemm.job import (
     range_of,
 )
 from fmtsim.cuda.runtime import Defines
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import GemmSpec

@@ -31,7 +31,7 @@ from fmtsim.cuda.gemm.job import (
     panels_of,
 )
 from fmtsim.cuda.runtime import Defines
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 

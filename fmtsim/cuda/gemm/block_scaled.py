@@ -15,7 +15,7 @@ import torch
 from fmtsim.cuda.cast.parameters import macros
 from fmtsim.cuda.gemm.job import TILE, TYPES, FastPath, Job, Packing, is_plain, layout_of, promotion_of
 from fmtsim.cuda.runtime import Defines
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.spec.datapath import FP32, Datapath
 from fmtsim.spec.gemm_spec import GemmSpec
 

@@ -24,10 +24,10 @@ from fmtsim.cuda.gemm.job import (
     problem_of,
     sums_of,
 )
-from fmtsim.cuda.native import row_major
 from fmtsim.cuda.runtime import Defines
+from fmtsim.cuda.torch_calls import row_major
+from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.spec.datapath import FP32, Datapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import adds_in_order

@@ -21,8 +21,8 @@ from torch import Tensor
 from fmtsim.cuda import runtime
 from fmtsim.cuda.cast.parameters import draw_of
 from fmtsim.cuda.runtime import Defines, Program, Programs
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.rounding.modes import CODES, Rounding
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import RandomKey

@@ -21,7 +21,7 @@ from torch import Tensor
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import general
 from fmtsim.cuda.gemm.job import TILE, FastPath, Job, Plan, accumulation_order, accumulator_of
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath

@@ -7,12 +7,12 @@ from typing import Any, Final
 import torch
 
 from fmtsim.formats.block import Format, ScaledFormat, scaled
+from fmtsim.formats.element import Overflow
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import SCALINGS, ScalingName
-from fmtsim.formats.spec import Overflow
 from fmtsim.gemm.layers.route import INT8, Route, route_of
+from fmtsim.gemm.products.operand_scales import check_unit_scales
 from fmtsim.gemm.products.resolver import call_name, check_target, resolve_call
-from fmtsim.gemm.products.scales import check_unit_scales
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import is_unit, machine_name, takes_logarithms
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from fmtsim.casts.ops import cpu_engine, decode, encode, fused_engine, quantize
 from fmtsim.formats.block import Block, BlockFormat, Format, ScaledFormat
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.blocks import block_sizes, statistic
-from fmtsim.scaling.cast import cast, scales, slope, times_blocks, transformed
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
+from fmtsim.scaling.scaled_cast import cast, scales, slope, times_blocks, transformed
 from fmtsim.scaling.scales import FLT_MIN
 from fmtsim.spec.call import OperandFormat
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey

@@ -22,9 +22,9 @@ from fmtsim.gemm.layers.product import HALVES, finish, multiply, round_output, u
 from fmtsim.gemm.layers.route import INT8, Route, element_of
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.gemm.products.native import FP8_DTYPES, SCALED_MULTIPLE
+from fmtsim.gemm.products.operand_scales import Scales
 from fmtsim.gemm.products.operands import FLOATS, operand_format
 from fmtsim.gemm.products.resolver import run_product
-from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.scaling.blocks import block_sizes
 from fmtsim.spec.call import UNIT_SCALES, Operation

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from fmtsim.casts.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
 from fmtsim.casts.quantize import quantize
-from fmtsim.formats.spec import FloatFormat, IntFormat
+from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.gemm.layers.keys import Generator, rotations_to_undo
 from fmtsim.gemm.layers.operand import is_on_gpu, values_of, widened
 from fmtsim.gemm.layers.operator import announce, call, has_known_sizes, lower, quantizer_of, text_of
 from fmtsim.gemm.products.native import FP8_DTYPES
 from fmtsim.gemm.products.operands import own_dtype
-from fmtsim.scaling.cast import rotated
 from fmtsim.scaling.inlined import inlined_product
+from fmtsim.scaling.scaled_cast import rotated
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer
 

@@ -5,9 +5,9 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat, LogFormat
-from fmtsim.gemm.products.scales import product_kind
+from fmtsim.gemm.products.operand_scales import product_kind
 from fmtsim.spec.call import OperandFormat, ScaleKind, scale_kind
 from fmtsim.spec.operand import last_cast
 from fmtsim.spec.quantizer import Quantizer

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.gemm.layers.product import wide_dtype
-from fmtsim.scaling.cast import transformed
+from fmtsim.scaling.scaled_cast import transformed
 from fmtsim.spec.operand import Keys, Operand, multiplied, spread
 from fmtsim.spec.quantizer import Quantizer
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fmtsim.casts.ops import define_operator, load_engine
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.products.operand_scales import Scales
 from fmtsim.gemm.products.operands import fp4_of_fp8, inner_length, matrix_layout, own_dtype
-from fmtsim.gemm.products.scales import Scales
 from fmtsim.gemm.targets.doubts import caller_level, warn_of_native_bug
 from fmtsim.gemm.targets.question import DEFAULT
 from fmtsim.gemm.targets.target import Target, get_target

@@ -11,10 +11,10 @@ from fmtsim.casts import ops
 from fmtsim.casts.arguments import check_dense, check_together
 from fmtsim.casts.ops import define_operator
 from fmtsim.casts.quantize import decode
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import Layout, OperandFormat, Operation

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts import ops
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import FP4, gemm_converting_slices, inner_length, to_tf32
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import OperandFormat

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import random_keys
+from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat, IntFormat, LogFormat
 from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
+from fmtsim.gemm.products.operand_scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.products.operands import DIRECT, inner_length, matrix_layout, read_operand, stays_packed
 from fmtsim.gemm.products.operator import OUT_DTYPES, finish, output_format, run_gemm
-from fmtsim.gemm.products.scales import Scales, check_unit_scales, unit_scales
 from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.doubts import warn_of_bug, without_doubts
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN

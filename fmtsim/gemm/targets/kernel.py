@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import torch
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.targets.cublaslt import order_of, tile_of
 from fmtsim.gemm.targets.question import Architecture, Choice, Order
 from fmtsim.gemm.units.unit import get_unit

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.spec.call import GemmCall, Layout, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown

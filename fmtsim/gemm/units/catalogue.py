@@ -15,8 +15,8 @@ Sources, by the short names used below:
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.units.unit import Accumulate, Mode, Strength, Unit
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import (

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from fmtsim.formats.block import Format
+from fmtsim.formats.element import FloatFormat, LogFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.spec import FloatFormat, LogFormat
 from fmtsim.spec.datapath import (
     Arithmetic,
     Datapath,

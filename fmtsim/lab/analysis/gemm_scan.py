@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fmtsim.gemm.models import PASSES
+from fmtsim.gemm.model_layers import PASSES
 from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out, without_doubts
 from fmtsim.gemm.targets.target import get_target

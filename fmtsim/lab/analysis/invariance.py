@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fmtsim.gemm.model_calls import check_dtypes, layer_call
-from fmtsim.gemm.models import PASSES, Shape, layer_shapes
+from fmtsim.gemm.model_layers import PASSES, Shape, layer_shapes
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.native import SCALED_MULTIPLE
 from fmtsim.gemm.products.resolver import resolve
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Model = str | nn.Module | Sequence[str | Shape]
-"""A name of ``fmtsim.gemm.models.list_models``, a module, or names and shapes ``(outputs, inputs, bias)``."""
+"""A name of ``fmtsim.gemm.model_layers.list_models``, a module, or names and shapes ``(outputs, inputs, bias)``."""
 
 MOST_ROWS = 1 << 24
 _ROWS = 64  # for which a converted layer is asked once
@@ -63,7 +63,7 @@ def products_of(
         verb: Name of the function that asks, for errors.
         model: A ``Model``. A module that ``convert`` changed has its own machine and formats.
         target: A target; None for a converted module.
-        dtypes: Of ``fmtsim.gemm.models.DTYPES``, for all but converted modules.
+        dtypes: Of ``fmtsim.gemm.model_layers.DTYPES``, for all but converted modules.
         passes: Of ``PASSES``.
 
     Raises:
@@ -87,8 +87,8 @@ def products_of(
             models = [model] if isinstance(model, str) else model
             if not isinstance(models, Sequence) or not all(isinstance(x, str) or _is_shape(x) for x in models):
                 raise ArgumentError(
-                    f"{verb} got model={shown(model)}; pass a name (fmtsim.gemm.models.list_models()), a module, or "
-                    "a list of (outputs, inputs, bias)"
+                    f"{verb} got model={shown(model)}; pass a name (fmtsim.gemm.model_layers.list_models()), a module, "
+                    "or a list of (outputs, inputs, bias)"
                 )
             each = [shape for x in models for shape in (layer_shapes([x]) if isinstance(x, str) else [tuple(x)])]
             shapes = {f"{n}x{k}{' + bias' if bias else ''}": (n, k, bias) for n, k, bias in dict.fromkeys(each)}
@@ -376,7 +376,7 @@ def batch_invariance(
     Where orders differ, so do the bits of some rows; a given row may still round alike.
 
     Args:
-        model: A model's name (``fmtsim.gemm.models.list_models()``), a list of names and ``(outputs, inputs,
+        model: A model's name (``fmtsim.gemm.model_layers.list_models()``), a list of names and ``(outputs, inputs,
             bias)``, or a module, whose linear layers count. A module that ``convert`` changed has its own formats and
             machine.
         target: A GPU with its library, or a plan file; to be left out for a converted module.

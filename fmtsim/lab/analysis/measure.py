@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmtsim.casts.ops import encode, fused_engine, load_engine
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, with_block
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.levels import block_level
 from fmtsim.spec.cast import CastSpec

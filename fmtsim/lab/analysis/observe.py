@@ -26,7 +26,7 @@ from fmtsim.lab.analysis.stats import OperandStats, TensorStats
 from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import some
 

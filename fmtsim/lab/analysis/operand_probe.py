@@ -19,13 +19,13 @@ from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, pr
 from fmtsim.gemm.layers.keys import FORWARD, Layer
 from fmtsim.gemm.layers.linear import autocast_to, run_layer
 from fmtsim.gemm.layers.watch import Watcher, watching
-from fmtsim.nn.attention import Attended
 from fmtsim.nn.flash import Inputs
 from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
+from fmtsim.nn.multihead_attention import Attended
 from fmtsim.nn.raw_matmuls import ParameterProduct
 from fmtsim.nn.sdpa import AttentionCall, run_attention
-from fmtsim.recipes.attention import BACKWARD, AttentionConfig
+from fmtsim.recipes.attention_config import BACKWARD, AttentionConfig
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer, Sparsity
 from fmtsim.support.dispatch import without_own_modes
 from fmtsim.support.errors import ArgumentError

@@ -15,8 +15,8 @@ from fmtsim.nn.convert import convert
 from fmtsim.ptq import ptq
 from fmtsim.ptq.calibrate import batches_of, call, check_model, evaluating
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.recipe import Recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.support.errors import ArgumentError, shown
 
 _IGNORED = -100  # a label that does not count, as transformers has it

@@ -15,9 +15,9 @@ from torch import Tensor
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.element import ElementFormat, FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block
-from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.ptq.export import open_checkpoint
 from fmtsim.ptq.export.layouts import Reordered
 from fmtsim.spec.cast import EncodedParts

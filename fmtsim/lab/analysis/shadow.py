@@ -20,18 +20,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
-from fmtsim.nn.attention import Attended, QuantisedAttention, attentions
 from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.forward import ATTENTION, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.multihead_attention import Attended, QuantisedAttention, attentions
 from fmtsim.nn.operations import MEANINGS, RULES, STACKED, ModelMode
 from fmtsim.nn.raw_matmuls import READS, RawMatmuls
 from fmtsim.nn.report import report
 from fmtsim.nn.sdpa import AttentionCall, attend
 from fmtsim.nn.state import is_converted
-from fmtsim.recipes.attention import AttentionConfig, attention_like
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe, Rule
+from fmtsim.recipes.attention_config import AttentionConfig, attention_like
+from fmtsim.recipes.recipe import Recipe, Rule
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.support.dispatch import without_own_modes
 from fmtsim.support.errors import ArgumentError, FmtsimError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, measure, window_of
-from fmtsim.recipes.attention import BACKWARD
+from fmtsim.recipes.attention_config import BACKWARD
 from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_figure, saved, set_title
 from fmtsim.support.table import aligned
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_dense, check_readable
-from fmtsim.casts.arrays import bits_of
+from fmtsim.casts.numpy_arrays import bits_of
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 
 FARTHEST = (1 << 63) - 1  # distances of 2**63 and more, between 64-bit numbers of opposite sign, count as this

@@ -23,7 +23,7 @@ from fmtsim.formats.tensor_file import stored_tensor, tensor_content
 from fmtsim.lab.analysis.recode import block_format, carry, check_recode
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.ptq.export import compressed_tensors, open_checkpoint
-from fmtsim.ptq.export.verb import check_written, digest
+from fmtsim.ptq.export.checkpoint_files import check_written, digest
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FmtsimError

@@ -14,7 +14,7 @@ import torch
 
 import fmtsim
 from fmtsim.casts.ops import load_engine
-from fmtsim.gemm.models import PASSES, parse_tokens
+from fmtsim.gemm.model_layers import PASSES, parse_tokens
 from fmtsim.lab.cli.main import COMMANDS, build_parser
 from fmtsim.lab.cli.options import check_device, offered
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, version_of, versions_of

@@ -61,10 +61,11 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # and check_NAME there, if any, refuses what is wrong with them before torch is imported.
 RUNS = {
     "checkpoints": ("convert-checkpoint",),
-    "numbers": ("formats", "cast", "explain", "vectors"),
+    "number_commands": ("formats", "cast", "explain", "vectors"),
     "products": ("mm", "identify", "invariance"),
-    "models": ("observe", "attribute", "mismatch", "ptq", "search"),
-    "training": ("train", "report", "sweep", "memory"), "results": ("trace", "bisect", "audit", "compare", "verify"),
+    "model_commands": ("observe", "attribute", "mismatch", "ptq", "search"),
+    "training_commands": ("train", "report", "sweep", "memory"),
+    "result_commands": ("trace", "bisect", "audit", "compare", "verify"),
     "machine": ("info", "completion", "doctor", "warmup"),
 }  # fmt: skip
 ARGUMENTS = {
@@ -92,8 +93,8 @@ _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan|0x).*", re.IGNORECASE)
 # Functions that errors name, and what does the same here.
 _LISTED = {
     "fmtsim.list_formats()": "fmtsim formats",
-    "fmtsim.gemm.models.list_models()": "fmtsim memory --model list",
-    "list the values: fmtsim.formats.spec.CodebookFormat(...)": "in Python, fmtsim.formats.spec.CodebookFormat has any",
+    "fmtsim.gemm.model_layers.list_models()": "fmtsim memory --model list",
+    "list the values: fmtsim.formats.element.CodebookFormat(...)": "in Python, formats.element.CodebookFormat has any",
 }
 
 # What torch says for want of memory, on a CPU, on a GPU, and of sizes whose product is not a number of bytes.

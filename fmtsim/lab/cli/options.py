@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.formats.spec import OVERFLOWS
-from fmtsim.gemm.models import DTYPES
+from fmtsim.formats.element import OVERFLOWS
+from fmtsim.gemm.model_layers import DTYPES
 from fmtsim.lab.cli import names
 from fmtsim.lab.cli.names import Names
 from fmtsim.lab.cli.output import origin

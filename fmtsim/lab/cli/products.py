@@ -15,13 +15,13 @@ import torch
 
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.block import ScaledFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import codes_to_tensor, dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
-from fmtsim.gemm.models import PASSES, Shape, layer_shapes, parse_tokens, read_shapes
+from fmtsim.gemm.model_layers import PASSES, Shape, layer_shapes, parse_tokens, read_shapes
 from fmtsim.gemm.products.matmul import int_mm, mm
 from fmtsim.gemm.products.resolver import check_target
-from fmtsim.gemm.products.scaled import scaled_mm
+from fmtsim.gemm.products.scaled_mm import scaled_mm
 from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.gemm.units.unit import is_unit
 from fmtsim.lab.analysis.compare import Comparison, compare
@@ -30,11 +30,11 @@ from fmtsim.lab.analysis.ulp import read_codes
 from fmtsim.lab.cli.arguments.numbers import SLOW_EVERY
 from fmtsim.lab.cli.options import check_device, read_target
 from fmtsim.lab.cli.output import MISMATCH, answer
-from fmtsim.lab.cli.results import load_tensors
+from fmtsim.lab.cli.result_commands import load_tensors
 from fmtsim.lab.explain.identify import REFINED, identify
 from fmtsim.lab.explain.product import explain_mm
-from fmtsim.lab.training.models import is_function, module_of
-from fmtsim.lab.verify.operands import cancel_neighbours, spread
+from fmtsim.lab.training.training_models import is_function, module_of
+from fmtsim.lab.verify.probe_operands import cancel_neighbours, spread
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning

@@ -13,10 +13,10 @@ from torch import Tensor
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.explanation import MmExplanation, explained
+from fmtsim.gemm.products.operand_scales import unit_scales
 from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import call_name, check_plan, recorded_calls
-from fmtsim.gemm.products.scales import unit_scales
 from fmtsim.gemm.targets.target import get_target, list_targets
 from fmtsim.gemm.units.unit import get_unit, list_units
 from fmtsim.rounding.modes import RoundingName

@@ -13,10 +13,10 @@ from fmtsim.casts.arguments import check_together
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.packing import tensor_bytes
 from fmtsim.gemm.products.explanation import factors
+from fmtsim.gemm.products.operand_scales import read_scales
 from fmtsim.gemm.products.operands import FLOATS, check_operands, check_tensor, matrix_layout, operand_format
 from fmtsim.gemm.products.operator import OUT_DTYPES
 from fmtsim.gemm.products.resolver import call_name
-from fmtsim.gemm.products.scales import read_scales
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.unit import list_units
 from fmtsim.lab.analysis.compare import Difference, compare

@@ -12,7 +12,7 @@ from fmtsim.gemm.products.explanation import MmExplanation, explained, runs
 from fmtsim.gemm.products.matmul import Options, check_call, checked_options
 from fmtsim.gemm.products.operands import check_tensor, inner_length, matrix_layout
 from fmtsim.gemm.products.resolver import gemm_call, recorded_calls, resolve
-from fmtsim.gemm.products.scaled import read_scaled
+from fmtsim.gemm.products.scaled_mm import read_scaled
 from fmtsim.nn.explain_layer import Inputs, LayerExplanation, explain_layer
 from fmtsim.spec.call import GemmCall, Operation
 from fmtsim.spec.plan import GemmPlan

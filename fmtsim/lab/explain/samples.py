@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.quantize import quantize
+from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat
 from fmtsim.gemm.products.operands import operand_format
 from fmtsim.gemm.products.resolver import call_name
 from fmtsim.lab.explain.candidates import Accumulation, Observed, cost
-from fmtsim.lab.verify.operands import cancel_scattered, spread
+from fmtsim.lab.verify.probe_operands import cancel_scattered, spread
 from fmtsim.spec.call import GemmCall
 
 STORED = {

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from fmtsim.casts.arguments import check_flags
 from fmtsim.formats.block import BlockFormat, Format
+from fmtsim.formats.element import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat, FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import as_int, checked

@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from fmtsim.gemm.models import models
+from fmtsim.gemm.model_layers import models
 from fmtsim.support.errors import ArgumentError, DataError, did_you_mean, shown
 from fmtsim.support.records import check_types, located, read_json
 
@@ -291,7 +291,7 @@ def model_size(model: Any) -> ModelSize:
     """Return the sizes of a model.
 
     Args:
-        model: A name of ``fmtsim.gemm.models.list_models()``, the path of a ``config.json`` of Hugging Face or of
+        model: A name of ``fmtsim.gemm.model_layers.list_models()``, the path of a ``config.json`` of Hugging Face or of
             its folder, its contents as a dict, a configuration of transformers, or a ModelSize, which is returned.
 
     Raises:
@@ -314,8 +314,8 @@ def model_size(model: Any) -> ModelSize:
     if not isinstance(model, str) or model not in models():
         hint = did_you_mean(model, models()) if isinstance(model, str) else ""
         raise ArgumentError(
-            f"model={shown(model)} is unknown{hint} (fmtsim.gemm.models.list_models() has the names); or pass the "
-            "path of a config.json, or a number of parameters"
+            f"model={shown(model)} is unknown{hint} (fmtsim.gemm.model_layers.list_models() has the names); or pass "
+            "the path of a config.json, or a number of parameters"
         )
     model = models()[model]
     if not model.blocks:

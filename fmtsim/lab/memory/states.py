@@ -16,7 +16,7 @@ from fmtsim.nn.planning import Selector
 from fmtsim.optim import rules
 from fmtsim.optim.catalogue import describe, get_scheme, list_schemes
 from fmtsim.optim.rules import madam
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.recipe import Recipe
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.spec.optimizer import Scheme, StateFormat, in_parameter
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown

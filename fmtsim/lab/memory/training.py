@@ -23,8 +23,8 @@ from fmtsim.lab.memory.estimate import (
 from fmtsim.lab.memory.sizes import ModelSize, model_size, parameter_count
 from fmtsim.lab.memory.states import Precision, Weight, format_name, optimizer_of, weight_lines, weights_of
 from fmtsim.recipes.build import SavedActivations
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Recipe
+from fmtsim.recipes.recipe import Recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.spec.optimizer import Scheme
 from fmtsim.support.errors import ArgumentError, shown
@@ -291,7 +291,7 @@ def training_memory(
     dtypes and needs more. What is not counted is among the notes of the result.
 
     Args:
-        model: A name of ``fmtsim.gemm.models.list_models()``, the path of a ``config.json`` of Hugging Face, a
+        model: A name of ``fmtsim.gemm.model_layers.list_models()``, the path of a ``config.json`` of Hugging Face, a
             configuration, a ``fmtsim.lab.memory.ModelSize``, or a number of parameters, of which activations are
             unknown.
         recipe: A recipe, which decides what layers keep of their inputs and weights; None runs in high precision.

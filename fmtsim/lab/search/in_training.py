@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from fmtsim.casts.arguments import takes
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
+from fmtsim.lab.search.find_formats import DEFAULT, Sampler, budget_of, check_options, recipes_of, spared_heads
 from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import bits_of
-from fmtsim.lab.search.verb import DEFAULT, Sampler, budget_of, check_options, recipes_of, spared_heads
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.planning import machine_of
 from fmtsim.ptq.calibrate import check_model, evaluating
-from fmtsim.ptq.verb import excepted
+from fmtsim.ptq.quantize_model import excepted
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.spec import Rule
+from fmtsim.recipes.recipe import Rule
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
 from fmtsim.support.table import Column, Result, Rows, table_of

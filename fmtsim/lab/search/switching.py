@@ -16,8 +16,8 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.lab.search.result import HIGH_BITS
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Products, call, evaluating
+from fmtsim.ptq.quantize_model import excepted, prepared
 from fmtsim.ptq.steps import collected, round_weights, serving_layer
-from fmtsim.ptq.verb import excepted, prepared
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.dispatch import is_readable

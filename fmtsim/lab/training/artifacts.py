@@ -23,9 +23,9 @@ from fmtsim.lab.analysis.page.page import flat
 from fmtsim.lab.analysis.stats import operand_in_words
 from fmtsim.lab.training.corpus import Corpus
 from fmtsim.lab.training.lockstep import HEAD_FORMAT, Lockstep, emulates_head
-from fmtsim.lab.training.models import TITLES, source_digest
 from fmtsim.lab.training.run import Checkpoint, Run, finite
 from fmtsim.lab.training.schemes import TrainConfig
+from fmtsim.lab.training.training_models import TITLES, source_digest
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
 from fmtsim.support.errors import ArgumentError, DataError, first_line

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fmtsim.distributed.arithmetic import require_mu
 from fmtsim.distributed.reduction import Reduction, get_reduction
-from fmtsim.distributed.simulate import simulate
-from fmtsim.lab.training.models import repeatable
+from fmtsim.distributed.simulated_reduce import simulate
 from fmtsim.lab.training.schemes import ADAMW, FINAL_SHARE, Scheme, TrainConfig
 from fmtsim.lab.training.schemes import CLIP as CLIP
+from fmtsim.lab.training.training_models import repeatable
 from fmtsim.nn.scaled_model import mu_parameter_groups
 from fmtsim.optim import AdamW, Madam
-from fmtsim.recipes.spec import LossScale
+from fmtsim.recipes.recipe import LossScale
 
 
 class LossScaler:

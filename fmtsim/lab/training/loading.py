@@ -17,7 +17,7 @@ from fmtsim.casts.arguments import takes
 from fmtsim.formats.interop import dtype_name
 from fmtsim.lab.training.corpus import Corpus, load_corpus
 from fmtsim.lab.training.decoders import VOCABULARY
-from fmtsim.lab.training.models import FORMS, OwnModel, is_function, returned, told
+from fmtsim.lab.training.training_models import FORMS, OwnModel, is_function, returned, told
 from fmtsim.ptq.calibrate import call, evaluating
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, did_you_mean, first_line, shown
 

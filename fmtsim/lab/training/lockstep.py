@@ -29,9 +29,9 @@ from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.decoders import LanguageModel
 from fmtsim.lab.training.learner import Learner, autocast
-from fmtsim.lab.training.models import MODELS, build_model
 from fmtsim.lab.training.run import keys, simulate
 from fmtsim.lab.training.schemes import TrainConfig
+from fmtsim.lab.training.training_models import MODELS, build_model
 from fmtsim.nn.convert import set_step
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec

@@ -23,12 +23,12 @@ from fmtsim.lab.analysis.observe import observe
 from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.learner import Learner, autocast
-from fmtsim.lab.training.models import MODELS, OwnModel, build_model, without_head
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.lab.training.training_models import MODELS, OwnModel, build_model, without_head
 from fmtsim.nn.convert import REASONS, convert, set_step
 from fmtsim.nn.planning import FILTERED
 from fmtsim.nn.report import Report, report
-from fmtsim.recipes.plan import HIGH
+from fmtsim.recipes.layer_plan import HIGH
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.files import write_folder
 from fmtsim.support.progress import Progress

@@ -12,8 +12,8 @@ from fmtsim.formats.scaling import ScalingName
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config, usual_scaling
 from fmtsim.lab.training.decoders import GPTConfig, check_size
 from fmtsim.optim.catalogue import get_scheme
+from fmtsim.recipes.recipe import LossScale, Recipe
 from fmtsim.recipes.serialization import recipe_to_dict
-from fmtsim.recipes.spec import LossScale, Recipe
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.datapath import Datapath, LogDatapath

@@ -25,9 +25,9 @@ from fmtsim.lab.search.switching import bits_of
 from fmtsim.lab.training.corpus import Corpus, score
 from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.learner import autocast
-from fmtsim.lab.training.models import source_digest
 from fmtsim.lab.training.run import begin, finite, rehearse, training_steps, validate
 from fmtsim.lab.training.schemes import CLIP, FINAL_SHARE, HIGH_PRECISION, Scheme, TrainConfig
+from fmtsim.lab.training.training_models import source_digest
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes import Recipe, get_recipe, list_recipes
 from fmtsim.recipes.serialization import recipe_to_dict

@@ -18,11 +18,11 @@ from fmtsim.casts import ops
 from fmtsim.casts.ops import load_engine
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
 from fmtsim.formats.display import count_of
+from fmtsim.formats.element import OVERFLOWS, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
-from fmtsim.formats.spec import OVERFLOWS, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.rounding.modes import MODES, Mode, Rounding
 from fmtsim.rounding.oracle import encode_value

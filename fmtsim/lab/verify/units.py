@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.quantize import quantize
+from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.units.unit import Mode, get_unit, list_units
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.verify.operands import spread, sprinkled
 from fmtsim.lab.verify.outcome import Advance, Task, moved, task_of
+from fmtsim.lab.verify.probe_operands import spread, sprinkled
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec

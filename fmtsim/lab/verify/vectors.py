@@ -16,11 +16,11 @@ from fmtsim.casts.quantize import encode
 from fmtsim.casts.stored import restore
 from fmtsim.formats.block import FP32, BlockFormat, Format, PackedFormat, ScaledFormat
 from fmtsim.formats.display import count_of
+from fmtsim.formats.element import ElementFormat, FloatFormat
 from fmtsim.formats.registry import format_from_json, format_to_json
-from fmtsim.formats.spec import ElementFormat, FloatFormat
 from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
 from fmtsim.lab.explain import Element, explain
-from fmtsim.lab.explain.verb import neighbours, turning_point
+from fmtsim.lab.explain.explain_cast import neighbours, turning_point
 from fmtsim.lab.verify.outcome import SPECIALS, beyond
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
 from fmtsim.support.files import Content

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fmtsim.gemm.products.operator import run_gemm
+from fmtsim.lab.verify.check_plan import default_tasks, exhaustive_tasks
 from fmtsim.lab.verify.outcome import PlantedError, Task, engines
-from fmtsim.lab.verify.plan import default_tasks, exhaustive_tasks
 from fmtsim.lab.verify.units import planted, unit_tasks
 from fmtsim.support.executors import open_tasks
 

@@ -12,7 +12,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace
 from fmtsim.ptq.export import layouts as by
 from fmtsim.ptq.export.layouts import Config, Reordered
-from fmtsim.ptq.export.stored import StoredWeight, two_products
+from fmtsim.ptq.export.stored_tensors import StoredWeight, two_products
 
 
 class Layout(NamedTuple):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack, unpack
-from fmtsim.ptq.export.stored import REAL, StoredWeight, spread_over
+from fmtsim.ptq.export.stored_tensors import REAL, StoredWeight, spread_over
 from fmtsim.ptq.export.weights import CodedWeight
-from fmtsim.ptq.verb import output_heads
+from fmtsim.ptq.quantize_model import output_heads
 from fmtsim.support.errors import DataError
 from fmtsim.support.records import check_items
 

@@ -17,7 +17,7 @@ from fmtsim.casts.quantize import decode
 from fmtsim.formats.packing import pack, unpack, unswizzled
 from fmtsim.formats.scaling import Block
 from fmtsim.ptq.export import compressed_tensors, torchao
-from fmtsim.ptq.export.stored import REAL, StoredWeight, json_object
+from fmtsim.ptq.export.stored_tensors import REAL, StoredWeight, json_object
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import check_items, located, read_json
 

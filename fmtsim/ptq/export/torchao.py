@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.packing import pack
-from fmtsim.ptq.export.stored import REAL, StoredWeight, two_products
+from fmtsim.ptq.export.stored_tensors import REAL, StoredWeight, two_products
 from fmtsim.ptq.export.weights import CodedWeight
 from fmtsim.support.errors import DataError, shown
 from fmtsim.support.records import check_items

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import BlockFormat, PackedFormat
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
-from fmtsim.formats.spec import ElementFormat, FloatFormat, IntFormat
 from fmtsim.gemm.layers.operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear
 from fmtsim.nn.state import PTQ, converted_modules
 from fmtsim.ptq.calibrate import check_loaded
-from fmtsim.ptq.export.stored import spread_over
+from fmtsim.ptq.export.stored_tensors import spread_over
+from fmtsim.ptq.ptq_state import Quantised, RoundedWeight
 from fmtsim.ptq.reshape import DIVISOR, transform_input
-from fmtsim.ptq.state import Quantised, RoundedWeight
 from fmtsim.scaling.history import DelayedScale, StoredScale
 from fmtsim.spec.operand import Operand, block_of
 from fmtsim.spec.quantizer import Quantizer, Sparsity

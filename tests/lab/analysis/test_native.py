@@ -12,8 +12,8 @@ import fmtsim
 from fmtsim import compare, convert
 from fmtsim.gemm.products import resolver
 from fmtsim.gemm.products.native import is_native
-from fmtsim.lab.analysis import native as native_module
-from fmtsim.lab.analysis.native import compare_native
+from fmtsim.lab.analysis import compare_native as native_module
+from fmtsim.lab.analysis.compare_native import compare_native
 from fmtsim.support.errors import ArgumentError
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal

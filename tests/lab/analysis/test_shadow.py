@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.gemm.layers.config import linear_config
-from fmtsim.recipes.attention import AttentionConfig, attention_like
-from fmtsim.recipes.spec import Recipe, Rule, Steps
+from fmtsim.recipes.attention_config import AttentionConfig, attention_like
+from fmtsim.recipes.recipe import Recipe, Rule, Steps
 from fmtsim.support.errors import ArgumentError
 from tests.support.refusals import refused
 

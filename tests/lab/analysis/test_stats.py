@@ -9,8 +9,8 @@ import torch
 import fmtsim
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.block import scaled
+from fmtsim.formats.element import IntFormat, LogFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import IntFormat, LogFormat
 from fmtsim.lab.analysis.measure import FIGURES, LOWEST_EXPONENT, block_scales, measure, measure_by_torch
 from fmtsim.lab.analysis.stats import OperandStats, operand_in_words
 from tests.support.operands import normal

@@ -18,7 +18,7 @@ from fmtsim.gemm.layers.config import Gemm
 from fmtsim.lab.analysis import fingerprint
 from fmtsim.lab.analysis.fingerprint import Fingerprints
 from fmtsim.lab.analysis.trace import Trace, read_call, stored_call
-from fmtsim.recipes.attention import AttentionConfig
+from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.bits import assert_same_bits

@@ -239,7 +239,9 @@ def test_explain_options(records):
 
 
 def test_explain_reports_a_defect(run, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("fmtsim.lab.explain.verb"), "_engine_agrees", lambda *arguments: False)
+    monkeypatch.setattr(
+        importlib.import_module("fmtsim.lab.explain.explain_cast"), "_engine_agrees", lambda *arguments: False
+    )
     status, text = run("explain", "1", "--format", "e4m3")
     assert status == 1
     assert "THE ENGINE GIVES OTHER BITS" in text

@@ -18,7 +18,7 @@ from fmtsim.lab.cli import names
 from fmtsim.lab.cli.main import BAD_INPUT, COMMANDS, build_parser, main
 from fmtsim.lab.cli.options import MOST_THREADS, check_threads
 from fmtsim.lab.cli.output import print_text
-from fmtsim.recipes import registry
+from fmtsim.recipes import recipe_registry
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from tests.support.names import NAMES_FILE, recorded_names
 from tests.support.refusals import refused
@@ -216,7 +216,7 @@ def test_names_that_a_file_may_register_are_no_typos(header, tmp_path, monkeypat
     (tmp_path / "mine.py").write_text(register if header else "")
     (tmp_path / "model.py").write_text((header or register) + build)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(recipe_registry, "_registered", dict(recipe_registry._registered))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     assert main(["observe", "--model", "model.py:build", "--recipe", "my_own", "--steps", "1", "--quiet"]) == 0
     assert "unknown" not in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.lab.cli import models as model_commands
+from fmtsim.lab.cli import model_commands as model_commands
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.search import Policy
 from fmtsim.recipes.serialization import load_rules

@@ -19,14 +19,14 @@ import fmtsim
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import BlockFormat  # noqa: F401
 from fmtsim.formats.display import bit_fields
+from fmtsim.formats.element import CodebookFormat, FloatFormat
 from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.scaling import block_scaling  # noqa: F401
-from fmtsim.formats.spec import CodebookFormat, FloatFormat
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.lab.explain import explain
+from fmtsim.lab.explain.explain_cast import decide, neighbours, tile_values
 from fmtsim.lab.explain.product import explain_mm  # noqa: F401  # and others below: explanations.txt calls them
-from fmtsim.lab.explain.verb import decide, neighbours, tile_values
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import Datapath  # noqa: F401
 from fmtsim.spec.plan import GemmPlan  # noqa: F401
@@ -186,7 +186,7 @@ def test_an_engine_that_errs_is_caught(monkeypatch):
     def wrong(*arguments, **options):
         return quantize(*arguments, **options) + 1
 
-    monkeypatch.setattr(sys.modules["fmtsim.lab.explain.verb"], "quantize", wrong)
+    monkeypatch.setattr(sys.modules["fmtsim.lab.explain.explain_cast"], "quantize", wrong)
     story = explain(1.0, "e4m3")
     assert not story.engine_agrees
     assert "THE ENGINE GIVES OTHER BITS" in str(story)

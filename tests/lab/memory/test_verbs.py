@@ -149,7 +149,7 @@ def test_optimizers_by_rule_scheme_and_both():
 
 REFUSED = [
     (lambda: lab.training_memory("llama8b"), r"model='llama8b' is unknown; did you mean 'llama-8b'"),
-    (lambda: lab.training_memory(None), r"model=None is unknown \(fmtsim.gemm.models.list_models\(\)"),
+    (lambda: lab.training_memory(None), r"model=None is unknown \(fmtsim.gemm.model_layers.list_models\(\)"),
     (lambda: lab.training_memory("t5-small"), r"'t5-small': its blocks are of several kinds.*pass its number"),
     (lambda: lab.training_memory(0.5), r"model=0.5 is not a number of parameters; pass 1 to 10\*\*15"),
     (lambda: lab.training_memory(float("nan")), r"model=nan is not a number of parameters"),

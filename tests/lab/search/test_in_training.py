@@ -11,10 +11,10 @@ from torch import nn
 import fmtsim
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.search import Policy, in_training
+from fmtsim.lab.search.find_formats import Sampler
 from fmtsim.lab.search.in_training import _Search, counted, links_of, narrow, narrowed
-from fmtsim.lab.search.verb import Sampler
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.support.errors import ArgumentError
 from tests.support.refusals import refused
 from tests.support.steps import Steps

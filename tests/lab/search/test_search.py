@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fmtsim
 from fmtsim.gemm.layers.config import Gemm
 from fmtsim.lab.search import Policy, result
+from fmtsim.lab.search.find_formats import _Found, _sample
 from fmtsim.lab.search.result import SearchResult, front, least_loss
 from fmtsim.lab.search.switching import relative_noise
-from fmtsim.lab.search.verb import _Found, _sample
 from fmtsim.recipes.ptq import PtqRecipe
-from fmtsim.recipes.registry import get_recipe
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress

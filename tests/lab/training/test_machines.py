@@ -7,7 +7,7 @@ import pytest
 
 from fmtsim.gemm.targets import doubts
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.training import summary
+from fmtsim.lab.cli.training_commands import summary
 from fmtsim.lab.training.artifacts import make_record
 from fmtsim.lab.training.corpus import load_corpus
 from fmtsim.lab.training.run import Run, compare_schemes

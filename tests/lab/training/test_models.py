@@ -11,9 +11,9 @@ from fmtsim.lab.cli.main import main
 from fmtsim.lab.training.artifacts import settings
 from fmtsim.lab.training.decoders import GPTConfig, LanguageModel, Llama
 from fmtsim.lab.training.lockstep import build_side, run_lockstep
-from fmtsim.lab.training.models import build_model
 from fmtsim.lab.training.run import compare_schemes, rehearse, train
 from fmtsim.lab.training.schemes import Scheme
+from fmtsim.lab.training.training_models import build_model
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.progress import Progress

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.training import _integers
+from fmtsim.lab.cli.training_commands import _integers
 from fmtsim.lab.training import sweep
 from fmtsim.lab.training.corpus import TASKS, sample, score, task_corpus
 from fmtsim.lab.training.learner import schedule

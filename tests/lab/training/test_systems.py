@@ -13,7 +13,7 @@ from fmtsim.distributed import get_reduction, simulate
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
 from fmtsim.lab.cli.arguments.models import declare_train
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.training import _config
+from fmtsim.lab.cli.training_commands import _config
 from fmtsim.lab.training import learner
 from fmtsim.lab.training.artifacts import make_check_record
 from fmtsim.lab.training.corpus import sample

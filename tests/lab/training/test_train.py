@@ -14,7 +14,7 @@ import torch
 
 from fmtsim.formats.scaling import SCALINGS
 from fmtsim.lab.cli.main import main
-from fmtsim.lab.cli.training import summary
+from fmtsim.lab.cli.training_commands import summary
 from fmtsim.lab.training import learner
 from fmtsim.lab.training import run as training_run
 from fmtsim.lab.training.artifacts import make_record, write_artifacts

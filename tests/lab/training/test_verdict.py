@@ -183,7 +183,7 @@ def test_a_damaged_record_is_refused_with_the_files(tmp_path, change):
 
 @pytest.mark.parametrize(("recipe", "layers"), [("te_nvfp4", 6), ("te_current", 2)])
 def test_a_recipe_of_shares_gets_blocks_to_show_in(recipe, layers, tmp_path, monkeypatch):
-    from fmtsim.lab.cli import training
+    from fmtsim.lab.cli import training_commands
     from fmtsim.lab.training import artifacts
 
     class Stop(Exception):
@@ -192,7 +192,7 @@ def test_a_recipe_of_shares_gets_blocks_to_show_in(recipe, layers, tmp_path, mon
     def stop(config, *rest):
         raise Stop(config.model.layers)
 
-    monkeypatch.setattr(training, "load_corpus", lambda *given: None)
+    monkeypatch.setattr(training_commands, "load_corpus", lambda *given: None)
     monkeypatch.setattr(artifacts, "settings", stop)
     with pytest.raises(Stop, match=str(layers)):
         main(["train", "--recipe", recipe, "--out", str(tmp_path / "out"), "--quiet"])

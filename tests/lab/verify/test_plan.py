@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.spec import CodebookFormat
 from fmtsim.lab.verify import default_tasks, exhaustive_tasks, outcome
+from fmtsim.lab.verify.check_plan import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
 from fmtsim.lab.verify.outcome import (
     Outcome,
     PlantedError,
@@ -22,7 +23,6 @@ from fmtsim.lab.verify.outcome import (
     task_of,
     words_for,
 )
-from fmtsim.lab.verify.plan import CHUNK, FORMATS, all_inputs, foreign_codes, saturated
 from fmtsim.lab.verify.units import Replay, merged
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts

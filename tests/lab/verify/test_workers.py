@@ -16,8 +16,8 @@ from fmtsim import Datapath, get_format
 from fmtsim.casts import ops
 from fmtsim.lab.cli.main import BAD_INPUT, main
 from fmtsim.lab.verify import units, workers
+from fmtsim.lab.verify.check_plan import default_tasks
 from fmtsim.lab.verify.outcome import OnDevice, PlantedError, device_of
-from fmtsim.lab.verify.plan import default_tasks
 from fmtsim.lab.verify.workers import Job
 from fmtsim.support.errors import DeviceError
 from tests.support import faults
@@ -117,7 +117,7 @@ def test_a_record_says_how_to_make_it_again(tmp_path, capsys):
 
 
 def test_all_parts_end_in_one_table(monkeypatch, capsys):
-    from fmtsim.lab.cli import results
+    from fmtsim.lab.cli import result_commands
 
     class Few(Job):
         def tasks(self):
@@ -126,8 +126,8 @@ def test_all_parts_end_in_one_table(monkeypatch, capsys):
     monkeypatch.setattr(units, "SHAPE", (5, 7))
     few = [task for task in units.unit_tasks(torch.device("cpu")) if task.name in ("int8", "turing.mma")]
     monkeypatch.setattr(workers, "Job", Few)
-    monkeypatch.setattr(results, "device_of", torch.device)
-    monkeypatch.setattr(results, "_parts", lambda arguments: ("casts", "gemm"))
+    monkeypatch.setattr(result_commands, "device_of", torch.device)
+    monkeypatch.setattr(result_commands, "_parts", lambda arguments: ("casts", "gemm"))
     assert main(["verify", "--device", "cpu", "--workers", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = {line.split()[0]: line.split()[1:] for line in lines[-5:] if line}
@@ -148,7 +148,7 @@ CPU = torch.device("cpu")
 
 def product(a, b, spec, c=None, scale_a=None, scale_b=None, random=None):
     """Stand in for run_gemm on a device."""
-    door = importlib.import_module("fmtsim.cuda.gemm.dispatch")
+    door = importlib.import_module("fmtsim.cuda.gemm.engine")
     out = torch.empty(a.shape[0], b.shape[0], dtype=units.sum_dtype(spec.datapath))
     assert door.supports_gemm(spec, a, b)
     door.gemm(a, b, c, scale_a, scale_b, spec, random, out)

@@ -22,8 +22,8 @@ from fmtsim.nn.state import PTQ
 from fmtsim.ptq.export import gguf as gguf_layout
 from fmtsim.ptq.export.compressed_tensors import _reciprocals as reciprocals
 from fmtsim.ptq.export.compressed_tensors import config_of
-from fmtsim.ptq.grid import nearest
 from fmtsim.ptq.reshape import transform_input
+from fmtsim.ptq.weight_grid import nearest
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.scaling.levels import tensor_factor
 from fmtsim.spec.quantizer import Quantizer

@@ -11,8 +11,8 @@ import transformers
 from torch import nn
 
 import fmtsim
-from fmtsim.ptq.export import compressed_tensors, verb
-from fmtsim.ptq.grid import nearest
+from fmtsim.ptq.export import checkpoint_files, compressed_tensors
+from fmtsim.ptq.weight_grid import nearest
 from fmtsim.support.errors import DataError
 from tests.support.bits import assert_same_bits
 from tests.support.refusals import refused
@@ -64,7 +64,11 @@ def test_layers_that_servers_fuse_have_one_scale_of_the_tensor(recipe):
 @pytest.mark.parametrize("layout", ["compressed-tensors", "torchao", "gguf"])
 def test_a_planted_error_is_seen_and_leaves_no_file(layout, tmp_path, monkeypatch):
     model = fmtsim.ptq(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)), "q4_0" if layout == "gguf" else "int4_g32")
-    module = {"compressed-tensors": compressed_tensors, "torchao": verb.torchao, "gguf": verb.gguf}[layout]
+    module = {
+        "compressed-tensors": compressed_tensors,
+        "torchao": checkpoint_files.torchao,
+        "gguf": checkpoint_files.gguf,
+    }[layout]
     name, store = ("blocks_of", module.blocks_of) if layout == "gguf" else ("tensors_of", module.tensors_of)
 
     def flip_a_bit(weight, **options):

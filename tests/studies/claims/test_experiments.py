@@ -15,8 +15,8 @@ from fmtsim.casts.quantize import decode
 from fmtsim.formats.registry import get_format
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.training.sweep import SweepRun
-from fmtsim.recipes.registry import get_recipe
-from fmtsim.recipes.spec import Rule
+from fmtsim.recipes.recipe import Rule
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.spec.datapath import LogDatapath
 from fmtsim.support.progress import Progress
 from studies.claims import gpts, qat, searched, sweeps

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fmtsim.casts.quantize import quantize
-from fmtsim.formats.spec import FloatFormat
+from fmtsim.formats.element import FloatFormat
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.datapath import Datapath, IntegerDatapath

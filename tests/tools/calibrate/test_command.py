@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fmtsim.gemm.model_calls import model_calls
-from fmtsim.gemm.models import layer_shapes, list_models, models, parse_tokens, read_shapes
+from fmtsim.gemm.model_layers import layer_shapes, list_models, models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.cli.main import BAD_INPUT

@@ -13,7 +13,7 @@ import fmtsim
 from fmtsim.gemm.targets.planfile import Family
 from fmtsim.gemm.targets.question import Choice, Kind
 from fmtsim.gemm.targets.target import Target, get_target
-from fmtsim.lab.analysis.native import compare_native
+from fmtsim.lab.analysis.compare_native import compare_native
 from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DeviceError

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from fmtsim.cuda.native import NativeCall, NativeScales, torch_call
+from fmtsim.cuda.torch_calls import NativeCall, NativeScales, torch_call
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.lab.cli.main import BAD_INPUT

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import fmtsim
+from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.formats.registry import get_format, list_formats
-from fmtsim.formats.spec import FloatFormat, IntFormat
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.stats import in_order, operand_in_words
 from fmtsim.support.errors import ArgumentError, shown
