@@ -2,7 +2,7 @@
 """Operands of layers on a GPU: the fused kernel that quantises one, and the one that finishes a gradient.
 
 Elements are bfloat16, for the GPU's 16-bit units. What no kernel here covers is None: torch operations over the casts
-of any engine do it then (fmtsim/gemm/layers/operand.py).
+of any engine do it then (fmtsim/gemm/layers/quantize_operand.py).
 """
 
 from dataclasses import replace

@@ -4,32 +4,36 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import torch
 from numba import types
 from numpy import float32, int32, int64
+from torch import Tensor
 
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, fma32, kernel, overload
 from fmtsim.cpu.runtime.kernel_numbers import number
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
-from fmtsim.gemm.products.resolver import resolve_call
+from fmtsim.gemm.products.resolver import gemm_call, resolve
 from fmtsim.machine.unknown import UnknownOrder
+from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
 
 
 def chain_of(unit: str, fmt: str | torch.dtype, instruction_k: int | None = None) -> GemmSpec:
     """Return the chain of a unit's instructions, with sums in float32, for operands of a format; or of shorter ones."""
     record = get_format(fmt)
-    spec = resolve_call("mm", record, record, (0, 0, 0), torch.float32, target=unit, accumulate="fp32")  # type: ignore[arg-type]
+    call = gemm_call("mm", (record, record), (0, 0, 0), torch.float32, target=unit, accumulate="fp32")  # type: ignore[arg-type]
+    spec = resolve(call)
     return spec if instruction_k is None else replace(spec, plan=replace(spec.plan, instruction_k=instruction_k))
 
 
-product = partial(run_gemm, validated=True, bare=True)
-"""``run_gemm`` for operands that lie in the spec's formats, below torch's dispatcher: ``product(a, b, spec, c=c)``."""
+def product(a: Tensor, b: Tensor, spec: GemmSpec, c: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``a b^T + c`` of operands that lie in the spec's formats, below torch's dispatcher."""
+    return run_gemm(Operands(a, b, c=c), spec, dtype, validated=True, bare=True)
 
 
 NAN_BITS = {torch.float32: 0x7FFFFFFF, torch.bfloat16: 0x7FFF, torch.float16: 0x7FFF}  # the one NaN of a GPU's results

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fmtsim.casts.arguments import check_dense
 from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.layers.config import FORMULAS, OPERANDS, PRODUCTS, LinearConfig, product_of
-from fmtsim.gemm.layers.product import unit_dtype
+from fmtsim.gemm.layers.multiply import unit_dtype
 from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.gemm.products.resolver import recorded_calls

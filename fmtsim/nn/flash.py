@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.gemm.layers.config import Gemm
-from fmtsim.gemm.layers.operand import holder, quantize_operand
-from fmtsim.gemm.layers.route import element_of
+from fmtsim.gemm.layers.config import Gemm, element_of
+from fmtsim.gemm.layers.quantize_operand import holder, quantize_operand
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.gemm.products.matmul import bmm
 from fmtsim.gemm.units.unit import unit_takes

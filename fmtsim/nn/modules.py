@@ -17,8 +17,8 @@ from fmtsim.casts.arguments import check_dense, check_whole
 from fmtsim.formats.representable import FLOAT_DTYPES
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig, product_of
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
-from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.product import wide_dtype
+from fmtsim.gemm.layers.layer import run_layer
+from fmtsim.gemm.layers.quantize_operand import wide_dtype
 from fmtsim.gemm.layers.watch import Observer, Watcher
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.forward import hidden_by, wrap

@@ -13,7 +13,7 @@ from fmtsim.casts.arguments import check_module
 from fmtsim.formats.block import ScaledFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.recipes.ptq import fixed, is_static
 from fmtsim.recipes.ptq_methods import Calibration

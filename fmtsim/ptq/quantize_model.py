@@ -18,7 +18,7 @@ from fmtsim.formats.block import PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.linear import run_layer
+from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.nn.convert import REASONS, convert, revert
 from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.multihead_attention import convert_attention, revert_attention

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.layer import run_layer
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.nn.convolutions import EmulatedConvTranspose
 from fmtsim.nn.coverage import numbered
 from fmtsim.nn.modules import STATE, EmulatedBilinear, EmulatedModule

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import BlockFormat, LogTileFormat, PackedFormat
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.recipes.ptq_methods import Clip, Gptq, Hqq, LearnedRounding
 from fmtsim.rounding.modes import RoundingName
 from fmtsim.spec.operand import Keys, block_of, spread

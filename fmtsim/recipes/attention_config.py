@@ -11,9 +11,8 @@ from fmtsim.formats.block import Block, BlockFormat
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
-from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.gemm.layers.route import element_of
-from fmtsim.gemm.products.resolver import resolve_call
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, element_of
+from fmtsim.gemm.products.resolver import gemm_call, resolve
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import is_unit, machine_name, unit_takes
 from fmtsim.recipes.build import BF16, FORWARD, HIGH, scale_format
@@ -265,7 +264,7 @@ def _check_unit(product: Product) -> None:
         if scaling.tensor if scaling else isinstance(fmt, BlockFormat) and fmt.tensor_scale:
             raise ArgumentError(f"{name} has two levels of scales ({quantizer}); choose one, or leave target= out")
     a, b = element_formats(*quantizers) or (wide_format or BF16,) * 2
-    resolve_call("mm", a, b, (0, 0, 0), torch.float32, target=unit)
+    resolve(gemm_call("mm", (a, b), (0, 0, 0), torch.float32, target=unit))
 
 
 def _check_forward(name: str, quantizer: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fmtsim.formats.floating import FP32
 from fmtsim.formats.scaling import History
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.gemm.layers.operand import keeps_scales
+from fmtsim.gemm.layers.quantize_operand import keeps_scales
 from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.ptq_methods import Awq, Calibration, Clip, Equalise, Gptq, Hqq, LearnedRounding, Rotate, Smooth
 from fmtsim.recipes.recipe import Recipe, Rule

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of one call of a matrix product, and the kinds of scales that a call may have."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.spec.plan import GemmPlan
@@ -59,6 +60,39 @@ def scale_kind(rows: int | None, block: int | None, scale: str) -> ScaleKind | N
     return None
 
 
+class Operands(NamedTuple):
+    """The tensors of a product ``a b^T``: the numbers that a GemmCall does not say.
+
+    a: [..., M, K].
+    b: [..., N, K].
+    bias: [N], or None.
+    row, column: Scales of the epilogue: one element, or one for each row of a and of b.
+    scale_a, scale_b: float32 [row blocks, blocks along K]: scales inside a unit (codes as well), or of a promotion.
+    result_scale: One element, which multiplies FP8 results.
+    c: [..., M, N] in the dtype of the sums, the addend.
+    rows_per_scale: Rows of a block of a and of b.
+    """
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+    row: Tensor | None = None
+    column: Tensor | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    result_scale: Tensor | None = None
+    c: Tensor | None = None
+    rows_per_scale: tuple[int, int] = (1, 1)
+
+    def scales_of_rows(self, m: int, n: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the block scales with one row for each row of a [m, K] and of b [n, K]."""
+        scale_a, scale_b = (
+            scale if scale is None or rows == 1 else scale.repeat_interleave(rows, 0)[:size]
+            for scale, rows, size in zip((self.scale_a, self.scale_b), self.rows_per_scale, (m, n), strict=True)
+        )
+        return scale_a, scale_b
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmCall:
     """Describe a call by all that its result may depend on, except the numbers.
@@ -82,6 +116,7 @@ class GemmCall:
         target: What computes it: a GPU with its library, a unit or a datapath, by name, path or record.
         plan: Accumulation order instead of the target's, or of a unit's one chain.
         strict: Refuse a plan that is a guess.
+        spec: The GemmSpec that it comes to, where torch.compile traces the caller: a constant cannot be asked further.
     """
 
     operation: Operation
@@ -102,10 +137,11 @@ class GemmCall:
     target: Any = None
     plan: GemmPlan | None = None
     strict: bool = False
+    spec: Any = field(default=None, compare=False, repr=False)
 
     def facts(self) -> "GemmCall":
         """Return the call as a library sees it: without formats, target, plan and strict."""
-        return replace(self, formats=None, target=None, plan=None, strict=False)
+        return replace(self, formats=None, target=None, plan=None, strict=False, spec=None)
 
     def same_calls(self) -> list["GemmCall"]:
         """Return the calls that a library cannot tell from this one: one row or column has either layout."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.scaling.scaled_cast import transformed
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.nn.convert import convert
 from fmtsim.nn.swaps import scaled_down, smooth_scale, smooth_swiglu
 from fmtsim.recipes.recipe_registry import get_recipe

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.quantize import quantize
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.recipes.recipe import LossScale
 from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.rounding.modes import RoundingName

@@ -83,9 +83,11 @@ MORE_EDITS = [
     ("cpu/cast/scaled_kernels.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"},
      {*SCALARS, *ROUNDED}),
     # a function that kernels share with the host, and an overload that they reach through others
-    ("cpu/gemm/operand_layouts.py", "return block if", "return 2 * block if", {"truncate_panels", "pack_rows", "two_stage"},
+    ("cpu/gemm/operand_layouts.py", "return block if", "return 2 * block if",
+     {"truncate_panels", "pack_rows", "two_stage"},
      {*SCALARS, "convert_rows"}),
-    ("cpu/runtime/kernel_numbers.py", "float32(2.0**112)", "float32(2.0**111)", {"pack_rows", "round_panels", "convert_rows"},
+    ("cpu/runtime/kernel_numbers.py", "float32(2.0**112)", "float32(2.0**111)",
+     {"pack_rows", "round_panels", "convert_rows"},
      {*SCALARS, "two_stage"}),
     ("rounding/elementary.py", "SQRT_HALF = ", "SQRT_HALF = 1 + ", {"_ln"}, {*SCALARS, "_exp", "truncate_panels"}),
     # an option

@@ -11,7 +11,8 @@ from fmtsim import torch_engine
 from fmtsim.cpu.cast import blockwise, hadamard_kernels
 from fmtsim.cpu.runtime import pool
 from fmtsim.formats.block import BlockFormat
-from fmtsim.gemm.layers import operand, product
+from fmtsim.gemm.layers import multiply
+from fmtsim.gemm.layers import quantize_operand as operands
 from fmtsim.recipes import get_recipe, list_recipes
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling import blocks, scaled_cast
@@ -53,7 +54,7 @@ def torch_operations(monkeypatch):
 
     def run(function, *given, **named):
         with monkeypatch.context() as patch:
-            for of in (scaled_cast.ops, blocks, operand, product):
+            for of in (scaled_cast.ops, blocks, operands, multiply):
                 patch.setattr(of, "cpu_engine", lambda x: None)
             patch.setattr("fmtsim.scaling.hadamard.is_dense", lambda x: False)
             return function(*given, **named)
@@ -144,7 +145,7 @@ def test_blocks_down_columns(name, mode, threads):
 def test_every_code_of_float8(dtype):
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
     for x in (codes, codes.mT):
-        found = operand.widened(x, torch.float32)
+        found = operands.widened(x, torch.float32)
         assert_same_bits(found.nan_to_num(7, posinf=8), x.float().nan_to_num(7, posinf=8))
         assert torch.equal(found.isnan(), x.float().isnan()) and found.stride() == x.stride()
 
@@ -160,8 +161,8 @@ def test_what_follows_a_product(threads, torch_operations):
         (None, None, bias),
     ):
         y = specials(64, 96)
-        wanted = torch_operations(product.finish, y.clone(), *given[:2], None, given[2], torch.float32, False)
-        assert_same_bits(product.finish(y, *given[:2], None, given[2], torch.float32, False), wanted)
+        wanted = torch_operations(multiply.finish_sums, y.clone(), *given[:2], None, given[2], torch.float32, False)
+        assert_same_bits(multiply.finish_sums(y, *given[:2], None, given[2], torch.float32, False), wanted)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@
 import torch
 
 from fmtsim.casts.ops import load_engine
-from fmtsim.gemm.layers import keys, linear, operand, operator, passes, product
+from fmtsim.gemm.layers import compile, keys, layer, multiply, quantize_operand
+from fmtsim.gemm.layers.compile import OperandRequest, traced_draws
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.operator import OperandRequest, traced_draws
 from fmtsim.recipes import get_recipe
 from fmtsim.support.replay import programs
 from tests.support.operands import bfloat16s
 
-_MODULES = keys, linear, operand, operator, passes, product
+_MODULES = compile, keys, layer, multiply, quantize_operand
 
 
 def take_for_gpu(device, monkeypatch):
@@ -36,12 +36,12 @@ def take_for_host(monkeypatch):
 
 def drawn(name, device):
     """What a pass draws at once of all operands of the backward products of a layer, and what it is made of."""
-    layer = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
+    drawing = Layer(get_recipe(name).linear, torch.Generator().manual_seed(9))
     x, w, g = (bfloat16s(*size, seed=i, device=device) for i, size in enumerate(((128, 128), (256, 128), (128, 256))))
     factor = torch.tensor(0.75, device=device)
     operands = ("g_d", g, -1), ("g_w", g, 0), ("w_d", w, 0, factor), ("x_w", x, 0, factor)
     asked = [OperandRequest(*fields) for fields in operands]
-    asked = [operand for operand in asked if operand.name in layer.random]
-    if layer.quantizers["x_w"].source == "original":
+    asked = [operand for operand in asked if operand.name in drawing.random]
+    if drawing.quantizers["x_w"].source == "original":
         asked = [operand._replace(factor=None) for operand in asked]
-    return layer, asked, lambda: traced_draws(layer, asked)
+    return drawing, asked, lambda: traced_draws(drawing, asked)

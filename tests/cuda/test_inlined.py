@@ -6,10 +6,11 @@ import torch
 
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
-from fmtsim.gemm.layers import operand, operator, product
+from fmtsim.gemm.layers import compile, multiply
+from fmtsim.gemm.layers import quantize_operand as operands
+from fmtsim.gemm.layers.compile import text_of
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.operator import text_of
+from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling import scales
@@ -52,7 +53,7 @@ OTHERS = [
 def on_gpu(device, monkeypatch):
     """Let a CPU give what a GPU does, by the casts of its own engine."""
     if device.type == "cpu":
-        for module in (operand, operator, product):
+        for module in (operands, compile, multiply):
             monkeypatch.setattr(module, "is_on_gpu", lambda t: t.dtype != torch.float64)
         with torch.library._scoped_library("aten", "IMPL") as library:  # which torch has for GPUs alone
             library.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
@@ -95,7 +96,7 @@ def test_operands_are_those_of_kernels(recipe, name, dim, dtype, on_gpu):
     quantizer = quantizer_of(recipe, name)
     for x in matrices(on_gpu):
         x = x.to(dtype)
-        found, expected = inlined(x, quantizer, dim), operand.quantize_operand(x, quantizer, dim=dim, folded=True)
+        found, expected = inlined(x, quantizer, dim), operands.quantize_operand(x, quantizer, dim=dim, folded=True)
         assert found.block == expected.block or expected.scale is None
         for one, other in zip(parts(found), parts(expected), strict=True):
             assert one.stride() == other.stride()

@@ -9,12 +9,12 @@ import fmtsim
 from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.casts.ops import load_engine
 from fmtsim.cuda.cast import scaled_operands, warp_hadamard
-from fmtsim.gemm.layers import product
+from fmtsim.gemm.layers import multiply
+from fmtsim.gemm.layers.compile import text_of
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
-from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.operand import has_both, quantize_both, quantize_operand
-from fmtsim.gemm.layers.operator import text_of
+from fmtsim.gemm.layers.layer import run_layer
+from fmtsim.gemm.layers.quantize_operand import has_both, quantize_both, quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.history import DelayedScale
@@ -351,7 +351,7 @@ def test_layers_of_integers_have_the_bits_of_float64(name, shape, on_card, monke
     layer = Layer(get_recipe(name).linear)
     for units in (True, False):
         if not units:
-            monkeypatch.setattr(product, "is_on_gpu", lambda t: False)
+            monkeypatch.setattr(multiply, "is_on_gpu", lambda t: False)
         x, w, g = (bfloat16s(*size, seed=i, device=on_card) for i, size in enumerate(((m, k), (n, k), (m, n))))
         y = run_layer(x.requires_grad_(), w.requires_grad_(), None, layer)
         made.append([y.detach(), *torch.autograd.grad(y, (x, w), g)])

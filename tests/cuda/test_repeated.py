@@ -7,11 +7,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.gemm.layers import linear, operator
+from fmtsim.gemm.layers import compile
+from fmtsim.gemm.layers import layer as layers
+from fmtsim.gemm.layers.compile import text_of
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.gemm.layers.operator import text_of
+from fmtsim.gemm.layers.layer import run_layer
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.support.replay.programs import Programs
 from fmtsim.support.replay.recorder import Program
@@ -51,14 +52,14 @@ def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
     """With the draws of its pass, and other tensors than the call that was written down."""
     layer, asked, _ = drawn(name, on_card)
     texts, decided = [text_of(layer.quantizers[each.name]) for each in asked], []
-    monkeypatch.setattr(operator, "quantize_operand", lambda *x, **y: decided.append(x) or quantize_operand(*x, **y))
+    monkeypatch.setattr(compile, "quantize_operand", lambda *x, **y: decided.append(x) or quantize_operand(*x, **y))
     counter = layer.counter(asked[0].t.device)  # with its index, as tensors have it
     for i in range(5):
         tensors = [each.t * 2.0**i for each in asked]  # with its strides
         how = [each.factor for each in asked], [each.dim for each in asked], [each.name for each in asked], texts
         made = torch.ops.fmtsim.call_draw_operands(layer.name, tensors, *how)
         counter.sub_(1)
-        wanted = operator._draws(layer.name, tensors, *how)
+        wanted = compile._draws(layer.name, tensors, *how)
         for one, other in zip(made, wanted, strict=True):
             assert one.stride() == other.stride()
             assert_same_bits(one, other)
@@ -69,7 +70,7 @@ def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
 @pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise", "te_nvfp4"])
 def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
     """Training, evaluation, inference and activation checkpointing by turns; in the end in other buffers."""
-    found, decided, real = [], [0, 0], linear.forward_pass
+    found, decided, real = [], [0, 0], layers.forward
     for repeats in (True, False):
         if not repeats:
             monkeypatch.setattr(Programs, "run", lambda self, key, tensors, function: function())
@@ -78,7 +79,7 @@ def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
             decided[repeats] += 1
             return real(*given, **more)
 
-        monkeypatch.setattr(linear, "forward_pass", product)
+        monkeypatch.setattr(layers, "forward", product)
         torch.manual_seed(0)
         model = fmtsim.convert(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(on_card), recipe=name)
         made = []

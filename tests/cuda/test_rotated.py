@@ -11,7 +11,7 @@ import torch
 import fmtsim
 from fmtsim.cuda.cast import rotated, warp_hadamard
 from fmtsim.formats.scaling import TensorScale
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.scaled_cast import rotated as transform
 from fmtsim.spec.cast import RandomKey

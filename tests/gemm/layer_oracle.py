@@ -5,7 +5,7 @@ import torch
 
 import fmtsim
 from fmtsim.formats.block import BlockFormat
-from fmtsim.gemm.layers.route import kind_of
+from fmtsim.gemm.layers.config import kind_of
 from fmtsim.spec.quantizer import Quantizer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

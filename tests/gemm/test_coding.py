@@ -11,9 +11,9 @@ import fmtsim
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers.operand import holder, quantize_operand
-from fmtsim.gemm.layers.operator import layout_of
-from fmtsim.gemm.layers.route import element_of, kind_of
+from fmtsim.gemm.layers.compile import layout_of
+from fmtsim.gemm.layers.config import element_of, kind_of
+from fmtsim.gemm.layers.quantize_operand import holder, quantize_operand
 from fmtsim.gemm.products.operand_scales import product_kind
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import MODES, Rounding

@@ -10,6 +10,7 @@ import torch
 
 from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.operator import finish
+from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import DtypeError
 from tests.support.bits import assert_same_bits, bits
 from tests.support.gemm_oracle import finished
@@ -17,6 +18,7 @@ from tests.support.operands import wide
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *FP8)
+LATE = GemmPlan(bias_after_rounding=True)
 RULES = ("scale", "row_column", "column_row")
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 2.0**-149, -(2.0**-149), 3.4e38, -3.4e38, 65520.0,
            -65519.0, 464.0, 465.0, 2.0**-10, 2.0**-9 * 1.5, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-17,
@@ -43,8 +45,9 @@ def test_every_step_has_the_bits_of_the_oracle(dtype, kind, rule):
     row, column = (None, None) if kind == "none" else scales(kind, *x.shape)
     for bias in (None, wide(x.shape[1], seed=3).bfloat16()):
         for result_scale in (None, torch.tensor(3.0)):
-            options = {"rule": rule, "row": row, "column": column, "bias": bias, "result_scale": result_scale}
-            assert_same_bits(finish(x.clone(), dtype, **options), finished(x, dtype, **options))
+            options = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
+            got = finish(x.clone(), dtype, GemmPlan(epilogue=rule), **options)
+            assert_same_bits(got, finished(x, dtype, rule=rule, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,9 +57,9 @@ def test_a_bias_after_rounding(dtype, wider):
     row, column = scales("row", *x.shape)
     for bias in (None, wide(20, seed=3).bfloat16(), torch.full((20,), -torch.inf)):
         options = {"bias": bias, "row": row, "column": column}
-        got = finish(x.clone(), dtype, bias_after_rounding=True, **options)
+        got = finish(x.clone(), dtype, LATE, **options)
         assert_same_bits(got, finished(x, dtype, bias_after_rounding=True, **options))
-        assert_same_bits(finish(x.clone(), dtype, bias_after_rounding=True), finish(x.clone(), dtype))
+        assert_same_bits(finish(x.clone(), dtype, LATE), finish(x.clone(), dtype))
         seen = dtype.itemsize == 2 and bias is not None and bias.isfinite().all()
         assert not seen or not torch.equal(bits(got), bits(finish(x.clone(), dtype, **options)))
 
@@ -100,11 +103,11 @@ def test_products_that_are_zero_are_positive():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
 def test_pieces_change_nothing(monkeypatch, dtype):
     x, (row, column) = reduced(9, 20), scales("row", 9, 20)
-    options = {"rule": "row_column", "row": row, "column": column, "bias": wide(20, seed=5)}
-    whole = finish(x.clone(), dtype, **options)
+    plan, options = GemmPlan(epilogue="row_column"), {"row": row, "column": column, "bias": wide(20, seed=5)}
+    whole = finish(x.clone(), dtype, plan, **options)
     for size in (1, 40, 45):
         monkeypatch.setattr(operator, "_PIECE", size)
-        assert_same_bits(finish(x.clone(), dtype, **options), whole)
+        assert_same_bits(finish(x.clone(), dtype, plan, **options), whole)
 
 
 def test_a_row_longer_than_a_piece():

@@ -10,6 +10,7 @@ from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.targets.kernel import Kernel, Rule
 from fmtsim.gemm.targets.target import Target
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.plan import GemmPlan
 from tests.support.bits import assert_same_bits
@@ -38,9 +39,11 @@ def test_a_difference_is_seen():
     spec = GemmSpec(datapath=get_unit("hopper.wgmma").mode("bf16", "bf16"), plan=PLANS[0], a=BF16, b=BF16)
     serial = GemmSpec(datapath=spec.datapath, plan=GemmPlan(k_tile=16, split=4), a=BF16, b=BF16)
     expected = sums(a, b, spec)
-    refused("differ", assert_same_bits, run_gemm(a, b, serial), expected, error=AssertionError)
-    refused("differ", assert_same_bits, run_gemm(a, b, spec, c=bias.expand(3, 66)), expected, error=AssertionError)
-    assert_same_bits(run_gemm(a, b, gemm_spec_from_json(spec.to_json())), expected)
+    refused("differ", assert_same_bits, run_gemm(Operands(a, b), serial), expected, error=AssertionError)
+    refused(
+        "differ", assert_same_bits, run_gemm(Operands(a, b, c=bias.expand(3, 66)), spec), expected, error=AssertionError
+    )
+    assert_same_bits(run_gemm(Operands(a, b), gemm_spec_from_json(spec.to_json())), expected)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp32"])

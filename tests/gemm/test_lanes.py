@@ -14,6 +14,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import gemm_engine, run_gemm
 from fmtsim.gemm.targets import cublaslt
 from fmtsim.gemm.units.unit import get_unit
+from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import STACK, ZERO, combination, same_order
@@ -37,7 +38,7 @@ def test_engines_have_the_bits_of_the_oracle(fmt):
         c = torch.randn(a.shape[0], b.shape[0]).to(dtype) if draw.random() < 0.3 else None
         expected = sums(a, b, spec, dtype, c=c)
         assert gemm_engine(spec, a, b) is cpu or (fmt == "fp64" and plan.promote_every)
-        assert_same_bits(run_gemm(a, b, spec, c=c), expected)
+        assert_same_bits(run_gemm(Operands(a, b, c=c), spec), expected)
         stop = plan.k_end or k
         out = torch.empty_like(expected)
         torch_engine.gemm(a[:, :stop], b[:, :stop], c, None, None, spec, None, out)
@@ -58,7 +59,7 @@ def test_other_units_have_lanes_too():
     for unit, fmt in (("hopper.wgmma", "bf16"), ("cdna3.mfma", "fp16"), ("cdna2.mfma", "bf16")):
         plan = GemmPlan(k_tile=32, lanes=4, lane_reduce="tree", split=2, owner="interleaved", promote_every=12)
         a, b = operands(fmt, 2, 5, 90, draw)
-        assert_same_bits(run_gemm(a, b, spec_of(plan, fmt, unit)), sums(a, b, spec_of(plan, fmt, unit)))
+        assert_same_bits(run_gemm(Operands(a, b), spec_of(plan, fmt, unit)), sums(a, b, spec_of(plan, fmt, unit)))
 
 
 def test_stochastic_blocks_are_counted_through_lanes():
@@ -67,7 +68,7 @@ def test_stochastic_blocks_are_counted_through_lanes():
     bf16 = get_format("bf16")
     spec = GemmSpec(datapath=unit, plan=plan, a=bf16, b=bf16)
     a, b = operands("bf16", 2, 3, 40, random.Random(5))
-    found = run_gemm(a, b, spec, random=fmtsim.RandomKey(3, 8))
+    found = run_gemm(Operands(a, b), spec, random=fmtsim.RandomKey(3, 8))
     assert_same_bits(found, sums(a, b, spec, random=(3, 8)))
 
 
@@ -78,7 +79,7 @@ def test_a_difference_is_seen():
         GemmPlan(k_tile=8, lanes=8, lane_reduce=way, split=split, owner="interleaved", reduce=reduce)
         for way in ("serial", "tree", "pair_tree") for split, reduce in ((1, "serial"), (25, "serial"), (25, "folded"))
     ]  # fmt: skip
-    found = [run_gemm(a, b, spec_of(plan, "fp16")) for plan in (GemmPlan(), *plans)]
+    found = [run_gemm(Operands(a, b), spec_of(plan, "fp16")) for plan in (GemmPlan(), *plans)]
     for i, one in enumerate(found):
         for other in found[:i]:
             refused("differ", assert_same_bits, one, other, error=AssertionError)
@@ -110,7 +111,7 @@ def test_the_end_of_k_and_scales():
             spec = GemmSpec(datapath=get_unit("hopper.wgmma").mode("e4m3", "e4m3"), plan=plan, a=fmt, b=fmt)
             x, y = (s.repeat_interleave(128 // every, 1).contiguous() for s in (scale_a, scale_b))
             expected = sums(a[:, :end], b[:, :end], spec, scale_a=x, scale_b=y)
-            assert_same_bits(run_gemm(a, b, spec, scale_a=x, scale_b=y), expected)
+            assert_same_bits(run_gemm(Operands(a, b, scale_a=x, scale_b=y), spec), expected)
 
 
 # What is said of them.

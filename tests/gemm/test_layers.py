@@ -10,12 +10,11 @@ import torch
 from fmtsim import EmulatedGEMM, Gemm, LinearConfig, Quantizer, get_format, linear_config
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.scaling import Scaling
-from fmtsim.gemm.layers import product
+from fmtsim.gemm.layers import multiply as multiply_module
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
-from fmtsim.gemm.layers.linear import run_layer
-from fmtsim.gemm.layers.operand import elements_dtype
-from fmtsim.gemm.layers.passes import Pass, _library_call
-from fmtsim.gemm.layers.product import multiply
+from fmtsim.gemm.layers.layer import Lane, _Pass, run_layer
+from fmtsim.gemm.layers.multiply import _library_call, finish_sums, multiply
+from fmtsim.gemm.layers.quantize_operand import elements_dtype
 from fmtsim.gemm.layers.watch import CallObserver
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Hadamard
@@ -164,7 +163,7 @@ def test_a_gpu_multiplies_integers_in_its_int8_units(format, shape, monkeypatch)
     monkeypatch.setattr(torch, "_int_mm", int_mm)
     assert_same_bits(multiply(a, b, None, F32), exact)
     assert not sizes
-    monkeypatch.setattr("fmtsim.gemm.layers.product.is_on_gpu", lambda t: True)
+    monkeypatch.setattr("fmtsim.gemm.layers.multiply.is_on_gpu", lambda t: True)
     assert_same_bits(multiply(a, b, None, F32), exact)
     assert sizes and all(size[0] > 16 and not size[1] % 8 and not size[2] % 8 for size in sizes)
 
@@ -186,7 +185,7 @@ def test_an_observer_sees_what_is_rounded_and_what_became_of_it(quantizer, dim, 
     seen, t = [], small(8, 12, BF16, 1).to(dtype)
     layer = Layer(LinearConfig(fprop=Gemm(a=quantizer)))
     watchers = (CallObserver(lambda *given: seen.append(given)),)
-    made = Pass(layer, watchers, t, t.dtype, (8, 12, 12)).operand("x_f", t, dim, factor)
+    made = _Pass(layer, Lane(watchers), t, t.dtype, (8, 12, 12)).operand("x_f", t, dim, factor)
     ((name, x, values, own, along),) = seen
     assert (name, own) == ("x_f", quantizer)
     rows = t if dim == -1 else t.mT
@@ -267,17 +266,24 @@ def test_what_the_kernel_of_groups_leaves_to_be_added(compensated, dtype, biased
     """It adds a bias and writes float32 and bfloat16, unless a correction comes in between."""
     asked = []
 
-    def kernel(*given):
-        asked.append(given[-2:])
-        return torch.full((4, 6), 2.0, dtype=given[-1])
+    class Engine:
+        def covers_groups(self, a, b):
+            return True
 
-    monkeypatch.setattr(product, "_multiply_group_parts", kernel)
-    a, b, bias = operand(E4M3, 4, "rows", 1), operand(E4M3, 6, "rows", 2), torch.ones(6) if biased else None
-    rest = torch.full((4, 6), 0.5) if compensated else None
-    y = product._multiply_groups(a, b, rest, bias, dtype, traced=False)
+        def finish(self, *given):
+            return None
+
+        def multiply_groups(self, a, b, bias, dtype):
+            asked.append((bias, dtype))
+            return torch.full((4, 6), 2.0, dtype=dtype)
+
+    monkeypatch.setattr(multiply_module, "fused_engine", lambda t: Engine())
+    a, b = (Operand(torch.ones(rows, 12), Quantizer(), torch.ones(rows, 2), block=(1, 6)) for rows in (4, 6))
+    a, bias = a._replace(rest=torch.full((4, 12), 0.5) if compensated else None), torch.ones(6) if biased else None
+    y = multiply(a, b, bias, dtype)
     whole = dtype != F16 and not compensated
     assert asked == [(bias if whole else None, dtype if whole else F32)]
-    expected = 2.0 + 0.5 * compensated + (0 if whole else biased)
+    expected = 2.0 + 6 * compensated + (0 if whole else biased)
     assert_same_bits(y, torch.full((4, 6), expected, dtype=dtype))
 
 
@@ -323,7 +329,7 @@ def test_products_are_finished_by_the_factors_and_terms_that_there_are(present, 
     if bias is not None:
         wanted = wanted + bias
     used = y.clone()
-    found = product.finish(used, columns, rows, rest, bias, dtype, traced)
+    found = finish_sums(used, columns, rows, rest, bias, dtype, traced)
     assert_same_bits(found, wanted.to(dtype))
     assert (found is used) <= (dtype == torch.float32)
     if not any(present) and dtype == torch.float32:

@@ -14,7 +14,7 @@ from torch import nn
 import fmtsim
 from fmtsim import GemmPlan
 from fmtsim.formats.element import LogFormat
-from fmtsim.gemm.layers.route import route_of
+from fmtsim.gemm.layers.config import route_of
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import Mode, Unit
 from fmtsim.spec.datapath import LogDatapath
@@ -168,7 +168,7 @@ def test_compiled_layers_have_the_bits_of_eager_ones():
 
 
 def test_the_operand_of_a_layer_has_elements_and_a_scale_for_each_row():
-    from fmtsim.gemm.layers.operand import quantize_operand
+    from fmtsim.gemm.layers.quantize_operand import quantize_operand
 
     made = quantize_operand(torch.randn(3, 8), fmtsim.get_recipe("lns").linear.fprop.a)
     assert isinstance(made, Operand) and made.scale is not None and made.scale.shape == (3, 1)

@@ -12,6 +12,7 @@ from fmtsim.gemm.products import operator
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.gemm.products.operands import read_operand, stays_packed
 from fmtsim.gemm.products.operator import run_gemm
+from fmtsim.spec.call import Operands
 from fmtsim.spec.datapath import IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from tests.support.bits import assert_same_bits
@@ -34,28 +35,37 @@ def operands(m=5, n=6, k=40, dtype=torch.bfloat16):
     return wide(m, k, seed=1).to(dtype), wide(n, k, seed=2).to(dtype)
 
 
+def tensors(a, b, **others):
+    """Return operands as the operator takes them."""
+    return list(Operands(a, b, **others)[:9])
+
+
 KEY = torch.tensor([3, 4])
 CASES = {
-    "plain": lambda a, b: (a, b, spec().to_json()),
+    "plain": lambda a, b: (tensors(a, b), spec().to_json()),
     "finished": lambda a, b: (
-        a, b, spec(plan=GemmPlan(epilogue="row_column")).to_json(), torch.bfloat16, None, None, None,
-        torch.rand(5, 1), torch.rand(1, 6), normal(6).bfloat16(),
+        tensors(a, b, row=torch.rand(5, 1), column=torch.rand(1, 6), bias=normal(6).bfloat16()),
+        spec(plan=GemmPlan(epilogue="row_column")).to_json(), torch.bfloat16,
     ),
     "fp8 out": lambda a, b: (
-        a, b, spec().to_json(), torch.float8_e4m3fn, None, None, None, torch.tensor(0.5), torch.tensor(2.0), None,
-        torch.tensor(3.0),
+        tensors(a, b, row=torch.tensor(0.5), column=torch.tensor(2.0), result_scale=torch.tensor(3.0)),
+        spec().to_json(), torch.float8_e4m3fn,
     ),
-    "addend": lambda a, b: (a, b, spec().to_json(), None, normal(5, 6)),
-    "float64": lambda a, b: (a, b, spec(WIDE).to_json()),
-    "scales": lambda a, b: (a, b, spec(SCALED).to_json(), None, None, torch.ones(5, 2), torch.ones(6, 2)),
-    "stochastic": lambda a, b: (a, b, spec(STOCHASTIC).to_json(), None, *[None] * 7, KEY),
-    "transposed": lambda a, b: (a.mT.contiguous().mT, b[:, ::2].repeat_interleave(2, 1), spec().to_json()),
-    "to TF32": lambda a, b: (a.float(), b.float(), spec(a="tf32", b="tf32").to_json(), *[None] * 9, False, True),
-    "batch": lambda a, b: (a.expand(3, 5, 40), b.expand(3, 6, 40), spec().to_json(), torch.bfloat16),
-    "empty": lambda a, b: (a[:0], b, spec().to_json()),
-    "no products": lambda a, b: (a[:, :0], b[:, :0], spec().to_json()),
+    "addend": lambda a, b: (tensors(a, b, c=normal(5, 6)), spec().to_json()),
+    "float64": lambda a, b: (tensors(a, b), spec(WIDE).to_json()),
+    "scales": lambda a, b: (tensors(a, b, scale_a=torch.ones(5, 2), scale_b=torch.ones(6, 2)), spec(SCALED).to_json()),
+    "stochastic": lambda a, b: (tensors(a, b), spec(STOCHASTIC).to_json(), None, KEY),
+    "transposed": lambda a, b: (
+        tensors(a.mT.contiguous().mT, b[:, ::2].repeat_interleave(2, 1)), spec().to_json()
+    ),
+    "to TF32": lambda a, b: (
+        tensors(a.float(), b.float()), spec(a="tf32", b="tf32").to_json(), None, None, False, True
+    ),
+    "batch": lambda a, b: (tensors(a.expand(3, 5, 40), b.expand(3, 6, 40)), spec().to_json(), torch.bfloat16),
+    "empty": lambda a, b: (tensors(a[:0], b), spec().to_json()),
+    "no products": lambda a, b: (tensors(a[:, :0], b[:, :0]), spec().to_json()),
     "integers": lambda a, b: (
-        a.to(torch.int8), b.to(torch.int8), spec(IntegerDatapath(), a="int8", b="int8").to_json()
+        tensors(a.to(torch.int8), b.to(torch.int8)), spec(IntegerDatapath(), a="int8", b="int8").to_json()
     ),
 }  # fmt: skip
 
@@ -68,27 +78,27 @@ def test_operator_keeps_torchs_rules(case):
 def test_addends_scales_and_integers_reach_the_engine():
     a, b = operands()
     c = normal(5, 6)
-    assert_same_bits(run_gemm(a, b, spec(), c=c), sums(a, b, spec(), c=c))
+    assert_same_bits(run_gemm(Operands(a, b, c=c), spec()), sums(a, b, spec(), c=c))
     scale_a, scale_b = torch.exp2(normal(5, 2).round()), torch.exp2(normal(6, 2).round())
-    got = run_gemm(a, b, spec(SCALED), scale_a=scale_a, scale_b=scale_b)
+    got = run_gemm(Operands(a, b, scale_a=scale_a, scale_b=scale_b), spec(SCALED))
     assert_same_bits(got, sums(a, b, spec(SCALED), scale_a=scale_a, scale_b=scale_b))
     promoted = spec(plan=GemmPlan(promote_every=32, scaled_promotion=True))
-    got = run_gemm(a, b, promoted, scale_a=scale_a * 0.7, scale_b=scale_b)
+    got = run_gemm(Operands(a, b, scale_a=scale_a * 0.7, scale_b=scale_b), promoted)
     assert_same_bits(got, sums(a, b, promoted, scale_a=scale_a * 0.7, scale_b=scale_b))
     integers = spec(IntegerDatapath(), a="int8", b="int8")
     x, y = (
         torch.randint(-128, 128, (4, 33), generator=torch.Generator().manual_seed(i)).to(torch.int8) for i in (1, 2)
     )
-    assert_same_bits(run_gemm(x, y, integers), sums(x, y, integers, torch.int32))
+    assert_same_bits(run_gemm(Operands(x, y), integers), sums(x, y, integers, torch.int32))
 
 
 def test_random_words():
     a, b = operands()
-    got = run_gemm(a, b, spec(STOCHASTIC), random=RandomKey(3, 4))
+    got = run_gemm(Operands(a, b), spec(STOCHASTIC), random=RandomKey(3, 4))
     assert_same_bits(got, sums(a, b, spec(STOCHASTIC), random=RandomKey(3, 4)))
-    assert_same_bits(got, run_gemm(a, b, spec(STOCHASTIC), random=KEY))
-    assert_same_bits(run_gemm(a, b, spec(STOCHASTIC), random=RandomKey((1 << 64) - 1, 1 << 63)),
-         run_gemm(a, b, spec(STOCHASTIC), random=torch.tensor([-1, -(1 << 63)])))  # fmt: skip
+    assert_same_bits(got, run_gemm(Operands(a, b), spec(STOCHASTIC), random=KEY))
+    assert_same_bits(run_gemm(Operands(a, b), spec(STOCHASTIC), random=RandomKey((1 << 64) - 1, 1 << 63)),
+         run_gemm(Operands(a, b), spec(STOCHASTIC), random=torch.tensor([-1, -(1 << 63)])))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2], ids=str)
@@ -96,9 +106,10 @@ def test_groups_of_rows_change_nothing(monkeypatch, dtype):
     """Large products are summed and rounded in groups of at least 64 rows."""
     a, b = wide(130, 24, seed=1).bfloat16(), wide(6, 24, seed=2).bfloat16()
     rows, columns, c = torch.rand(130, 1), torch.rand(1, 6), normal(130, 6)
-    arguments = (a, b, spec().to_json(), dtype, c, None, None, rows, columns, normal(6).bfloat16())
+    bias = normal(6).bfloat16()
+    arguments = (tensors(a, b, c=c, row=rows, column=columns, bias=bias), spec().to_json(), dtype)
     whole = torch.ops.fmtsim.gemm(*arguments)
-    assert_same_bits(whole, finished(run_gemm(a, b, spec(), c=c), dtype, "scale", rows, columns, arguments[-1]))
+    assert_same_bits(whole, finished(run_gemm(Operands(a, b, c=c), spec()), dtype, "scale", rows, columns, bias))
     monkeypatch.setattr(operator, "_SUMS", 1)
     assert_same_bits(torch.ops.fmtsim.gemm(*arguments), whole)
 
@@ -110,17 +121,19 @@ def test_groups_of_rows_change_nothing(monkeypatch, dtype):
 def test_values_that_a_format_lacks_are_refused(fmt, value):
     a, b = torch.ones(3, 8), torch.ones(2, 8)
     definition = spec(a=fmt, b="fp32")
-    assert run_gemm(a, b, definition)[0, 0] == 8
+    assert run_gemm(Operands(a, b), definition)[0, 0] == 8
     a[1, 5] = value
-    refused(rf"a holds {value:g}, which is not a value of {fmt}; round it first with", run_gemm, a, b, definition)
-    refused(r"b holds .* or leave formats= out", run_gemm, b, a, spec(a="fp32", b=fmt))
+    refused(
+        rf"a holds {value:g}, which is not a value of {fmt}; round it first with", run_gemm, Operands(a, b), definition
+    )
+    refused(r"b holds .* or leave formats= out", run_gemm, Operands(b, a), spec(a="fp32", b=fmt))
 
 
 def test_values_that_a_format_has_are_not():
     a = torch.tensor([[0.0, -0.0, torch.inf, torch.nan, 57344.0, 2.0**-16, -1.25, 1.0]])
-    assert run_gemm(a, a, spec(a="e5m2", b="e5m2")).isnan().all()
+    assert run_gemm(Operands(a, a), spec(a="e5m2", b="e5m2")).isnan().all()
     tiny = torch.tensor([[2.0**-9, 448.0, torch.nan, 0.0]], dtype=torch.bfloat16)
-    assert run_gemm(tiny, tiny, spec(a="e4m3", b="e4m3")).isnan().all()
+    assert run_gemm(Operands(tiny, tiny), spec(a="e4m3", b="e4m3")).isnan().all()
 
 
 @pytest.mark.parametrize("unit", ["blackwell.tcgen05.nvf4", "blackwell.tcgen05.mxf8f6f4"])
@@ -158,7 +171,7 @@ def test_fp4_with_strides_and_without_elements():
 
 def tf32_product(a, fmt):
     spec = GemmSpec(datapath=Datapath(), plan=GemmPlan(), a=fmt, b=fmt)
-    return run_gemm(a, torch.ones(1, a.shape[1], dtype=a.dtype), spec)
+    return run_gemm(Operands(a, torch.ones(1, a.shape[1], dtype=a.dtype)), spec)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (3, 70), (6, 99)])
@@ -221,9 +234,9 @@ def test_operands_rounded_to_tf32_in_slices_give_the_same_bits(monkeypatch, plan
     x, w, c = normal(130, 40, seed=1), normal(150, 40, seed=2), normal(130, 150, seed=3)
     x[1, 2], x[128, 3], w[149, 0] = torch.inf, 3.4028e38, torch.nan  # the second becomes Inf
     asked = spec(plan=plan, a="tf32", b="tf32")
-    expected = run_gemm(*(fmtsim.quantize(t, "tf32", overflow="ieee") for t in (x, w)), asked, c=c)
+    expected = run_gemm(Operands(*(fmtsim.quantize(t, "tf32", overflow="ieee") for t in (x, w)), c=c), asked)
     monkeypatch.setattr(operands_module, "_SLICE_ELEMENTS", 64 * 40)
-    assert_same_bits(run_gemm(x, w, asked, c=c, tf32=True), expected)
+    assert_same_bits(run_gemm(Operands(x, w, c=c), asked, to_tf32=True), expected)
 
 
 @pytest.mark.parametrize("packed", ["both", "one"])
@@ -233,6 +246,6 @@ def test_packed_operands_unpacked_in_slices_give_the_same_bits(monkeypatch, pack
     a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     asked, unpacked = spec(a="e2m1", b="e2m1"), [read_operand(x, E2M1) for x in (a, b)]
     monkeypatch.setattr(operands_module, "_SLICE_ELEMENTS", 64 * 40)
-    expected = run_gemm(*unpacked, asked)
-    assert_same_bits(run_gemm(a, b if packed == "both" else unpacked[1], asked), expected)
+    expected = run_gemm(Operands(*unpacked), asked)
+    assert_same_bits(run_gemm(Operands(a, b if packed == "both" else unpacked[1]), asked), expected)
     assert stays_packed(a) and not stays_packed(a[None]) and not stays_packed(unpacked[0])

@@ -7,7 +7,9 @@ import torch
 from torch.nn.functional import ScalingType
 
 from fmtsim import Datapath, GemmPlan, bmm, encode, get_format, get_unit, int_mm, linear, mm, mma, quantize, scaled_mm
+from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.targets.target import find_target
+from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, FormatError
 from tests.support.gemm_oracle import sums
@@ -190,10 +192,9 @@ REFUSED = {
         (lambda: scaled_mm(EIGHTS, EIGHTS.t(), torch.ones(1), torch.ones(1), out_dtype=torch.bfloat16,
             target="hopper.wgmma", plan=GemmPlan(reduce="in_place")),
          "reduce='in_place' adds parts to outputs that have no scales, and the scaling is 'tensor'"),
-        (lambda: torch.ops.fmtsim.gemm(torch.ones(1, 4), torch.ones(1, 4),
+        (lambda: run_gemm(Operands(torch.ones(1, 4), torch.ones(1, 4), torch.ones(1), c=torch.ones(1, 1)),
             GemmSpec(datapath=get_unit("fp32_fma").mode("fp32", "fp32"), plan=GemmPlan(reduce="in_place"),
-            a=get_format("fp32"), b=get_format("fp32")).to_json(), None, torch.ones(1, 1), None, None, None, None,
-            torch.ones(1)),
+            a=get_format("fp32"), b=get_format("fp32"))),
          "parts that are added in place begin with c or with a bias, and both are given; pass one"),
     ],
     DtypeError: [

@@ -10,7 +10,7 @@ import torch
 
 import fmtsim
 from fmtsim import Datapath, GemmPlan, get_format, get_unit
-from fmtsim.gemm.products.resolver import resolve, resolve_call
+from fmtsim.gemm.products.resolver import gemm_call, resolve
 from fmtsim.gemm.targets.target import PLANS
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import Mode, Unit, register_unit
@@ -34,7 +34,7 @@ def test_a_unit_and_a_target_are_resolved_once():
 @pytest.mark.filterwarnings("ignore::fmtsim.support.errors.PlanUnknownWarning")
 def test_sizes_matter_where_a_plan_may_depend_on_them():
     def asked(k, **who):
-        return resolve_call("mm", BF16, BF16, (64, 64, k), torch.float32, accumulate="fp32", **who)
+        return resolve(gemm_call("mm", (BF16, BF16), (64, 64, k), torch.float32, accumulate="fp32", **who))
 
     assert asked(64, target="hopper.wgmma") is asked(1 << 20, target="hopper.wgmma")
     assert asked(64, target="h200").plan != asked(1 << 16, target="h200").plan
@@ -76,10 +76,10 @@ def test_an_edited_plan_file_is_read_again(tmp_path):
 
 def test_a_format_that_was_never_registered_is_judged():
     fmt = replace(get_format("e4m3"), name="private")
-    spec = resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, target="exact")
+    spec = resolve(gemm_call("mm", (fmt, fmt), (1, 1, 8), torch.float32, target="exact"))
     assert spec.a is fmt
     with pytest.raises(fmtsim.errors.ArgumentError, match="unit hopper.wgmma does not take private x private"):
-        resolve_call("mm", fmt, fmt, (1, 1, 8), torch.float32, target="hopper.wgmma")
+        resolve(gemm_call("mm", (fmt, fmt), (1, 1, 8), torch.float32, target="hopper.wgmma"))
 
 
 @pytest.mark.parametrize(

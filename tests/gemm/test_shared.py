@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fmtsim
-from fmtsim.gemm.layers import passes
+from fmtsim.gemm.layers import layer as layers
 from fmtsim.nn.modules import EmulatedModule
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
@@ -36,16 +36,16 @@ class Projections(nn.Module):
 def cast(monkeypatch):
     """List the tensors that are quantised."""
     seen = []
-    quantize = passes.quantize_operand
+    quantize = layers.quantize_operand
 
     def noted(t, *args, **kwargs):
         seen.append(tuple(t.shape))
         return quantize(t, *args, **kwargs)
 
-    monkeypatch.setattr(passes, "quantize_operand", noted)
-    passes.forget()
+    monkeypatch.setattr(layers, "quantize_operand", noted)
+    layers.forget()
     yield seen
-    passes.forget()
+    layers.forget()
 
 
 def forward(model, x=X):
@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_layers_alone(recipe, monkeypatch, cast):
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(passes._SharedInput, "quantizer", None)  # never the same one
+            monkeypatch.setattr(layers._SharedInput, "quantizer", None)  # never the same one
         cast.clear()
         model = fmtsim.convert(Projections(), recipe=recipe)
         x = X.clone().requires_grad_()
@@ -113,7 +113,7 @@ def test_what_is_remembered_is_not_shared(cast):
 
 def test_another_stream_has_its_own(cast, monkeypatch):
     streams = iter((1, 2, 2, 2, 2))  # of q, which shares, of k, which asks and shares, and of v
-    monkeypatch.setattr(passes, "_stream", lambda x: next(streams))
+    monkeypatch.setattr(layers, "_stream", lambda x: next(streams))
     forward(fmtsim.convert(Projections(), recipe="te_mxfp8"))
     assert inputs_cast(cast) == 2
 
@@ -131,14 +131,14 @@ def test_without_a_graph_nothing_is_shared(cast):
     model = fmtsim.convert(Projections(), recipe="te_mxfp8")
     with torch.no_grad():
         model(X)
-    assert inputs_cast(cast) == 3 and passes._last is None
+    assert inputs_cast(cast) == 3 and layers._last is None
 
 
 def test_those_who_look_on_see_every_operand(cast, monkeypatch):
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(passes._SharedInput, "quantizer", None)  # never the same one
+            monkeypatch.setattr(layers._SharedInput, "quantizer", None)  # never the same one
         model = fmtsim.convert(Projections(), recipe="te_mxfp8")
         with fmtsim.observe(model) as seen:
             forward(model)
@@ -149,8 +149,8 @@ def test_those_who_look_on_see_every_operand(cast, monkeypatch):
 def test_nothing_outlives_a_step():
     model = fmtsim.convert(Projections(), recipe="te_mxfp8")
     y = forward(model)
-    elements = weakref.ref(passes._last.operand.elements)
+    elements = weakref.ref(layers._last.operand.elements)
     y.sum().backward()
     del y
     gc.collect()
-    assert passes._last is None and elements() is None
+    assert layers._last is None and elements() is None

@@ -10,7 +10,7 @@ import torch
 from fmtsim import mma
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.products.resolver import resolve_call
+from fmtsim.gemm.products.resolver import gemm_call, resolve
 from fmtsim.gemm.units import unit as units_module
 from fmtsim.gemm.units.unit import Mode, Unit, describe, get_unit, list_units, register_unit
 from fmtsim.spec.datapath import Datapath, FmaDatapath, IntegerDatapath, PairwiseDatapath, TwoStageDatapath
@@ -127,7 +127,7 @@ def test_any_float_format_is_taken_by_what_is_defined():
 
 
 def resolved(unit, a, b):
-    return resolve_call("mm", get_format(a), get_format(b), (1, 1, 1), torch.float32, target=unit).datapath
+    return resolve(gemm_call("mm", (get_format(a), get_format(b)), (1, 1, 1), torch.float32, target=unit)).datapath
 
 
 @pytest.mark.parametrize(

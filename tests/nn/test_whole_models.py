@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fmtsim.casts.ops import with_keys
+from fmtsim.gemm.layers.compile import text_of
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.operator import text_of
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
 from fmtsim.support.errors import ArgumentError

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.gemm.products.native import is_native
 from fmtsim.lab.search.switching import relative_noise
 from fmtsim.ptq import Gptq, PtqRecipe

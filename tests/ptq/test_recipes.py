@@ -15,7 +15,7 @@ from torch import nn
 import fmtsim
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.ptq import (
     Calibration,
     Equalise,

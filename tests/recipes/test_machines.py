@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import fmtsim
-from fmtsim.gemm.layers import passes as on_machine
+from fmtsim.gemm.layers import multiply as on_machine
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.gemm.layers.linear import EmulatedGEMM
+from fmtsim.gemm.layers.layer import EmulatedGEMM
 from fmtsim.gemm.products.native import is_native
 from fmtsim.gemm.units.unit import describe
 from fmtsim.nn.convert import convert
@@ -161,8 +161,8 @@ def test_what_was_clamped_off_is_multiplied_on_the_machine_too(monkeypatch):
     plain = EmulatedGEMM.apply(x, w, None, recipe.linear)
     assert (whole - plain).abs().max() <= 0.02 * plain.abs().max()  # FP8 sums of few bits on one side
     seen, run_product = [], on_machine.run_product
-    monkeypatch.setattr(on_machine, "run_product", lambda *given, **how: (
-        seen.append((given[3][0].name, how["target"])), run_product(*given, **how))[1])  # fmt: skip
+    monkeypatch.setattr(on_machine, "run_product", lambda call, *given, **how: (
+        seen.append((call.a, call.target)), run_product(call, *given, **how))[1])  # fmt: skip
     for unit, chain in (("hopper.wgmma", "fp32_fma"), ("ada.mma", "fp32_fma"), ("exact", "exact")):
         assert EmulatedGEMM.apply(x, w, None, recipe.linear.on(target=unit)).isfinite().all()
         assert seen[0] == ("fp32", chain) and seen[1][1] == unit  # a unit that takes no float32 leaves it to a chain

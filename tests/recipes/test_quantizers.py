@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling.hadamard_matrix import random_signs, sign_bits

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fmtsim.formats.scaling import History, Scaling
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.spec.cast import RandomKey

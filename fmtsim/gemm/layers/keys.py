@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fmtsim.casts.arguments import drawn_key, drawn_numbers
 from fmtsim.casts.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
-from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig
-from fmtsim.gemm.layers.route import Route
+from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig, Route
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.operand import Keys

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.gemm.layers.operand import quantize_operand
-from fmtsim.gemm.layers.product import wide_dtype
+from fmtsim.gemm.layers.quantize_operand import quantize_operand, wide_dtype
 from fmtsim.scaling.scaled_cast import transformed
 from fmtsim.spec.operand import Keys, Operand, multiplied, spread
 from fmtsim.spec.quantizer import Quantizer

@@ -73,8 +73,8 @@ class MmExplanation(Result):
         return (Facts(self.rows),)
 
 
-def explained(call: GemmCall, spec: GemmSpec, tf32: str = "") -> MmExplanation:
-    """Return a resolved call in words; ``tf32`` says how float32 operands became TF32."""
+def explained(call: GemmCall, spec: GemmSpec, to_tf32: bool = False) -> MmExplanation:
+    """Return a resolved call in words; ``to_tf32``: float32 operands were rounded to TF32 first."""
     plan, path, target = spec.plan, spec.datapath, None if is_unit(call.target) else call.target
     machine = str(getattr(target, "name", target)) if target is not None else spec.unit or "datapath"
     batch = f"{call.batch} of " if call.operation == "bmm" else ""
@@ -85,7 +85,7 @@ def explained(call: GemmCall, spec: GemmSpec, tf32: str = "") -> MmExplanation:
         rows.append(("target", f"{machine}, {layouts}"))
     if call.a == "fp32" and spec.a.name == "tf32":
         rows.append(("operands", "float32, whose low 13 bits the unit ignores"))
-    elif tf32:
+    elif to_tf32:
         rounded = "rounded to TF32, to nearest even" if spec.a.name == "tf32" else "not rounded to TF32"
         rows.append(("operands", f"float32 {rounded}"))
     rows.append(("unit", f"{spec.unit or 'own datapath'}: {describe(path)}"))
@@ -186,11 +186,7 @@ def runs(
     converted: bool,
 ) -> str:  # fmt: skip
     """Return whether a target's product of operands in these dtypes runs natively on a device, and why not."""
-    assert call.formats is not None
-    unsupported = unsupported_reason(
-        call.operation, dtypes, call.formats, call.out, call.scaling, call.accumulate, bias=call.bias,
-        fast_accum=call.fast_accum, converted=converted,
-    )  # fmt: skip
+    unsupported = unsupported_reason(call, dtypes, call.out, converted=converted)
     reason = "native=False" if native is False else emulation_reason(call.target, call.plan, device, unsupported)
     if reason is None:
         function = {"scaled_mm": "_scaled_mm", "int_mm": "_int_mm"}.get(call.operation, call.operation)

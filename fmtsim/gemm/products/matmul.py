@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of plain tensors: the verbs mm, bmm, linear and int_mm, and their gradient."""
 
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from fmtsim.gemm.products.operands import (
     output_dtype,
     pair_of,
 )
-from fmtsim.gemm.products.resolver import NO_SCALES, check_target, gemm_call, run_product
+from fmtsim.gemm.products.resolver import check_target, gemm_call, run_product
 from fmtsim.gemm.units import unit as units
-from fmtsim.spec.call import GemmCall, OperandFormat, Operation
+from fmtsim.spec.call import GemmCall, Operands, Operation
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.dispatch import is_bare
@@ -193,28 +193,11 @@ def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = 
     return _multiply("int_mm", a, b, None, *_options("int_mm", options))
 
 
-class ProductRequest(NamedTuple):
-    """The arguments of a verb after all checks, cached for tensors of the same dtypes, shapes, strides and devices.
-
-    Attributes:
-        formats: Formats of both operands.
-        dtype: Dtype of the result, None for that of the accumulator.
-        accumulate: Format of the sums, None for the unit's default.
-        tf32: ``"round"`` where float32 operands are rounded to TF32, else ``""``.
-        options: The result of ``checked_options``.
-        call: The GemmCall; None while torch.compile traces, which resolves it as a constant.
-    """
-
-    formats: tuple[OperandFormat, OperandFormat]
-    dtype: torch.dtype | None
-    accumulate: str | None
-    tf32: str
-    options: dict[str, Any]
-    call: GemmCall | None
-
-
-_requests: dict[Any, ProductRequest] = {}
-_MOST = 4096  # cached requests
+Checked = tuple[GemmCall, torch.dtype | None, bool]
+"""What the checks of a verb return: the call, the dtype of the result (None: of the accumulator), and whether float32
+operands are rounded to TF32."""
+_checked: dict[Any, Checked] = {}  # by dtypes, shapes, strides and devices of the tensors, and the keywords
+_MOST = 4096
 
 
 def _options(verb: str, keywords: Any) -> tuple[dict[str, Any], Any]:
@@ -241,7 +224,7 @@ def checked_options(verb: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def check_call(
     verb: Operation, a: Tensor, columns: Tensor, bias: Tensor | None, options: dict[str, Any], **facts: Any
-) -> ProductRequest:  # fmt: skip
+) -> Checked:  # fmt: skip
     """Check the formats and dtypes of a product ``a b^T`` against its target, and make its GemmCall.
 
     Args:
@@ -255,79 +238,66 @@ def check_call(
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
     """
-    formats, tf32 = operand_formats(verb, a, columns, options)
+    formats, to_tf32 = operand_formats(verb, a, columns, options)
     dtype = output_dtype(verb, a, columns, options)
-    accumulate = accumulation(a, dtype, options)
-    target, plan, call = options["target"], options["plan"], None
-    sizes, batch = (a.shape[-2], columns.shape[-2], inner_length(a)), a.shape[0] if a.dim() == 3 else 1
-    if not torch.compiler.is_compiling():
-        if options["library"] or plan is not None:
-            facts["layouts"] = matrix_layout(a), matrix_layout(columns.mT, transposed=True)
-        call = gemm_call(
-            verb, *formats, sizes, dtype or a.dtype, target=target, plan=plan, batch=batch, accumulate=accumulate,
-            strict=options["strict"], bias=bias is not None, **facts,
-        )  # fmt: skip
-    return ProductRequest(formats, dtype, accumulate, tf32, options, call)
+    if options["library"] or options["plan"] is not None:
+        facts["layouts"] = matrix_layout(a), matrix_layout(columns.mT, transposed=True)
+    call = gemm_call(
+        verb, formats, (a.shape[-2], columns.shape[-2], inner_length(a)), dtype or a.dtype, target=options["target"],
+        plan=options["plan"], batch=a.shape[0] if a.dim() == 3 else 1, strict=options["strict"], bias=bias is not None,
+        accumulate=accumulation(a, dtype, options), **facts,
+    )  # fmt: skip
+    return call, dtype, to_tf32
 
 
 def _multiply(
     verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, options: dict[str, Any], generator: Any = None
 ) -> Tensor:  # fmt: skip
     """Return the differentiable product of a verb, whose tensors a and b are: for linear x [..., K] and w [N, K]."""
-    # 1. a request of the same dtypes, shapes, strides and keywords was checked before
-    key = request = None
+    # 1. a call of the same dtypes, shapes, strides and keywords was checked before
+    key = checked = None
     bare = not torch.compiler.is_compiling() and (is_bare(a, b) if bias is None else is_bare(a, b, bias))
     if bare:
         added = None if bias is None else (bias.dtype, bias.shape, bias.device)
         key = (verb, a.dtype, a.shape, a.stride(), a.device, b.dtype, b.shape, b.stride(), b.device, added,
                units.registrations, *options.values(), *map(type, options.values()))  # fmt: skip  # 0 is not False
         try:
-            request = _requests.get(key)
+            checked = _checked.get(key)
         except TypeError:  # a keyword that cannot be hashed, which the checks will name
             key = None
     # 2. check the operands as the caller passed them, then as matrices
-    if request is None:
-        checked = checked_options(verb, options)
-        check_operands(verb, a, b, bias, checked["library"])
+    if checked is None:
+        how = checked_options(verb, options)
+        check_operands(verb, a, b, bias, how["library"])
     if verb == "linear":
         shape, b = (*a.shape[:-1], b.shape[0]), b.mT
         a = a if a.dim() == 2 else a.reshape(-1, a.shape[-1]) if a.shape[-1] else a.new_empty(a.shape[:-1].numel(), 0)
-    if request is None:
-        request = check_call(verb, a, b.mT, bias, checked)
-        if checked["library"]:
-            sizes = a.shape[-2], b.shape[-1], inner_length(a)
-            check_library(verb, request.formats, sizes, request.dtype, NO_SCALES.rows_per_scale, False)
+    if checked is None:
+        checked = check_call(verb, a, b.mT, bias, how)
+        if how["library"]:
+            check_library(*checked[:2])
         # A name is not cached: register_format may give it another format later.
         if key is not None and not any(isinstance(fmt, str) for fmt in pair_of("formats", options["formats"])):
-            if len(_requests) >= _MOST:
-                _requests.clear()
-            _requests[key] = request
+            if len(_checked) >= _MOST:
+                _checked.clear()
+            _checked[key] = checked
     # 3. multiply
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        plain = all(fmt is None for fmt in pair_of("formats", request.options["formats"]))
+        plain = all(fmt is None for fmt in pair_of("formats", options["formats"]))
         if not plain or a.dtype not in FLOATS or b.dtype not in FLOATS:
             raise ArgumentError(
                 f"{verb} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "
                 f"{a.dtype} x {b.dtype} with a format; pass .detach(), or use fmtsim.EmulatedGEMM"
             )
         check_saved(verb, a, b)
-        y = _Product.apply(a, b, bias, verb, request, options, generator)
+        y = _Product.apply(a, b, bias, checked, options, generator)
     else:
-        y = _product(verb, a, b, bias, request, generator, bare)
+        call, dtype, to_tf32 = checked
+        y = run_product(
+            call, Operands(a, b.mT, None if bias is None else bias.detach()), dtype, native=options["native"],
+            generator=generator, to_tf32=to_tf32, bare=bare,
+        )  # fmt: skip
     return y.reshape(shape) if verb == "linear" and len(shape) != 2 else y
-
-
-def _product(
-    verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, request: ProductRequest, generator: Any,
-    bare: bool = False,
-) -> Tensor:  # fmt: skip
-    options = request.options
-    return run_product(
-        verb, a, b.mT, request.formats, request.dtype, bias=None if bias is None else bias.detach(),
-        target=options["target"], library=options["library"], plan=options["plan"], accumulate=request.accumulate,
-        native=options["native"], strict=options["strict"], generator=generator, tf32=request.tf32, call=request.call,
-        bare=bare,
-    )  # fmt: skip
 
 
 class _Product(torch.autograd.Function):
@@ -335,14 +305,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        a: Tensor, b: Tensor, bias: Tensor | None, verb: Operation, request: ProductRequest, options: Any,
-        generator: Any,
-    ) -> Tensor:  # fmt: skip
-        return _product(verb, a, b, bias, request, generator)
+        a: Tensor, b: Tensor, bias: Tensor | None, checked: Checked, options: dict[str, Any], generator: Any
+    ) -> Tensor:
+        call, dtype, to_tf32 = checked
+        operands = Operands(a, b.mT, None if bias is None else bias.detach())
+        return run_product(call, operands, dtype, native=options["native"], generator=generator, to_tf32=to_tf32)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, bias, _, _, ctx.options, ctx.generator = inputs
+        a, b, bias, _, ctx.options, ctx.generator = inputs
         ctx.save_for_backward(a, b)
         ctx.bias = None if bias is None else bias.dtype
 
@@ -359,7 +330,7 @@ class _Product(torch.autograd.Function):
                 grads[2] = _cast(g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)), ctx.bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
             grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, a, b) for d in grads]
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None)
 
 
 def _gradient(g: Tensor, other: Tensor, ctx: Any, index: int, like: Tensor) -> Tensor:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from fmtsim.casts.ops import define_operator, load_engine
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.products.operand_scales import Scales
 from fmtsim.gemm.products.operands import fp4_of_fp8, inner_length, matrix_layout, own_dtype
 from fmtsim.gemm.targets.doubts import caller_level, warn_of_native_bug
 from fmtsim.gemm.targets.question import DEFAULT
 from fmtsim.gemm.targets.target import Target, get_target
-from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, OperandFormat, Operation, ScaleKind
+from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, Operands, ScaleKind
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.dispatch import constant_in_graphs
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, NativeWarning
@@ -178,27 +177,30 @@ def _warn_of_setting(reason: str) -> None:
     )
 
 
-def check_library(
-    operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
-    dtype: torch.dtype | None, rows_per_scale: tuple[int, int], fast: bool,
-) -> None:  # fmt: skip
-    """Refuse what torch._int_mm and torch._scaled_mm, or cuBLAS below them, refuse on an NVIDIA GPU."""
-    m, n, k = sizes
-    if operation == "int_mm" and (m <= 16 or k % 8 or n % 8 or not k or not n):
+def check_library(call: GemmCall, dtype: torch.dtype | None, rows_per_scale: tuple[int, int] = (1, 1)) -> None:
+    """Refuse what torch._int_mm and torch._scaled_mm, or cuBLAS below them, refuse on an NVIDIA GPU.
+
+    Args:
+        call: The call, with its formats.
+        dtype: Of the result, None for that of the accumulator.
+        rows_per_scale: Rows of a block of scales of both operands.
+    """
+    m, n, k = call.m, call.n, call.k
+    if call.operation == "int_mm" and (m <= 16 or k % 8 or n % 8 or not k or not n):
         raise ArgumentError(
             f"torch._int_mm on CUDA takes M above 16 and K and N that are multiples of 8, not M={m}, K={k}, N={n}; "
             "pad the operands, or name a unit as target="
         )
-    if operation != "scaled_mm":
+    if call.operation != "scaled_mm" or call.formats is None:
         return
-    names = formats[0].name, formats[1].name
+    names = call.formats[0].name, call.formats[1].name
     if names == ("e5m2", "e5m2"):
         raise DtypeError("cuBLAS does not multiply e5m2 by e5m2; make one operand e4m3, or name a unit as target=")
     if names == ("e4m3", "e4m3") and dtype == torch.float8_e5m2:
         raise DtypeError("cuBLAS has no e5m2 output for e4m3 by e4m3; choose torch.float8_e4m3fn or a wider dtype")
-    if any(fmt.bits > 8 for fmt in formats):
+    if any(fmt.bits > 8 for fmt in call.formats):
         raise DtypeError(f"torch._scaled_mm takes 8-bit and 4-bit operands, not {' x '.join(names)}; call mm")
-    if fast and "e2m1" in names:
+    if call.fast_accum and "e2m1" in names:
         raise ArgumentError("torch._scaled_mm has no use_fast_accum for 4-bit operands; leave it False")
     if k % SCALED_MULTIPLE or n % SCALED_MULTIPLE:
         raise ArgumentError(
@@ -212,18 +214,20 @@ def check_library(
 
 
 def unsupported_reason(
-    operation: Operation, dtypes: tuple[torch.dtype, torch.dtype], formats: tuple[OperandFormat, OperandFormat],
-    dtype: torch.dtype | None, kind: ScaleKind, accumulate: str | None, *, bias: bool = False, fast_accum: bool = False,
-    scale_result: bool = False, converted: bool = False,
+    call: GemmCall, dtypes: tuple[torch.dtype, torch.dtype], dtype: torch.dtype | None, scales_result: bool = False,
+    converted: bool = False,
 ) -> str | None:  # fmt: skip
     """Return why torch does not have a product with results in ``dtype``, None where it does.
 
     Args:
-        operation, formats, dtype, kind, accumulate, bias, fast_accum: What is asked (``run_product``).
+        call: What is asked, with the formats.
         dtypes: Of the operands.
-        scale_result: FP8 results are scaled.
+        dtype: Of the result, None for that of the accumulator.
+        scales_result: FP8 results are scaled.
         converted: Operands hold values of their formats (float32 ones: of TF32) and are cast where needed.
     """
+    operation, kind, formats = call.operation, call.scaling, call.formats
+    assert formats is not None
     for name, dtype_in, fmt in zip("ab", dtypes, formats, strict=True):
         fmt_dtype = own_dtype(fmt)
         if operation == "scaled_mm" and (
@@ -233,12 +237,12 @@ def unsupported_reason(
         if operation != "scaled_mm" and dtype_in != (torch.float32 if converted and fmt.name == "tf32" else fmt_dtype):
             return f"torch does not multiply {dtype_in} tensors as {fmt.name}"
     if operation == "scaled_mm":
-        if accumulate not in (None, "fp32"):
-            return f"torch does not sum FP8 products in {accumulate}"
-        if scale_result and kind not in ("tensor", "row"):
+        if call.accumulate not in ("", "fp32"):
+            return f"torch does not sum FP8 products in {call.accumulate}"
+        if scales_result and kind not in ("tensor", "row"):
             return "torch.nn.functional.scaled_mm has no scale_result"
         operands = [own_dtype(fmt) for fmt in formats]
-        if kind in LARGE_BLOCKS and fast_accum:
+        if kind in LARGE_BLOCKS and call.fast_accum:
             return "torch has no use_fast_accum with 1x128 and 128x128 scales"
         if kind in LARGE_BLOCKS and torch.float8_e5m2 in operands:
             return "torch.nn.functional.scaled_mm multiplies e4m3 alone with 1x128 and 128x128 scales"
@@ -251,33 +255,33 @@ def unsupported_reason(
     a_dtype, b_dtype = dtypes
     if a_dtype != b_dtype:
         return f"torch does not multiply {a_dtype} by {b_dtype}"
-    sums = accumulate or "fp32"
+    sums = call.accumulate or "fp32"
     if a_dtype not in _LIBRARY_SUMS[sums] or (sums == "fp16" and dtype != torch.float16):
         return f"torch does not sum {a_dtype} products in {sums} for {dtype} results"
-    if bias and dtype != a_dtype:
+    if call.bias and dtype != a_dtype:
         return f"torch.nn.functional.linear gives {a_dtype}, not {dtype}"
     return None
 
 
-def multiply_natively(
-    operation: Operation, operands: tuple[Tensor, Tensor], formats: tuple[OperandFormat, OperandFormat],
-    dtype: torch.dtype, scales: Scales, *, bias: Tensor | None, accumulate: str | None, fast_accum: bool,
-    scale_result: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return a product that torch has as torch computes it; arguments as of ``run_product``."""
-    a, b = operands
+def multiply_natively(call: GemmCall, operands: Operands, dtype: torch.dtype) -> Tensor:
+    """Return a product that torch has as torch computes it, with the bias if the call has one."""
+    a, b, formats = operands.a, operands.b, call.formats
+    assert formats is not None
     scale_a = scale_b = tensor_a = tensor_b = None
-    if operation == "scaled_mm":
-        a, b = (_in_dtype(x, own_dtype(fmt)) for x, fmt in zip(operands, formats, strict=True))
-        if scales.kind in ("tensor", "row"):
-            scale_a, scale_b = scales.row, scales.column
+    if call.operation == "scaled_mm":
+        a, b = (_in_dtype(x, own_dtype(fmt)) for x, fmt in zip((a, b), formats, strict=True))
+        if call.scaling in ("tensor", "row"):
+            scale_a, scale_b = operands.row, operands.column
         else:
-            small = scales.each_row(a.shape[0], b.shape[0]) if scales.kind in UNIT_SCALES else (scales.a, scales.b)
-            scale_a, scale_b = (_codes(s, scales.kind) for s in small)
-            tensor_a, tensor_b = scales.row, scales.column
+            small = operands.scale_a, operands.scale_b
+            if call.scaling in UNIT_SCALES:
+                small = operands.scales_of_rows(a.shape[0], b.shape[0])
+            scale_a, scale_b = (_codes(s, call.scaling) for s in small)
+            tensor_a, tensor_b = operands.row, operands.column
     return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
-        a, b.mT, operation, dtype, bias, scale_a, scale_b, tensor_a, tensor_b, scale_result, scales.kind, fast_accum,
-        formats[0].name == "tf32", accumulate == "fp16", *scales.rows_per_scale,
+        a, b.mT, call.operation, dtype, operands.bias if call.bias else None, scale_a, scale_b, tensor_a, tensor_b,
+        operands.result_scale, call.scaling, call.fast_accum, formats[0].name == "tf32", call.accumulate == "fp16",
+        *operands.rows_per_scale,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales of operands: check them, read torch's layouts and swizzles, and convert them for engines and epilogues."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.packing import unswizzled
 from fmtsim.gemm.products.operands import inner_length
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, ScaleKind
+from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, Operands, ScaleKind
 from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.gemm_spec import gemm_spec_from_json
@@ -35,40 +35,18 @@ _KINDS: dict[tuple[str, str], ScaleKind] = {
 _SWIZZLES = ("NO_SWIZZLE", "SWIZZLE_32_4_4")
 
 
-class Scales(NamedTuple):
-    """The scales of a product's operands.
+def padded_scales(operands: Operands, n: int, rows: int) -> Operands:
+    """Return operands with b's scales for b padded with zero rows from n to ``rows``: the last scale is repeated."""
 
-    kind: What shares a scale, as in GemmCall.
-    row, column: Scales of the epilogue: one element, or one for each row of a and of b.
-    a, b: Block scales, [row blocks, blocks along K]: float32, or codes of scales inside a unit.
-    rows_per_scale: Rows of a block of a and of b.
-    """
+    def repeated(scales: Tensor) -> Tensor:
+        return torch.cat([scales, scales[-1:].expand(rows - n, *scales.shape[1:])])
 
-    kind: ScaleKind = "none"
-    row: Tensor | None = None
-    column: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-    rows_per_scale: tuple[int, int] = (1, 1)
-
-    def each_row(self, m: int, n: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the block scales with one row for each row of a [m, K] and of b [n, K]."""
-        a, b = (
-            s if s is None or rows == 1 else s.repeat_interleave(rows, 0)[:size]
-            for s, rows, size in zip((self.a, self.b), self.rows_per_scale, (m, n), strict=True)
-        )
-        return a, b
-
-    def padded(self, n: int, rows: int) -> "Scales":
-        """Return the scales for b padded with zero rows from n to ``rows``: the padding repeats the last scale."""
-        column = self.column if self.column is None or self.column.numel() == 1 else _repeated(self.column, rows - n)
-        b = self.b if self.b is None or self.rows_per_scale[1] > 1 else _repeated(self.b, rows - n)
-        return self._replace(column=column, b=b)
-
-
-def _repeated(scales: Tensor, more: int) -> Tensor:
-    """Append ``more`` copies of the last row."""
-    return torch.cat([scales, scales[-1:].expand(more, *scales.shape[1:])])
+    column, scale_b = operands.column, operands.scale_b
+    if column is not None and column.numel() > 1:
+        column = repeated(column)
+    if scale_b is not None and operands.rows_per_scale[1] == 1:
+        scale_b = repeated(scale_b)
+    return operands._replace(column=column, scale_b=scale_b)
 
 
 def product_kind(a: ScaleKind, b: ScaleKind) -> ScaleKind:
@@ -221,8 +199,10 @@ def read_scales(
     scale_a: Any, scale_b: Any, sizes: tuple[int, int, int],
     recipes: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
     swizzles: tuple[tuple[str, ...] | None, tuple[str, ...] | None],
-) -> Scales:  # fmt: skip
-    """Return the scales of a scaled_mm, whose kind follows from ``recipes`` or, as in torch, from dtypes and shapes.
+) -> tuple[ScaleKind, dict[str, Any]]:  # fmt: skip
+    """Return the kind of a scaled_mm's scales, and the fields of Operands that they are.
+
+    The kind follows from ``recipes`` or, as in torch, from dtypes and shapes.
 
     Args:
         scale_a, scale_b: Tensors, or lists of block scales and tensor scale.
@@ -250,9 +230,10 @@ def read_scales(
     # 2. the scales of that kind
     m, n, k = sizes
     if kind == "tensor":
-        return Scales(kind, _single("scale_a", lists[0][0]), _single("scale_b", lists[1][0]))
+        return kind, {"row": _single("scale_a", lists[0][0]), "column": _single("scale_b", lists[1][0])}
     if kind == "row":
-        return Scales(kind, _vector("scale_a", lists[0][0], (m, 1)), _vector("scale_b", lists[1][0], (1, n)))
+        row, column = _vector("scale_a", lists[0][0], (m, 1)), _vector("scale_b", lists[1][0], (1, n))
+        return kind, {"row": row, "column": column}
     if kind in UNIT_SCALES:
         # scales inside a unit: MX (E8M0 every 32) or NVFP4 (E4M3 every 16, and a scale of the tensor).
         extent, recipe = SCALE_KINDS[kind], kinds[0][0]
@@ -269,13 +250,15 @@ def read_scales(
             alpha += [_single(name, extra[0])] if extra else []
         if len(alpha) == 1:
             raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
-        return Scales(kind, *(alpha or (None, None)), *codes)
+        scales = {"scale_a": codes[0], "scale_b": codes[1]}
+        return kind, {**scales, "row": alpha[0], "column": alpha[1]} if alpha else scales
     tall = [name == "BlockWise128x128" for name in firsts]
     a, b = (
         _large_blocks(name, levels[0], rows, k, recipe, large if named else name == "scale_b")
         for name, levels, rows, recipe, large in zip(("scale_a", "scale_b"), lists, (m, n), firsts, tall, strict=True)
     )
-    return Scales(kind, a=a, b=b, rows_per_scale=(_BLOCK if tall[0] else 1, _BLOCK if tall[1] else 1))
+    rows_per_scale = _BLOCK if tall[0] else 1, _BLOCK if tall[1] else 1
+    return kind, {"scale_a": a, "scale_b": b, "rows_per_scale": rows_per_scale}
 
 
 def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -170,8 +170,8 @@ def allows(options: dict[str, Any], switch: str) -> bool:
 
 def operand_formats(
     operation: Operation, a: Tensor, columns: Tensor, options: dict[str, Any]
-) -> tuple[tuple[OperandFormat, OperandFormat], str]:
-    """Return the formats of both operands, and how float32 becomes TF32."""
+) -> tuple[tuple[OperandFormat, OperandFormat], bool]:
+    """Return the formats of both operands, and whether float32 operands are rounded to TF32."""
     declared = pair_of("formats", options["formats"])
     plain = all(fmt is None for fmt in declared)  # an array compares by element
     if options["library"] and plain and operation != "scaled_mm":
@@ -195,7 +195,7 @@ def operand_formats(
             f"unit {getattr(unit, 'name', unit)} multiplies TF32, not float32; pass allow='tf32' to round the "
             "operands, or choose a unit that takes fp32 ('fp32_fma', 'exact')"
         )
-    return formats, "round" if tf32 else ""
+    return formats, tf32
 
 
 def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, Any]) -> torch.dtype | None:
@@ -332,7 +332,7 @@ def matrix_layout(x: Tensor, *, transposed: bool = False) -> Layout:
 _SLICE_ELEMENTS = 1 << 21  # elements of an operand that are converted at a time: 8 MB of TF32, 2 MB of FP4
 
 
-def to_tf32(x: Tensor) -> Tensor:
+def rounded_to_tf32(x: Tensor) -> Tensor:
     """Round float32 values to TF32, to nearest even."""
     return ops.quantize(x, _tf32_cast(), torch.float32, None, None)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch operator of matrix products: one definition as JSON, the data, the choice of engine, and the epilogue."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -13,14 +13,14 @@ from fmtsim.casts import ops
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.products.operands import FP4, gemm_converting_slices, inner_length, to_tf32
+from fmtsim.gemm.products.operands import FP4, gemm_converting_slices, inner_length, rounded_to_tf32
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.call import OperandFormat
+from fmtsim.spec.call import OperandFormat, Operands
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.engine import Engine
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
-from fmtsim.spec.plan import Epilogue
+from fmtsim.spec.plan import Epilogue, GemmPlan
 from fmtsim.support.dispatch import constant_in_graphs
 from fmtsim.support.errors import ArgumentError, DtypeError
 from fmtsim.support.float64 import check_float64
@@ -36,30 +36,27 @@ _SUMS = 6 << 20
 _VALUES = 1 << 17  # numbers that are checked at once: they stay in a cache
 _PIECE = 1 << 20  # sums that the epilogue takes at once: they and its temporaries are some 20 MB
 _ON_GPUS = 1 << 26  # of all three
+_ONE_CHAIN = GemmPlan()
+_TENSORS = len(Operands._fields) - 1  # without rows_per_scale: each row has a scale of its own here
 _CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def run_gemm(
-    a: Tensor, b: Tensor, spec: GemmSpec, *, dtype: torch.dtype | None = None, c: Tensor | None = None,
-    scale_a: Tensor | None = None, scale_b: Tensor | None = None, row: Tensor | None = None,
-    column: Tensor | None = None, bias: Tensor | None = None, result_scale: Tensor | None = None,
-    random: RandomKey | Tensor | None = None, validated: bool = False, tf32: bool = False, bare: bool = False,
+    operands: Operands, spec: GemmSpec, dtype: torch.dtype | None = None, *, random: RandomKey | Tensor | None = None,
+    validated: bool = False, to_tf32: bool = False, bare: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return ``a b^T`` as a GemmSpec defines it: the one way from verbs and layers to the operator.
 
     Args:
-        a: [M, K] or [B, M, K] of any strides: float8, 16-bit, float32 or float64 values of ``spec.a``, int8 for an
-            IntegerDatapath; a matrix that ``stays_packed`` as it is.
-        b: [N, K] or [B, N, K], likewise.
+        operands: a [M, K] or [B, M, K] and b [N, K] or [B, N, K] of any strides: float8, 16-bit, float32 or float64
+            values of the spec's formats, int8 for an IntegerDatapath; a matrix that ``stays_packed`` as it is. Block
+            scales, one for each row, [M, ceil(K / g)] and [N, ceil(K / g)], or stacks of them, as is c.
         spec: Datapath, accumulation order and formats.
         dtype: Of the result; None leaves the reduced sums as they are, before the epilogue.
-        c: [M, N] or [B, M, N] in the dtype of the sums, the addend.
-        scale_a: float32 [M, ceil(K / g)] or [B, ...]: scales inside the unit, or those of a scaled promotion.
-        scale_b: float32 [N, ceil(K / g)] or [B, ...].
-        row, column, bias, result_scale: As in ``finish``.
         random: A key, or int64 [2] or [B, 2] with seed and offset, where the unit rounds stochastically.
         validated: Both operands are known to hold values of their formats alone, which saves a check.
-        tf32: Round float32 operands to TF32 first, to nearest even: a CPU rounds pieces of a matrix as it needs them.
+        to_tf32: Round float32 operands to TF32 first, to nearest even: a CPU rounds pieces of a matrix as it needs
+            them.
         bare: All tensors are known to be ``fmtsim.support.dispatch.is_bare``, which need no dispatcher.
 
     Returns:
@@ -70,14 +67,10 @@ def run_gemm(
         ArgumentError: An operand holds a number that its format lacks.
     """
     if bare and random is None:
-        return _gemm(  # type: ignore[no-any-return]
-            a, b, spec, dtype, c, scale_a, scale_b, row, column, bias, result_scale, None, validated, tf32
-        )
+        return _gemm(operands, spec, dtype, None, validated, to_tf32)  # type: ignore[no-any-return]
     key = ops.key_tensor(random) if isinstance(random, RandomKey) else random
     operator = torch.ops.fmtsim.gemm.default if key is None else torch.ops.fmtsim.gemm.keyed
-    return operator(  # type: ignore[no-any-return]
-        a, b, spec.text, dtype, c, scale_a, scale_b, row, column, bias, result_scale, key, validated, tf32
-    )
+    return operator(list(operands[:_TENSORS]), spec.text, dtype, key, validated, to_tf32)  # type: ignore[no-any-return]
 
 
 def gemm_engine(spec: GemmSpec, a: Tensor, b: Tensor) -> Engine:
@@ -93,44 +86,47 @@ def _unpacked(x: Tensor) -> Tensor:
     return torch.empty(1, 1, dtype=torch.float8_e4m3fn).expand(x.shape[0], inner_length(x)) if x.dtype == FP4 else x
 
 
-def _gemm(  # type: ignore[no-untyped-def]
-    a, b, spec, dtype=None, c=None, scale_a=None, scale_b=None, row=None, column=None, bias=None, result_scale=None,
-    key=None, validated=False, tf32=False,
-):  # fmt: skip
+def _gemm(operands, spec, dtype=None, key=None, validated=False, to_tf32=False):  # type: ignore[no-untyped-def]
     definition = gemm_spec_from_json(spec) if isinstance(spec, str) else spec
-    a, b = a.detach(), b.detach()
-    if tf32 and (a.dim() == 3 or not a.is_cpu or key is not None):
-        a, b, tf32 = to_tf32(a), to_tf32(b), False
-    elif not validated and not tf32:
+    operands = Operands(operands[0].detach(), operands[1].detach(), *operands[2:_TENSORS])
+    a, b = operands.a, operands.b
+    # 1. operands that lie in their formats
+    if to_tf32 and (a.dim() == 3 or not a.is_cpu or key is not None):
+        a, b, to_tf32 = rounded_to_tf32(a), rounded_to_tf32(b), False
+        operands = operands._replace(a=a, b=b)
+    elif not validated and not to_tf32:
         _require_values(("a", a, definition.a), ("b", b, definition.b))
-    shared = {"row": row, "column": column, "bias": bias, "result_scale": result_scale}
     dtype = dtype or definition.sum_dtype
     for what, wide in (("the result", dtype), ("the sum", definition.sum_dtype)):
         if wide == torch.float64:
             check_float64(a.device, what, "choose a unit and an output in float32, or move the operands to the CPU")
+    # 2. one product
     if a.dim() == 2:
         out = torch.empty(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-        _product(a, b, definition, c, scale_a, scale_b, shared, key, out, tf32)
+        _product(operands, definition, key, out, to_tf32)
         return out
+    # 3. a batch: small products together, the others one after another
     out = torch.empty(a.shape[0], a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    batched = (c, scale_a, scale_b)
-    for i in _small_products(a, b, definition, batched, shared, key, out):
-        c_i, scale_a_i, scale_b_i, key_i = (None if t is None else t[i] for t in (*batched, key))
-        _product(a[i], b[i], definition, c_i, scale_a_i, scale_b_i, shared, key_i, out[i])
+    batched = (operands.c, operands.scale_a, operands.scale_b, key)
+    for i in _small_products(operands, definition, key, out):
+        c_i, scale_a_i, scale_b_i, key_i = (None if t is None else t[i] for t in batched)
+        one = operands._replace(a=a[i], b=b[i], c=c_i, scale_a=scale_a_i, scale_b=scale_b_i)
+        _product(one, definition, key_i, out[i])
     return out
 
 
-def _small_products(a, b, spec, batched, shared, key, out):  # type: ignore[no-untyped-def]
+def _small_products(operands: Operands, spec: GemmSpec, key: Tensor | None, out: Tensor) -> Iterable[int]:
     """Compute the small products of a batch in one call of the CPU engine; return the indices of the others."""
-    (count, m, n), plan, row, bias = out.shape, spec.plan, shared["row"], shared["bias"]
+    a, b, bias, row, c = operands.a, operands.b, operands.bias, operands.row, operands.c
+    (count, m, n), plan = out.shape, spec.plan
     cpu = ops.load_engine("cpu") if a.is_cpu and out.numel() else None
     if cpu is None or gemm_engine(spec, a[0], b[0]) is not cpu:
         return range(count)
-    c, *scales = batched
-    scaled = any(x is not None for x in scales) or (row is not None and row.numel() > 1)
+    scaled = not (operands.scale_a is operands.scale_b is None) or (row is not None and row.numel() > 1)
     if scaled or plan.k_end is not None or (bias is not None and plan.reduce == "in_place"):
         return range(count)
-    remaining, step = [], max(1, _SUMS // (m * n))
+    remaining: list[int] = []
+    step = max(1, _SUMS // (m * n))
     for start in range(0, count, step):
         few = slice(start, start + step)
         part, keys = out[few], None if key is None else key[few]
@@ -139,24 +135,26 @@ def _small_products(a, b, spec, batched, shared, key, out):  # type: ignore[no-u
         remaining += [start + i for i in rest]
         if len(rest) < len(part):
             finish(
-                sums.view(-1, n), out.dtype, rule=plan.epilogue, row=row, column=shared["column"], bias=bias,
-                bias_after_rounding=plan.bias_after_rounding, result_scale=shared["result_scale"],
-                out=part.view(-1, n),
+                sums.view(-1, n), out.dtype, plan, row=row, column=operands.column, bias=bias,
+                result_scale=operands.result_scale, out=part.view(-1, n),
             )  # fmt: skip
     return remaining
 
 
-def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # type: ignore[no-untyped-def]
+def _product(operands: Operands, spec: GemmSpec, key: Tensor | None, out: Tensor, to_tf32: bool = False) -> None:
     """Compute one product into out, by groups of rows if the sums have another dtype than out."""
     m, n = out.shape
     if not out.numel():
         return
     path, wide = spec.datapath, spec.sum_dtype
+    a, b, scale_a, scale_b = operands.a, operands.b, operands.scale_a, operands.scale_b
     # 1. K ends where the plan says, and scales that are missing are ones
     if spec.plan.k_end is not None:  # the library drops the end of K
-        a, b, scale_a, scale_b = _cut_at_k_end(a, b, scale_a, scale_b, spec)
-        spec = _without_end(spec)
-    if isinstance(path, Datapath) and path.scale is not None and (scale_a is None or scale_b is None):  # are ones
+        every = path.scale_block if isinstance(path, Datapath) and path.scale is not None else spec.plan.promote_every
+        groups = -(-spec.plan.k_end // (every or 1))
+        scale_a, scale_b = (None if s is None else s[:, :groups] for s in (scale_a, scale_b))
+        a, b, spec = a[:, : spec.plan.k_end], b[:, : spec.plan.k_end], _without_end(spec)
+    if isinstance(path, Datapath) and path.scale is not None and (scale_a is None or scale_b is None):
         blocks = -(-inner_length(a) // path.scale_block)
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
         scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b
@@ -166,9 +164,9 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
     engine = gemm_engine(spec, a, b)
     for start in range(0, m, step):
         rows = slice(start, min(start + step, m))
-        part, c_rows, scale_rows, row, bias = out[rows], c, scale_a, shared["row"], shared["bias"]
+        part, c_rows, scale_rows, row, bias = out[rows], operands.c, scale_a, operands.row, operands.bias
         if step < m:
-            c_rows, scale_rows = (None if t is None else t[rows] for t in (c, scale_a))
+            c_rows, scale_rows = (None if t is None else t[rows] for t in (c_rows, scale_a))
             row = row if row is None or row.numel() == 1 else row.reshape(-1)[rows]
         # 3. sums, which begin with the bias where parts are added in place
         sums = part if out.dtype == wide else torch.empty(part.shape, dtype=wide, device=out.device)
@@ -178,23 +176,12 @@ def _product(a, b, spec, c, scale_a, scale_b, shared, key, out, tf32=False):  # 
                     "parts that are added in place begin with c or with a bias, and both are given; pass one"
                 )
             c_rows, bias = bias.reshape(1, -1).to(sums.dtype).expand_as(sums), None  # the initial value of the output
-        multiply = partial(gemm_converting_slices, engine) if tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
+        multiply = partial(gemm_converting_slices, engine) if to_tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
         multiply(a[rows], b, c_rows, scale_rows, scale_b, spec, random, sums)
         # 4. the epilogue
         if wide != torch.int32:
-            finish(
-                sums, out.dtype, rule=spec.plan.epilogue, row=row, column=shared["column"], bias=bias,
-                bias_after_rounding=spec.plan.bias_after_rounding, result_scale=shared["result_scale"], out=part,
-            )  # fmt: skip
-
-
-def _cut_at_k_end(a, b, scale_a, scale_b, spec):  # type: ignore[no-untyped-def]
-    """Return operands and their scales cut along K at ``plan.k_end``."""
-    path, plan = spec.datapath, spec.plan
-    every = path.scale_block if isinstance(path, Datapath) and path.scale is not None else plan.promote_every
-    groups = -(-plan.k_end // (every or 1))
-    scales = (None if s is None else s[:, :groups] for s in (scale_a, scale_b))
-    return a[:, : plan.k_end], b[:, : plan.k_end], *scales
+            scales = {"row": row, "column": operands.column, "result_scale": operands.result_scale}
+            finish(sums, out.dtype, spec.plan, bias=bias, out=part, **scales)
 
 
 @lru_cache(maxsize=256)
@@ -265,20 +252,20 @@ def _require_each(name: str, x: Tensor, fmt: OperandFormat) -> None:
 
 
 def finish(
-    sums: Tensor, dtype: torch.dtype, *, rule: Epilogue = "scale", row: Tensor | None = None,
-    column: Tensor | None = None, bias: Tensor | None = None, bias_after_rounding: bool = False,
-    result_scale: Tensor | None = None, out: Tensor | None = None,
+    sums: Tensor, dtype: torch.dtype, plan: GemmPlan = _ONE_CHAIN, *, row: Tensor | None = None,
+    column: Tensor | None = None, bias: Tensor | None = None, result_scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Scale reduced sums, add a bias and round to an output dtype, one rounding a step.
 
     Args:
         sums: [M, N], contiguous, float32 or float64, whose arithmetic the steps follow; it may be overwritten.
         dtype: One of ``OUT_DTYPES``.
-        rule: In which order the scales multiply (``GemmPlan.epilogue``).
+        plan: In which order the scales multiply (``epilogue``), and whether sums are rounded to a ``dtype`` of 16 bits
+            before the bias is added, too (``bias_after_rounding``).
         row: Scale of a: one element, or M of them. None together with ``column`` multiplies nothing.
         column: Scale of b: one element, or N of them.
         bias: [N].
-        bias_after_rounding: Round to a ``dtype`` of 16 bits before the bias is added, too.
         result_scale: One element that multiplies FP8 outputs; other dtypes ignore it.
         out: [M, N] of ``dtype`` to write to.
 
@@ -297,9 +284,11 @@ def finish(
     for start in range(0, m, step):
         piece = sums[start : start + step]
         if row is not None and column is not None:
-            _multiply(piece, rule, row if row.numel() == 1 else row.reshape(-1, 1)[start : start + step], column)
+            _multiply(
+                piece, plan.epilogue, row if row.numel() == 1 else row.reshape(-1, 1)[start : start + step], column
+            )
         if bias is not None:
-            if bias_after_rounding and dtype.itemsize == 2:
+            if plan.bias_after_rounding and dtype.itemsize == 2:
                 piece = _rounded(piece, output_format(dtype))
             piece.add_(bias.reshape(1, -1).to(sums.dtype))
         if result_scale is not None and dtype.itemsize == 1:
@@ -357,15 +346,15 @@ def output_format(dtype: torch.dtype) -> FloatFormat:
 _OUTPUTS: dict[Any, FloatFormat] = {dtype: get_format(dtype) for dtype in OUT_DTYPES}  # type: ignore[misc]
 
 
-def _gemm_shape(a, b, spec, dtype=None, *_):  # type: ignore[no-untyped-def]
+def _gemm_shape(operands, spec, dtype=None, *_):  # type: ignore[no-untyped-def]
+    a, b = operands[:2]
     dtype = dtype or gemm_spec_from_json(spec).sum_dtype
     return torch.empty((*a.shape[:-1], b.shape[-2]), dtype=dtype, device=a.device)
 
 
 ops.define_operator(
-    "gemm(Tensor a, Tensor b, str spec, ScalarType? dtype=None, Tensor? c=None, Tensor? scale_a=None, "
-    "Tensor? scale_b=None, Tensor? row=None, Tensor? column=None, Tensor? bias=None, Tensor? result_scale=None, "
-    "Tensor? key=None, bool validated=False, bool tf32=False) -> Tensor",
+    "gemm(Tensor?[] operands, str spec, ScalarType? dtype=None, Tensor? key=None, bool validated=False, "
+    "bool to_tf32=False) -> Tensor",
     _gemm,
     _gemm_shape,
     keyed=True,

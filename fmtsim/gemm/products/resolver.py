@@ -20,16 +20,16 @@ from fmtsim.casts.arguments import random_keys
 from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.products.native import check_library, multiply_natively, runs_natively, unsupported_reason
-from fmtsim.gemm.products.operand_scales import Scales, check_unit_scales, unit_scales
-from fmtsim.gemm.products.operands import DIRECT, inner_length, matrix_layout, read_operand, stays_packed
+from fmtsim.gemm.products.native import multiply_natively, runs_natively, unsupported_reason
+from fmtsim.gemm.products.operand_scales import check_unit_scales, unit_scales
+from fmtsim.gemm.products.operands import DIRECT, read_operand, stays_packed
 from fmtsim.gemm.products.operator import OUT_DTYPES, finish, output_format, run_gemm
 from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.doubts import warn_of_bug, without_doubts
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import get_unit, is_unit
-from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operation
+from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, GemmCall, Layout, OperandFormat, Operands, Operation
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import GemmPlan
@@ -39,7 +39,6 @@ from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
 ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
-NO_SCALES = Scales()
 _recording: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("recording", default=None)
 
 NATIVE_DEVICES: Final = ("cuda",)  # types of devices that may be a target themselves
@@ -74,72 +73,42 @@ def _known_target(verb: str, target: Any) -> Any:
 
 
 def run_product(
-    operation: Operation, a: Tensor, b: Tensor, formats: tuple[OperandFormat, OperandFormat],
-    dtype: torch.dtype | None, scales: Scales = NO_SCALES, *, bias: Tensor | None = None, adds_bias: bool = True,
-    scale_result: Tensor | None = None, target: Any, library: bool, plan: GemmPlan | None = None,
-    accumulate: str | None = None, fast_accum: bool = True, native: bool | None = None, strict: bool = False,
-    generator: Any = None, tf32: str = "", layouts: tuple[Layout, Layout] | None = None, quantized: bool = False,
-    call: GemmCall | None = None, bare: bool = False,
+    call: GemmCall, operands: Operands, dtype: torch.dtype | None, *, native: bool | None = None, generator: Any = None,
+    to_tf32: bool = False, quantized: bool = False, bare: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return ``a b^T + bias`` on a target: every verb, and every layer with a target, calls this.
 
     Args:
-        operation: The torch function whose bits these are.
-        a: [..., M, K], as ``read_operand`` takes it.
-        b: [..., N, K], likewise.
-        formats: Of both operands.
+        call: What is asked; a bias that it does not have is added to the library's result.
+        operands: The tensors; a and b as ``read_operand`` takes them.
         dtype: Of the result; None is that of the accumulator.
-        scales: Of both operands.
-        bias: [N], or None.
-        adds_bias: False where the library adds none in such a call: it is then added to the result.
-        scale_result: As in ``scaled_mm``.
-        target, plan, accumulate, native, strict: As in ``mm``.
-        library: Whether the target is a GPU with its library, not a unit or datapath alone.
-        fast_accum: As in GemmCall.
+        native: As in ``mm``.
         generator: Random words of a unit that rounds stochastically.
-        tf32: ``"round"`` where float32 operands become TF32, to nearest even, else ``""``.
-        layouts: How a library sees the operands; None reads them off a and b.
+        to_tf32: Round float32 operands to TF32, to nearest even.
         quantized: A layer quantised both operands: each holds values of its format in a dtype that engines take, the
             scales are of their kind, nothing is validated again, and the generator may go unused.
-        call: The GemmCall of these arguments, checked, if the caller has it.
         bare: The tensors are ``fmtsim.support.dispatch.is_bare``.
     """
+    a, b, formats = operands.a, operands.b, call.formats
+    assert formats is not None
     # 1. natively, where the GPU is the target
-    if call is None:
-        if layouts is None and (library or plan is not None):
-            layouts = matrix_layout(a), matrix_layout(b.mT, transposed=True)
-        k = a.shape[-1] if quantized else inner_length(a)  # a layer packs nothing
-        sizes, out = (a.shape[-2], b.shape[-2], k), dtype or a.dtype
-        facts = {
-            "target": target, "plan": plan, "accumulate": accumulate, "strict": strict, "fast_accum": fast_accum,
-            "scaling": scales.kind, "bias": bias is not None and adds_bias, "batch": a.shape[0] if a.dim() == 3 else 1,
-            "layouts": layouts,
-        }  # fmt: skip
-        if bare:  # a layer's, in eager code
-            how = dtype, scales.rows_per_scale, library, units.registrations
-            call = _checked_call(operation, formats, sizes, out, how, **facts)
-        elif library:
-            check_library(operation, formats, sizes, dtype, scales.rows_per_scale, fast_accum)
-    if (native or (library and a.device.type in NATIVE_DEVICES)) and runs_natively(
-        native, target if library else None, plan, a.device,
-        lambda: unsupported_reason(
-            operation, (a.dtype, b.dtype), formats, dtype, scales.kind, accumulate, bias=bias is not None and adds_bias,
-            fast_accum=fast_accum, scale_result=scale_result is not None, converted=quantized or bool(tf32),
-        ),
-    ):  # fmt: skip
-        y = multiply_natively(
-            operation, (a, b), formats, dtype or a.dtype, scales, bias=bias if adds_bias else None,
-            accumulate=accumulate, fast_accum=fast_accum, scale_result=scale_result,
-        )  # fmt: skip
-        return y if bias is None or adds_bias else finish(y, y.dtype, bias=bias)
+    if native or (a.device.type in NATIVE_DEVICES and not units.is_unit(call.target)):
+        library = None if units.is_unit(call.target) else call.target
+        scales_result = operands.result_scale is not None
+        if runs_natively(
+            native, library, call.plan, a.device,
+            lambda: unsupported_reason(call, (a.dtype, b.dtype), dtype, scales_result, quantized or to_tf32),
+        ):  # fmt: skip
+            y = multiply_natively(call, operands, dtype or a.dtype)
+            return y if operands.bias is None or call.bias else finish(y, y.dtype, bias=operands.bias)
     # 2. the datapath, accumulation order and formats of the call
-    spec = resolve(call) if call is not None else resolve_call(operation, *formats, sizes, out, **facts)
+    spec = resolve(call)
     dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
     if spec.accumulate == "int32" and dtype != torch.int32:
         raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
     if spec.accumulate != "int32" and dtype not in OUT_DTYPES:
         output_format(dtype)  # raises an error that lists the output dtypes
-    # 3. operands, scales and random key as engines take them
+    # 3. operands and scales as engines take them
     a_values, b_values = a, b
     if spec.a.name == "tf32" and formats[0].name == "fp32":  # the unit ignores the low 13 bits
         a_values, b_values = (read_operand(x, spec.a, tf32="truncate") for x in (a, b))
@@ -148,39 +117,29 @@ def run_product(
         a_values, b_values = (
             x if in_slices and stays_packed(x) else read_operand(x, fmt) for x, fmt in zip((a, b), formats, strict=True)
         )
-    scale_a, scale_b = scales.a, scales.b
+    scale_a, scale_b, result_scale = operands.scale_a, operands.scale_b, operands.result_scale
     if scale_a is not None or scale_b is not None:
-        # inside the unit, or those of the promotion, for every row
-        if scales.rows_per_scale != (1, 1):
-            scale_a, scale_b = scales.each_row(a_values.shape[-2], b_values.shape[-2])
+        # inside the unit, or those of the promotion: one for every row
+        if operands.rows_per_scale != (1, 1):
+            scale_a, scale_b = operands.scales_of_rows(a_values.shape[-2], b_values.shape[-2])
         if quantized:
-            check_unit_scales(spec.datapath, scales.kind)
-        elif scales.kind not in LARGE_BLOCKS:
+            check_unit_scales(spec.datapath, call.scaling)
+        elif call.scaling not in LARGE_BLOCKS:
             scale_a, scale_b = unit_scales(scale_a, scale_b, a_values, b_values, spec.text)
+    if result_scale is not None and not units.is_unit(call.target):  # libraries take it, and change nothing
+        result_scale = None
+    # 4. the random key of a unit that rounds stochastically
     key = None
     if spec.stochastic or (generator is not None and not quantized):
         key = random_keys(spec.stochastic, generator, a.shape[0] if a.dim() == 3 else None, a.device)
-    # 4. the product, which is validated only if its operands may lie outside their formats
+    # 5. the product, which is validated only if its operands may lie outside their formats
     decoded = a_values is not a and b_values is not b  # values of their formats by construction
     return run_gemm(
-        a_values, b_values, spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=scales.row, column=scales.column,
-        bias=bias, result_scale=None if library else scale_result, random=key,
-        validated=decoded or (quantized and formats == (spec.a, spec.b)),
-        tf32=bool(tf32) and spec.a.name == "tf32",  # the unit may take another format than was asked for
+        Operands(a_values, b_values, operands.bias, operands.row, operands.column, scale_a, scale_b, result_scale),
+        spec, dtype, random=key, validated=decoded or (quantized and formats == (spec.a, spec.b)),
+        to_tf32=to_tf32 and spec.a.name == "tf32",  # the unit may take another format than was asked for
         bare=bare and key is None,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def _checked_call(
-    operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int],
-    out: torch.dtype, how: tuple[Any, ...], **facts: Any,
-) -> GemmCall:  # fmt: skip
-    """Return a GemmCall that the library takes; ``how`` ends with how often units were registered, by name."""
-    dtype, rows_per_scale, library, _ = how
-    if library:
-        check_library(operation, formats, sizes, dtype, rows_per_scale, facts["fast_accum"])
-    return gemm_call(operation, *formats, sizes, out, **facts)
 
 
 def resolve(call: GemmCall) -> GemmSpec:
@@ -192,6 +151,8 @@ def resolve(call: GemmCall) -> GemmSpec:
         ArgumentError: The target or unit does not take the call, its plan makes no sense for it, or it is a guess and
             ``strict`` is set.
     """
+    if call.spec is not None:
+        return call.spec  # type: ignore[no-any-return]
     record = targets.find_target(call.target)
     target = None if isinstance(record, units.Unit | Arithmetic) else record
     # A unit's name may be registered for another record later.
@@ -229,47 +190,41 @@ def seen_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
         _recording.reset(token)
 
 
-def resolve_call(
-    operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    target: Any, plan: GemmPlan | None = None, **facts: Any,
-) -> GemmSpec:  # fmt: skip
-    """Return ``resolve`` of a ``gemm_call``; torch.compile may trace the caller.
-
-    Sizes are specialised (one compiled program for each) only where a plan can depend on them.
-    """
-    return _resolve_fields(a, b, target, plan, **_facts(operation, sizes, out, target, plan, **facts))
-
-
-@constant_in_graphs
-def _resolve_fields(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmSpec:
-    # Every record is an argument of its own: torch.compile guards on none inside a tuple or another record.
-    return resolve(_named_call(a, b, target, plan, **facts))
-
-
 def gemm_call(
-    operation: Operation, a: OperandFormat, b: OperandFormat, sizes: tuple[int, int, int], out: torch.dtype, *,
-    target: Any, plan: GemmPlan | None = None, **facts: Any,
+    operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int], out: torch.dtype,
+    *, target: Any, plan: GemmPlan | None = None, batch: int = 1, layouts: tuple[Layout, Layout] = ("row", "row"),
+    **facts: Any,
 ) -> GemmCall:  # fmt: skip
-    """Return the GemmCall of these fields; sizes are 0 where neither a library nor a plan depends on them."""
-    return _named_call(a, b, target, plan, **_facts(operation, sizes, out, target, plan, **facts))
+    """Return the GemmCall of these fields, a constant of the graph where torch.compile traces the caller.
 
-
-def _facts(
-    operation: Operation, sizes: tuple[int, int, int], out: torch.dtype, target: Any, plan: GemmPlan | None, *,
-    batch: int = 1, accumulate: str | None = None, layouts: tuple[Layout, Layout] | None = None, **facts: Any,
-) -> dict[str, Any]:  # fmt: skip
+    Args:
+        operation, target, plan, batch: As in GemmCall.
+        formats: Of both operands.
+        sizes: M, N and K; they become 0, and one compiled program serves all sizes, where neither a library nor a plan
+            depends on them.
+        out: Dtype of the result.
+        layouts: How a library sees both operands.
+        facts: Further fields of GemmCall.
+    """
     m = n = k = count = 0
     if plan is not None or not is_unit(target):
         m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
-    a_layout, b_layout = layouts or ("row", "row")
-    return {
-        "operation": operation, "m": m, "n": n, "k": k, "batch": count, "out": out, "accumulate": accumulate or "",
-        "a_layout": a_layout, "b_layout": b_layout, **facts,
-    }  # fmt: skip
+    traced = torch.compiler.is_compiling()
+    return _constant_call(*formats, target, plan, traced, operation, m, n, k, count, out, *layouts, **facts)
 
 
-def _named_call(a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, **facts: Any) -> GemmCall:
-    return GemmCall(a=call_name(a), b=call_name(b), formats=(a, b), target=target, plan=plan, **facts)
+@constant_in_graphs
+def _constant_call(
+    a: OperandFormat, b: OperandFormat, target: Any, plan: GemmPlan | None, traced: bool, operation: Operation, m: int,
+    n: int, k: int, batch: int, out: torch.dtype, a_layout: Layout, b_layout: Layout, accumulate: str | None = None,
+    **facts: Any,
+) -> GemmCall:  # fmt: skip
+    # Every record is an argument of its own: torch.compile guards on none inside a tuple or another record.
+    call = GemmCall(
+        operation=operation, m=m, n=n, k=k, a=call_name(a), b=call_name(b), formats=(a, b), out=out, target=target,
+        plan=plan, batch=batch, a_layout=a_layout, b_layout=b_layout, accumulate=accumulate or "", **facts,
+    )  # fmt: skip
+    return replace(call, spec=resolve(call)) if traced else call
 
 
 @lru_cache(maxsize=4096)

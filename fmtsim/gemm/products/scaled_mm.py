@@ -11,8 +11,8 @@ from fmtsim.casts.arguments import check_flags, check_together, random_keys
 from fmtsim.casts.ops import define_operator, quantize
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.products.native import check_library
 from fmtsim.gemm.products.operand_scales import (
-    Scales,
     check_scales,
     read_scales,
     recipe_names,
@@ -20,15 +20,29 @@ from fmtsim.gemm.products.operand_scales import (
     unit_scale_format,
     unit_scales,
 )
-from fmtsim.gemm.products.operands import check_tensor, inner_length, operand_format, pair_of, read_operand
+from fmtsim.gemm.products.operands import (
+    check_tensor,
+    inner_length,
+    matrix_layout,
+    operand_format,
+    pair_of,
+    read_operand,
+)
 from fmtsim.gemm.products.operator import output_format, run_gemm
-from fmtsim.gemm.products.resolver import ACCUMULATE_DTYPES, accumulate_name, check_target, resolve_call, run_product
+from fmtsim.gemm.products.resolver import (
+    ACCUMULATE_DTYPES,
+    accumulate_name,
+    check_target,
+    gemm_call,
+    resolve,
+    run_product,
+)
 from fmtsim.gemm.units.unit import is_unit, list_units, unit_takes
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, OperandFormat, ScaleKind
+from fmtsim.spec.call import SCALE_KINDS, UNIT_SCALES, OperandFormat, Operands, ScaleKind
 from fmtsim.spec.cast import CastSpec
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath, LogDatapath, sum_dtype
-from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
+from fmtsim.spec.gemm_spec import gemm_spec_from_json
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, shown
@@ -107,22 +121,27 @@ def scaled_mm(
     target = check_target("scaled_mm", target, plan, accumulate)
     library = not is_unit(target)
     check_flags(use_fast_accum=use_fast_accum, strict=strict, native=native)
-    operand_formats, dtype, scales = read_scaled(
+    formats, dtype, scaling, operands = read_scaled(
         a, b, scale_a, scale_b, bias, out_dtype, library, scale_result=scale_result, scale_recipes=scale_recipes,
         swizzles=swizzles, formats=formats,
     )  # fmt: skip
-    return run_product(
-        "scaled_mm", a, b.mT, operand_formats, dtype, scales, bias=bias, scale_result=scale_result, target=target,
-        library=library, plan=plan, accumulate=accumulate or ("fp32" if library else None), fast_accum=use_fast_accum,
-        native=native, strict=strict, generator=options.get("generator"),
+    facts: dict[str, Any] = {"bias": bias is not None, "strict": strict, "fast_accum": use_fast_accum}
+    if library or plan is not None:
+        facts["layouts"] = matrix_layout(a), matrix_layout(b, transposed=True)
+    call = gemm_call(
+        "scaled_mm", formats, (a.shape[0], b.shape[1], inner_length(a)), dtype, target=target, plan=plan,
+        scaling=scaling, accumulate=accumulate or ("fp32" if library else None), **facts,
     )  # fmt: skip
+    if library:
+        check_library(call, dtype, operands.rows_per_scale)
+    return run_product(call, operands, dtype, native=native, generator=options.get("generator"))
 
 
 def read_scaled(
     a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Tensor | None, out_dtype: torch.dtype | None,
     library: bool, *, scale_result: Tensor | None = None, scale_recipes: Any, swizzles: Any, formats: Any,
-) -> tuple[tuple[OperandFormat, OperandFormat], torch.dtype, Scales]:  # fmt: skip
-    """Return the formats of both operands, the dtype of the result and the scales of a ``scaled_mm``, checked."""
+) -> tuple[tuple[OperandFormat, OperandFormat], torch.dtype, ScaleKind, Operands]:  # fmt: skip
+    """Return the formats, the dtype of the result, the kind of scales and the operands of a ``scaled_mm``, checked."""
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     check_tensor("a", a, "2")
     check_tensor("b", b, "2")
@@ -147,14 +166,14 @@ def read_scaled(
     check_together(a=a, b=b, **_by_name(scale_a=scale_a, scale_b=scale_b))
     recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in pair_of("scale_recipes", scale_recipes))
     swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in pair_of("swizzles", swizzles))
-    scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
+    scaling, scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
     recipes = recipe_a is not None
     dtype = out_dtype if out_dtype is not None else torch.bfloat16 if recipes else a.dtype
     if not isinstance(dtype, torch.dtype) or dtype == torch.float4_e2m1fn_x2:
         raise DtypeError(f"out_dtype={shown(dtype)} is not the dtype of a product; pass for example torch.bfloat16")
     output_format(dtype)
     _check_bias(bias, n, dtype, library)
-    return operand_formats, dtype, scales
+    return operand_formats, dtype, scaling, Operands(a, columns, bias, result_scale=scale_result, **scales)
 
 
 def _by_name(**scales: Any) -> dict[str, Tensor]:
@@ -247,7 +266,8 @@ def mma(
         )
     scale_fmt = unit_scale_format(scale_a, scale_b)
     kind: ScaleKind = next((kind for kind in UNIT_SCALES if SCALE_KINDS[kind].unit_scale == scale_fmt), "none")
-    spec = resolve_call("mm", *chosen, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
+    call = gemm_call("mm", chosen, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
+    spec = resolve(call)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
     shapes = [t.shape[:-2] for t in (a_values, b_values, c, scale_a, scale_b) if t is not None]
     try:
@@ -264,28 +284,17 @@ def mma(
     addend = c if c is None else (_addend if is_readable(c) else torch.ops.fmtsim.addend)(c, spec.text)
     scales = unit_scales(scale_a, scale_b, a_values, b_values, spec.text)
     validated = a_values is not a and b_values is not b  # made of codes, or truncated
-    return _run(a_values, b_values, addend, scales, spec, dtype, batch, generator, validated)
-
-
-def _run(
-    a: Tensor, b: Tensor, c: Tensor | None, scales: tuple[Tensor | None, Tensor | None], spec: GemmSpec,
-    dtype: torch.dtype, batch: torch.Size, generator: Any, validated: bool,
-) -> Tensor:  # fmt: skip
-    """Multiply a stack of matrices; one that shares b is one product of all rows."""
-    m, n = a.shape[-2], b.shape[-2]
-    together = not spec.stochastic and b.dim() == 2 and (scales[1] is None or scales[1].dim() == 2)
+    # a stack of matrices; one that shares b is one product of all rows
+    together = not spec.stochastic and b_values.dim() == 2 and (scales[1] is None or scales[1].dim() == 2)
+    stack: Any = (a_values, b_values, addend, *scales)
     if together or not batch:
-        shapes = (a, c, scales[0])
-        rows = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -2) for t in shapes]
-        operands: Any = (rows[0], b, rows[1], rows[2], scales[1])
+        rows = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -2) for t in (stack[0], *stack[2:4])]
+        stack = (rows[0], b_values, rows[1], rows[2], scales[1])
     else:
-        operands = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in (a, b, c, *scales)]
-    a_stack, b_stack, addend, scale_a, scale_b = operands
+        stack = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in stack]
     key = random_keys(spec.stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
-    out = run_gemm(
-        a_stack, b_stack, spec, dtype=dtype, c=addend, scale_a=scale_a, scale_b=scale_b, random=key, validated=validated
-    )  # fmt: skip
-    return out.reshape(*batch, m, n)
+    operands = Operands(stack[0], stack[1], c=stack[2], scale_a=stack[3], scale_b=stack[4])
+    return run_gemm(operands, spec, dtype, random=key, validated=validated).reshape(*batch, m, n)
 
 
 def _refuse_gradient(**tensors: Tensor | None) -> None:

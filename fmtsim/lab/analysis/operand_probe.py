@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, product_of
 from fmtsim.gemm.layers.keys import FORWARD, Layer
-from fmtsim.gemm.layers.linear import autocast_to, run_layer
+from fmtsim.gemm.layers.layer import autocast_to, run_layer
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.nn.flash import Inputs
 from fmtsim.nn.forward import ATTENTION

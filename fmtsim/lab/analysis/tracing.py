@@ -545,7 +545,7 @@ class _Operators(OperatorMode):
         y = func(*args, **kwargs)
         outputs = [output for output in named("output", y) if has_bits(output[1])]
         if outputs:
-            facts = partial(_gemm_facts, args[2]) if name == "fmtsim::gemm" else facts
+            facts = partial(_gemm_facts, args[1]) if name == "fmtsim::gemm" else facts
             self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts, stored=stored)
         return y
 

@@ -20,7 +20,7 @@ from fmtsim.gemm.products.resolver import call_name, check_plan, recorded_calls
 from fmtsim.gemm.targets.target import get_target, list_targets
 from fmtsim.gemm.units.unit import get_unit, list_units
 from fmtsim.rounding.modes import RoundingName
-from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, UNIT_SCALES, GemmCall, OperandFormat, Operation
+from fmtsim.spec.call import LARGE_BLOCKS, SCALE_KINDS, UNIT_SCALES, GemmCall, OperandFormat, Operands, Operation
 from fmtsim.spec.datapath import Arithmetic, Datapath, IntegerDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import Epilogue, GemmPlan
@@ -290,10 +290,8 @@ class Accumulation:
         if product.kind in UNIT_SCALES:
             scale_a, scale_b = unit_scales(scale_a, scale_b, a, b, self.spec.text)
         dtype = self.through or product.y.dtype
-        y = run_gemm(
-            a, b, self.spec, dtype=dtype, scale_a=scale_a, scale_b=scale_b, row=product.row, column=product.column,
-            bias=product.bias, validated=True, bare=True,
-        )  # fmt: skip
+        operands = Operands(a, b, product.bias, product.row, product.column, scale_a, scale_b)
+        y = run_gemm(operands, self.spec, dtype, validated=True, bare=True)
         return y.to(product.y.dtype)  # wider, which is exact
 
     def differs(self, product: Observed) -> Tensor:

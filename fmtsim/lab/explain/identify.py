@@ -22,6 +22,7 @@ from fmtsim.gemm.units.unit import list_units
 from fmtsim.lab.analysis.compare import Difference, compare
 from fmtsim.lab.explain.candidates import Accumulation, Observed, candidates, cost, merged, rows_at
 from fmtsim.lab.explain.samples import FEW, Places, affordable, deciding, part_of, probe_of
+from fmtsim.spec.call import Operands
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
@@ -275,10 +276,11 @@ def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, sca
     if (scale_a is None) != (scale_b is None):
         raise ArgumentError("scale_a and scale_b belong together; pass torch.tensor(1.0) for the one that is missing")
     if scale_a is not None:
-        scales = read_scales(scale_a, scale_b, sizes, (None, None), (None, None))
-        block_a, block_b = scales.each_row(m, n)
-        product = product._replace(row=scales.row, column=scales.column, block_a=block_a, block_b=block_b,
-                                   kind=scales.kind)  # fmt: skip
+        kind, scales = read_scales(scale_a, scale_b, sizes, (None, None), (None, None))
+        operands = Operands(values, rows, **scales)
+        block_a, block_b = operands.scales_of_rows(m, n)
+        product = product._replace(row=operands.row, column=operands.column, block_a=block_a, block_b=block_b,
+                                   kind=kind)  # fmt: skip
     return product
 
 

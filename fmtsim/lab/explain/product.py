@@ -103,34 +103,34 @@ def explain_mm(
             raise ArgumentError(
                 "bias, scale_recipes and swizzles of explain_mm are those of scaled_mm; pass both scales"
             )
-        call, tf32 = _scaled_call(a, b, scaled, options, use_fast_accum), ""
+        call, to_tf32 = _scaled_call(a, b, scaled, options, use_fast_accum), False
     else:
-        call, tf32 = _plain_call(a, b, options, use_fast_accum)
+        call, to_tf32 = _plain_call(a, b, options, use_fast_accum)
     with recorded_calls():  # a guess is said in words here
         spec = resolve(call)
-    shown = explained(call, spec, tf32)
+    shown = explained(call, spec, to_tf32)
     if not options["library"] or (native is None and a.device.type != "cuda"):
         return shown
-    how = runs(call, (a.dtype, b.dtype), a.device, native, converted=bool(tf32))
+    how = runs(call, (a.dtype, b.dtype), a.device, native, converted=to_tf32)
     return replace(shown, rows=(*shown.rows, ("runs", how)))
 
 
 def _scaled_call(a: Tensor, b: Tensor, scaled: dict[str, Any], options: dict[str, Any], fast_accum: bool) -> GemmCall:
     """Return the call of a scaled_mm; a unit's scales are not looked at beyond their kind."""
     names = {"out_dtype": options["out_dtype"], "library": options["library"], "formats": options["formats"]}
-    formats, dtype, scales = read_scaled(a, b, **scaled, **names)
+    formats, dtype, scaling, _ = read_scaled(a, b, **scaled, **names)
     return replace(
         gemm_call(
-            "scaled_mm", *formats, (0, 0, 0), dtype, target=options["target"], plan=options["plan"],
+            "scaled_mm", formats, (0, 0, 0), dtype, target=options["target"], plan=options["plan"],
             accumulate=options["accumulate"] or ("fp32" if options["library"] else None), fast_accum=fast_accum,
-            scaling=scales.kind, a_layout=matrix_layout(a), b_layout=matrix_layout(b, transposed=True),
+            scaling=scaling, layouts=(matrix_layout(a), matrix_layout(b, transposed=True)),
             bias=scaled["bias"] is not None,
         ), m=a.shape[0], n=b.shape[1], k=inner_length(a), batch=1,
     )  # fmt: skip
 
 
-def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: bool) -> tuple[GemmCall, str]:
-    """Return the call of a product without scales, and how its float32 operands become TF32."""
+def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: bool) -> tuple[GemmCall, bool]:
+    """Return the call of a product without scales, and whether its float32 operands are rounded to TF32."""
     operation: Operation = "bmm" if a.dim() == 3 else "mm"
     if a.dtype == b.dtype == torch.int8:
         operation = "int_mm"
@@ -139,12 +139,6 @@ def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: b
     if operation == "int_mm":
         options |= {"out_dtype": torch.int32, "accumulate": "int32"}
     scaling = "tensor" if operation == "scaled_mm" else "none"
-    request = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
-    assert request.call is not None
-    sizes: dict[str, Any] = {
-        "m": a.shape[-2],
-        "n": b.shape[-1],
-        "k": inner_length(a),
-        "batch": a.shape[0] if a.dim() == 3 else 1,
-    }
-    return replace(request.call, **sizes), request.tf32
+    call, _, to_tf32 = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return replace(call, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), batch=batch), to_tf32

@@ -21,6 +21,7 @@ from fmtsim.gemm.units.unit import Mode, get_unit, list_units
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.verify.outcome import Advance, Task, moved, task_of
 from fmtsim.lab.verify.probe_operands import spread, sprinkled
+from fmtsim.spec.call import Operands
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, sum_dtype
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -96,12 +97,11 @@ SPECIALS = (torch.inf, -torch.inf, torch.nan, 0.0, -0.0)
 
 
 class Case(NamedTuple):
-    """One product: the definition, and the arguments of ``run_gemm`` behind it."""
+    """One product: the arguments of ``run_gemm``."""
 
+    operands: Operands
     spec: GemmSpec
-    a: Tensor
-    b: Tensor
-    rest: dict[str, Tensor | RandomKey]
+    random: RandomKey | None
     label: str
 
 
@@ -139,9 +139,10 @@ def _check_unit(
     first = ""
     for done, arguments in enumerate(chosen):
         case = _case(*arguments)
-        rest = {key: moved(x, device) if isinstance(x, Tensor) else x for key, x in case.rest.items()}
-        got = product(moved(case.a, device), moved(case.b, device), case.spec, **rest).cpu()
-        comparison = compare(got, run_gemm(case.a, case.b, case.spec, **case.rest))  # type: ignore[arg-type]
+        there = {name: moved(x, device) for name, x in case.operands._asdict().items() if isinstance(x, Tensor)}
+        operands = case.operands._replace(**there)
+        got = product(operands, case.spec, random=case.random).cpu()
+        comparison = compare(got, run_gemm(case.operands, case.spec, random=case.random))
         outputs += comparison.count
         mismatches += comparison.mismatches
         first = first or ("" if comparison.equal else f"{case.label}, {comparison.first}")
@@ -176,20 +177,21 @@ def _case(mode: Mode, a: str, b: str, plan: GemmPlan, kind: str, seed: int) -> C
     k = DEPTH * (mode.datapath.block or 32) + 3
     generator = torch.Generator().manual_seed(zlib.crc32(f"{mode} {a} {b} {kind} {seed}".encode()))
     lhs, rhs = (_operand(fmt, rows, k, kind, generator) for fmt, rows in zip(formats, SHAPE, strict=True))
-    rest: dict[str, Tensor | RandomKey] = {}
+    operands = Operands(lhs, rhs)
     every = plan.promote_every if plan.scaled_promotion else 0
     if isinstance(spec.datapath, Datapath) and spec.datapath.scale is not None:
         every = spec.datapath.scale_block
-    for key, rows in zip(("scale_a", "scale_b"), SHAPE, strict=True):
-        if every:
-            rest[key] = torch.exp2(torch.randint(-3, 4, (rows, -(-k // every)), generator=generator).float())
+    if every:
+        scale_a, scale_b = (
+            torch.exp2(torch.randint(-3, 4, (rows, -(-k // every)), generator=generator).float()) for rows in SHAPE
+        )
+        operands = operands._replace(scale_a=scale_a, scale_b=scale_b)
     if kind == "wide" and not plan.scaled_promotion:
         dtype = sum_dtype(spec.datapath)
         steps = torch.randint(-64, 64, SHAPE, generator=generator)
-        rest["c"] = steps.to(dtype) if dtype == torch.int32 else steps.to(dtype) / 16
-    if spec.stochastic:
-        rest["random"] = RandomKey(seed, 5)
-    return Case(spec, lhs, rhs, rest, f"{a} x {b} -> {mode.accumulate}, {kind} numbers, split {plan.split}")
+        operands = operands._replace(c=steps.to(dtype) if dtype == torch.int32 else steps.to(dtype) / 16)
+    random = RandomKey(seed, 5) if spec.stochastic else None
+    return Case(operands, spec, random, f"{a} x {b} -> {mode.accumulate}, {kind} numbers, split {plan.split}")
 
 
 def _element(name: str) -> FloatFormat | IntFormat:

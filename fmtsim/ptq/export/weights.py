@@ -13,7 +13,7 @@ from fmtsim.formats.block import BlockFormat, PackedFormat
 from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
-from fmtsim.gemm.layers.operand import quantize_operand
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.nn.modules import STATE, EmulatedLinear
 from fmtsim.nn.state import PTQ, converted_modules
 from fmtsim.ptq.calibrate import check_loaded

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.gemm.layers import passes
+from fmtsim.gemm.layers import layer as layers
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.bisect import Bisection, _with_values
 from fmtsim.lab.analysis.trace import CALL, Trace
@@ -137,7 +137,7 @@ def test_runs_show_the_weight():
 @pytest.mark.parametrize("place", range(20))
 def test_one_kernel_that_rounds_otherwise(monkeypatch, traces, place):
     """Stochastic rounding with equal keys: one of the 30 operands of a step loses the last bit of one element."""
-    real, calls, planted = passes.quantize_operand, itertools.count(), 30 * place // 20
+    real, calls, planted = layers.quantize_operand, itertools.count(), 30 * place // 20
 
     def cast(*args, **options):
         made = real(*args, **options)
@@ -147,7 +147,7 @@ def test_one_kernel_that_rounds_otherwise(monkeypatch, traces, place):
         codes.view(torch.uint8)[place % 7, place] ^= 1
         return made._replace(elements=codes)
 
-    monkeypatch.setattr(passes, "quantize_operand", cast)
+    monkeypatch.setattr(layers, "quantize_operand", cast)
     operands = [one for one in traces["stochastic"].operations if one.operation in OPERANDS]
     made = stochastic()
     torch.manual_seed(0)

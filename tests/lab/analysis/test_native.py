@@ -66,12 +66,10 @@ def gpu(monkeypatch):
     """Let the CPU be an H200: what runs natively there is emulated, and noted."""
     calls, run = [], resolver.run_product
 
-    def multiply(operation, operands, formats, dtype, scales, *, bias, accumulate, fast_accum, scale_result):
-        calls.append((operation, operands[0].shape[0], dtype))
-        layouts = ("row", "row") if operation == "scaled_mm" else None
-        return run(operation, *operands, formats, dtype, scales, bias=bias, target="h200", library=True,
-                   accumulate=accumulate, fast_accum=fast_accum, native=False, layouts=layouts,
-                   quantized=True)  # fmt: skip
+    def multiply(call, operands, dtype):
+        calls.append((call.operation, operands.a.shape[0], dtype))
+        added = operands if call.bias else operands._replace(bias=None)
+        return run(call, added, dtype, native=False, quantized=True)
 
     monkeypatch.setattr(native_module, "why_not_native", lambda target, device: None)
     monkeypatch.setattr(resolver, "runs_natively", lambda native, *rest: native is True)

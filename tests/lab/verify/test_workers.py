@@ -146,12 +146,13 @@ def test_tasks_of_a_unit_are_one_set_again():
 CPU = torch.device("cpu")
 
 
-def product(a, b, spec, c=None, scale_a=None, scale_b=None, random=None):
+def product(operands, spec, random=None):
     """Stand in for run_gemm on a device."""
+    a, b, c = operands.a, operands.b, operands.c
     door = importlib.import_module("fmtsim.cuda.gemm.engine")
     out = torch.empty(a.shape[0], b.shape[0], dtype=units.sum_dtype(spec.datapath))
     assert door.supports_gemm(spec, a, b)
-    door.gemm(a, b, c, scale_a, scale_b, spec, random, out)
+    door.gemm(a, b, c, operands.scale_a, operands.scale_b, spec, random, out)
     return out
 
 

@@ -96,6 +96,11 @@ def quantize_operand(
     return _folded(t_q) if on_gpu and folded and t_q.scale is not None and folds(quantizer) else t_q
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the steps behind a sum."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def is_on_gpu(t: Tensor) -> bool:
     """Return True if a GPU's bfloat16 units may multiply what a tensor becomes."""
     return t.is_cuda and t.dtype != torch.float64

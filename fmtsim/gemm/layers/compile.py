@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fmtsim.casts.ops import Key, define_operator, key_tensor, random_key, with_keys
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.keys import SEEDED, Layer, find_layer
-from fmtsim.gemm.layers.operand import (
+from fmtsim.gemm.layers.quantize_operand import (
     NO_KEYS,
     Memory,
     elements_dtype,
@@ -52,7 +52,7 @@ def lower(operator: Any, steps: Callable[..., Steps]) -> None:
     _lowered[operator] = steps
 
 
-def call(operator: Any, function: Callable[..., Any]) -> None:
+def call_directly(operator: Any, function: Callable[..., Any]) -> None:
     """Let inductor's code call a function instead of an operator, without dispatch to modes, keys or transforms.
 
     Args:
@@ -428,6 +428,6 @@ define_operator(
 )
 define_operator("fused_operand(Tensor t, int dim, str quantizer) -> Tensor[]", _fused_operand, _fake_fused)
 lower(torch.ops.fmtsim.fused_operand.default, _fused_steps)
-call(torch.ops.fmtsim.quantize_operand.default, _operand)
-call(torch.ops.fmtsim.draw_operands.default, _draws)
-call(torch.ops.fmtsim.quantize_both.default, _both)
+call_directly(torch.ops.fmtsim.quantize_operand.default, _operand)
+call_directly(torch.ops.fmtsim.draw_operands.default, _draws)
+call_directly(torch.ops.fmtsim.quantize_both.default, _both)
