@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -14,20 +14,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fmtsim.casts.arguments import check_dense, check_whole
-from fmtsim.formats.representable import FLOAT_DTYPES
-from fmtsim.gemm.layers.config import OPERANDS, LinearConfig, product_of
+from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
-from fmtsim.gemm.layers.layer import run_layer
+from fmtsim.gemm.layers.layer import run_sized
 from fmtsim.gemm.layers.quantize_operand import wide_dtype
 from fmtsim.gemm.layers.watch import Observer, Watcher
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.forward import hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.layer_plan import LayerPlan
-from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls
-from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError
 
 STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
@@ -149,11 +146,7 @@ class EmulatedModule(nn.Module):
                 f"{type(self).__name__} has no LinearConfig; "
                 f"make it from {self.original_class.__name__} with fmtsim.convert"
             )
-        if how.factors is not None:
-            return scaled_product(partial(self._gemm, how, part), x, w, bias, how.factors(x, w))
-        return self._gemm(how, part, x, w, bias)
-
-    def _gemm(self, how: Emulation, part: str, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        # 1. tensors that products take
         if how.observer is not None and torch.compiler.is_compiling():
             raise ArgumentError(
                 "fmtsim.observe does not see into compiled code; observe the model that was given to torch.compile"
@@ -162,28 +155,19 @@ class EmulatedModule(nn.Module):
         if compiled or type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
             check_whole(f"x of layer {how.name!r}", type(x))
             check_dense("x", x)
-        observer = None if how.observer is None else how.observer(part)
-        learns = torch.is_grad_enabled()
+        # 2. what runs this part now: with its random draws of the first call under activation checkpointing
+        learns, observer = torch.is_grad_enabled(), None if how.observer is None else how.observer(part)
         layer = how.products[part if learns and not compiled else _kind(part, learns, compiled)]
-        if layer.sized and learns and w.requires_grad and x.dim() and x.dtype in FLOAT_DTYPES:  # others: see run_layer
-            rows = x.numel() // max(x.shape[-1], 1)
-            fault = size_fault(how.config, rows + -rows % layer.rows, *w.shape)
-            if fault is not None:  # before half a step is done
-                raise ArgumentError(
-                    f"layer {how.name!r}: {fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch "
-                    "size or context, pass drop_last=True to the DataLoader where the last batch is smaller, or leave "
-                    "the layer out with filter_fn= or a Rule(name=...)"
-                )
-            if rows % layer.rows:
-                padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, -rows % layer.rows))
-                return self._gemm(how, part, padded, w, bias)[:rows].reshape(*x.shape[:-1], w.shape[0])
-        if compiled:
-            return run_layer(x, w, bias, layer)
-        if isinstance(layer.generator, torch.Generator):
+        if not compiled and isinstance(layer.generator, torch.Generator):
             drawn = how.draws.generator(layer.generator)
             layer = layer if drawn is layer.generator else Layer(layer.config, drawn, layer.state)
+        # 3. its product, times the factors of a recipe that scales the model
         try:
-            return run_layer(x, w, bias, layer, observer)
+            if how.factors is None:
+                return run_sized(x, w, bias, layer, observer)
+            return scaled_product(
+                lambda x, w, bias: run_sized(x, w, bias, layer, observer), x, w, bias, how.factors(x, w)
+            )
         except FmtsimError as error:
             raise type(error)(f"layer {how.name!r}: {error}") from error
 
@@ -411,46 +395,6 @@ def _rebuild(original: type[nn.Module]) -> nn.Module:
             f"{original.__name__} has no emulated counterpart any more; revert the model before saving it whole"
         )
     return cls.__new__(cls)
-
-
-def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: int) -> str | None:
-    """Return what does not fit a layer ``[outputs, inputs]`` with so many rows of x, or None where all does.
-
-    Args:
-        config: The layer.
-        tokens: Rows of x; None looks at what does not depend on them alone.
-        outputs: Rows of w.
-        inputs: Columns of w.
-    """
-    inner = {"f": inputs, "d": outputs, "w": tokens}
-    outer = {"x_f": tokens, "w_f": outputs, "g_d": tokens, "w_d": inputs, "g_w": outputs, "x_w": inputs}
-    for name, quantizer in config.operands.items():
-        fault = _fault(quantizer, inner[name[2]], outer[name])
-        if fault is not None:
-            return f"{product_of(name)} {name}: {fault}"
-    return None
-
-
-def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | None:
-    for transform in quantizer.transforms:
-        if isinstance(transform, Sparsity):
-            uneven = [n for n in (inner, outer if transform.tiles else None) if n is not None and n % 4]
-            if uneven:
-                return f"2:4 sparsity needs groups of 4, which do not divide {uneven[0]}"
-        length = inner if not isinstance(transform, Hadamard) or transform.axis == "inner" else outer
-        if not isinstance(transform, Hadamard) or length is None:
-            continue
-        if transform.size is not None and length % transform.size:
-            return f"Hadamard size={transform.size} does not divide {length}"
-        if transform.size is None and length:  # an empty axis has nothing to rotate
-            try:
-                base_of(length)
-            except ArgumentError as error:
-                return f"a Hadamard matrix of the whole axis does not fit: {error}"
-    group = None if quantizer.scaling is None else quantizer.scaling.eden
-    if group is not None and inner is not None and inner % group:
-        return f"Scaling eden={group} does not divide {inner}"
-    return None
 
 
 States = tuple[Tensor, ...]

@@ -18,11 +18,11 @@ from torch.nn.utils import parametrize
 
 from fmtsim.casts.arguments import takes
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.gemm.layers.config import LinearConfig, linear_config, size_fault
 from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.forward import hidden_by
-from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types, size_fault
+from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
 from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.recipes.recipe import Recipe, Rule

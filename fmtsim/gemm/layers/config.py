@@ -16,11 +16,12 @@ from fmtsim.gemm.products.resolver import call_name, check_target, gemm_call, re
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import is_unit, machine_name, takes_logarithms
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
+from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.spec.call import OperandFormat, ScaleKind, scale_kind
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.operand import last_cast
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.spec.quantizer import Quantizer
+from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.records import check_types, located
 
@@ -343,6 +344,47 @@ OPERANDS = tuple(LinearConfig().operands)
 def product_of(operand: str) -> str:
     """Return the product that an operand enters: ``"fprop"`` for ``"x_f"``."""
     return next(name for name in PRODUCTS if name[0] == operand[2])
+
+
+def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: int) -> str | None:
+    """Return what does not fit a layer ``[outputs, inputs]`` with so many rows of x, or None where all does.
+
+    Args:
+        config: The layer.
+        tokens: Rows of x; None looks at what does not depend on them alone.
+        outputs: Rows of w.
+        inputs: Columns of w.
+    """
+    inner = {"f": inputs, "d": outputs, "w": tokens}
+    outer = {"x_f": tokens, "w_f": outputs, "g_d": tokens, "w_d": inputs, "g_w": outputs, "x_w": inputs}
+    for name, quantizer in config.operands.items():
+        fault = _fault(quantizer, inner[name[2]], outer[name])
+        if fault is not None:
+            return f"{product_of(name)} {name}: {fault}"
+    return None
+
+
+def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | None:
+    """Return what does not fit an operand of so many columns and rows, None for sizes that are not known."""
+    for transform in quantizer.transforms:
+        if isinstance(transform, Sparsity):
+            uneven = [n for n in (inner, outer if transform.tiles else None) if n is not None and n % 4]
+            if uneven:
+                return f"2:4 sparsity needs groups of 4, which do not divide {uneven[0]}"
+        length = inner if not isinstance(transform, Hadamard) or transform.axis == "inner" else outer
+        if not isinstance(transform, Hadamard) or length is None:
+            continue
+        if transform.size is not None and length % transform.size:
+            return f"Hadamard size={transform.size} does not divide {length}"
+        if transform.size is None and length:  # an empty axis has nothing to rotate
+            try:
+                base_of(length)
+            except ArgumentError as error:
+                return f"a Hadamard matrix of the whole axis does not fit: {error}"
+    group = None if quantizer.scaling is None else quantizer.scaling.eden
+    if group is not None and inner is not None and inner % group:
+        return f"Scaling eden={group} does not divide {inner}"
+    return None
 
 
 def usual_scaling(fmt: Format) -> ScalingName | None:

@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_dense, check_saved, check_together, takes
 from fmtsim.casts.ops import Key, OnceOnly, define_operator, fused_engine
 from fmtsim.gemm.layers.compile import OperandRequest, traced_both, traced_draws, traced_operand
-from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
+from fmtsim.gemm.layers.config import OPERANDS, LinearConfig, size_fault
 from fmtsim.gemm.layers.keys import SCALES, SIGNS, Generator, Layer, State, counts_passes, find_layer, lasting_layer
 from fmtsim.gemm.layers.multiply import finish_sums, layer_product, unrotated
 from fmtsim.gemm.layers.quantize_operand import (
@@ -176,6 +177,31 @@ def run_layer(
         for watcher in watchers:
             run = partial(watcher.layer, run, layer)
         return run(x, w)
+
+
+def run_sized(
+    x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, observer: Observer | Watcher | None = None
+) -> Tensor:
+    """Return ``run_layer``'s result; rows of x are padded with zeros to whole groups where operands have groups.
+
+    Raises:
+        ArgumentError: Sizes that do not fit a product of the backward pass, before half a step is done.
+    """
+    learns = torch.is_grad_enabled() and w.requires_grad
+    if not (layer.sized and learns and x.dim() and x.dtype in FLOATS):  # run_layer refuses others
+        return run_layer(x, w, bias, layer, observer)
+    rows = x.numel() // max(x.shape[-1], 1)
+    fault = size_fault(layer.config, rows + -rows % layer.rows, *w.shape)
+    if fault is not None:
+        raise ArgumentError(
+            f"{fault} (x is {tuple(x.shape)}, w {tuple(w.shape)}); choose another batch size or context, pass "
+            "drop_last=True to the DataLoader where the last batch is smaller, or leave the layer out with filter_fn= "
+            "or a Rule(name=...)"
+        )
+    if not rows % layer.rows:
+        return run_layer(x, w, bias, layer, observer)
+    padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, -rows % layer.rows))
+    return run_layer(padded, w, bias, layer, observer)[:rows].reshape(*x.shape[:-1], w.shape[0])
 
 
 @constant_in_graphs

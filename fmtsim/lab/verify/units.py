@@ -139,8 +139,9 @@ def _check_unit(
     first = ""
     for done, arguments in enumerate(chosen):
         case = _case(*arguments)
-        there = {name: moved(x, device) for name, x in case.operands._asdict().items() if isinstance(x, Tensor)}
-        operands = case.operands._replace(**there)
+        tensors: dict[str, Any] = case.operands._asdict()
+        there = {name: moved(x, device) for name, x in tensors.items() if isinstance(x, Tensor)}
+        operands = case.operands._replace(**there)  # type: ignore[arg-type]
         got = product(operands, case.spec, random=case.random).cpu()
         comparison = compare(got, run_gemm(case.operands, case.spec, random=case.random))
         outputs += comparison.count
