@@ -21,9 +21,9 @@ from fmtsim.gemm.layers.product import unit_dtype
 from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.gemm.products.resolver import recorded_calls
+from fmtsim.nn.conversion import PRODUCTS as RAW
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, OperatorMode
-from fmtsim.nn.raw_matmuls import PRODUCTS as RAW
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer

@@ -21,7 +21,7 @@ from fmtsim.gemm.layers.linear import run_layer
 from fmtsim.gemm.layers.product import wide_dtype
 from fmtsim.gemm.layers.watch import Observer, Watcher
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.forward import hidden_by, wrap
+from fmtsim.nn.conversion import STATE, hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.scaling.hadamard_matrix import base_of
@@ -29,9 +29,6 @@ from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, S
 from fmtsim.scaling.repeats import Calls
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError
-
-STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
-HIDING = "_fmtsim_hiding"  # on a layer whose forward was set after convert: the check around it
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -241,7 +238,7 @@ class EmulatedModule(nn.Module):
         super().__setattr__(name, value)
         if name == "forward" and self.emulation is not None and hidden_by(self) is not None:
             self.emulation.not_run = ""
-            wrap(self, HIDING, _check_run)
+            wrap(self, "check", _check_run)
 
     @property
     def not_run(self) -> str:
@@ -267,7 +264,7 @@ class EmulatedModule(nn.Module):
         return _rebuild, (self.original_class,), self.__getstate__()  # type: ignore[attr-defined]  # object's, Python 3.11
 
 
-def _check_run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _check_run(_: None, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a forward that was set after convert, and tell once if no product of the layer ran in it."""
     how = module.__dict__.get("emulation")
     if how is None or how.not_run or torch.compiler.is_compiling():

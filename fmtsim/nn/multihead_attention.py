@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.products.resolver import check_target
-from fmtsim.nn.forward import ATTENTION, forward_names, unwrap_marked, wrap
+from fmtsim.nn.conversion import settings, unwrap_all, wrap
+from fmtsim.nn.forward import forward_names
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
 from fmtsim.nn.sdpa import AttentionCall, attend, call_of
@@ -27,7 +28,6 @@ from fmtsim.support.errors import ArgumentError, FmtsimError
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
-_FORWARD: Final = "_fmtsim_attention_forward"
 _FUNCTION: Final = "scaled_dot_product_attention"
 _NAME = re.compile(r"attention|attn", re.IGNORECASE)
 
@@ -39,13 +39,11 @@ class Attended:
     Args:
         name: The module's name in the converted model.
         call: Quantisers and random numbers.
-        recipe: Whether a recipe put it there, which ``revert`` takes away with the recipe.
         strict: Whether the module has to call the function.
     """
 
     name: str
     call: AttentionCall
-    recipe: bool
     strict: bool
 
 
@@ -218,7 +216,7 @@ def convert_attention(
 
 def revert_attention(model: Model) -> Model:
     """Take quantised attention out of a model again, in place; raise ArgumentError where there is none."""
-    if not detach(model):
+    if not unwrap_all(model, "attention"):
         raise ArgumentError(f"{type(model).__name__} has no converted attention; call convert_attention first")
     return model
 
@@ -240,7 +238,7 @@ def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
         ArgumentError: There is one.
     """
     for name, module in chosen:
-        if ATTENTION in module.__dict__:
+        if settings(module, "attention") is not None:
             raise ArgumentError(f"the attention of {name!r} is converted already; call revert_attention(model) first")
         check_kind_of_attention(name, module)
 
@@ -261,18 +259,11 @@ def attach(
     """Give modules quantised attention."""
     for name, module in chosen:
         call = AttentionCall(config, generator)
-        module.__dict__[ATTENTION] = Attended(name=name, call=call, recipe=recipe, strict=strict)
-        wrap(module, _FORWARD, _attended)
+        wrap(module, "attention", _attended, Attended(name=name, call=call, strict=strict), recipe=recipe)
 
 
-def detach(model: nn.Module, *, recipe: bool | None = None) -> int:
-    """Take quantised attention out again, of recipes, of others or all (None); return how many modules had it."""
-    return unwrap_marked(model, ATTENTION, _FORWARD, recipe)
-
-
-def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _attended(how: Attended, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with its attention quantised."""
-    how: Attended = module.__dict__[ATTENTION]
     mode = QuantisedAttention(how.call)
     with mode:
         if torch.compiler.is_compiling():  # the compiler names the line itself

@@ -21,7 +21,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
 from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.forward import hidden_by
+from fmtsim.nn.conversion import hidden_by
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types, size_fault
 from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
 from fmtsim.recipes.layer_plan import LayerPlan

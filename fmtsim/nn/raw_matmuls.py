@@ -20,16 +20,14 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.forward import is_of_torch, names_in_forward, wrap
+from fmtsim.nn.conversion import PRODUCTS, wrap
+from fmtsim.nn.forward import is_of_torch, names_in_forward
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.operations import EMULATED_NAMES, GROUPED_NAMES, RULES, ModelMode, Multiply
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import constant_in_graphs
 
-PRODUCTS: Final = "fmtsim_products"  # the submodule with what multiplies a module's own Parameters, by their names
-READS: Final = "_fmtsim_reads"  # on each module that writes products: owners and names of Parameters
-FORWARD: Final = "_fmtsim_forward"  # beside it: a forward that the instance had of its own, or None
 _VERBS: Final = EMULATED_NAMES | {"multi_head_attention_forward"}
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LISTS: Final = (nn.ParameterList, nn.ParameterDict)
@@ -237,14 +235,15 @@ class RawMatmuls(ModelMode):
 
     Args:
         module: The module that reads them.
+        read: Their owners and names.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, read: list[tuple[nn.Module, str]]) -> None:
         super().__init__()
-        self._module = module
+        self._module, self._read = module, read
         self._known: dict[Tensor, Multiply] = {}
-        for owner, name in module.__dict__[READS]:
-            multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]
+        for owner, name in read:
+            multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]  # type: ignore[index]
             self._known[getattr(owner, name)] = partial(_gemm, multiplies)
         products = [multiply.args[0] for multiply in self._known.values()]  # type: ignore[attr-defined]
         self._follows = any(isinstance(p, ParameterProduct) and not (p.seen or p.computed) for p in products)
@@ -258,7 +257,7 @@ class RawMatmuls(ModelMode):
         if y is None:
             return self.other_product(func, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            repeat_under(self._module, partial(RawMatmuls, self._module))
+            repeat_under(self._module, partial(RawMatmuls, self._module, self._read))
         return y
 
     def other_product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -320,8 +319,7 @@ def attach_products(
         product.emulate(name, plan, generator, total_steps)
         matrix.module.add_module(PRODUCTS, nn.ModuleDict(raw_products(matrix.module) | {matrix.parameter: product}))
     for module, read in writers(model, [matrix for _, matrix, _ in chosen]).items():
-        module.__dict__[READS] = read
-        wrap(module, FORWARD, _multiplying)
+        wrap(module, "products", _multiplying, read)
 
 
 def computed_products(model: nn.Module) -> list[ParameterProduct]:
@@ -335,13 +333,13 @@ def raw_products(module: nn.Module) -> dict[str, ParameterProduct]:
     return {} if products is None else dict(products.items())
 
 
-def _multiplying(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _multiplying(read: Any, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with the products that it writes emulated."""
     if "torch._dynamo" in sys.modules and names_groups(type(module)):  # a compiler does not ask modes about that
-        return torch._dynamo.disable(_run)(module, forward, *args, **kwargs)
-    return _run(module, forward, *args, **kwargs)
+        return torch._dynamo.disable(_run)(read, module, forward, *args, **kwargs)
+    return _run(read, module, forward, *args, **kwargs)
 
 
-def _run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    with RawMatmuls(module):
+def _run(read: Any, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with RawMatmuls(module, read):
         return forward(*args, **kwargs)

@@ -18,7 +18,8 @@ from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.gemm.products.resolver import recorded_calls
-from fmtsim.nn.convert import NOTES, REASONS, summary_of
+from fmtsim.nn.conversion import conversion, root, settings
+from fmtsim.nn.convert import summary_of
 from fmtsim.nn.coverage import (
     ADDED,
     COMPUTED,
@@ -39,8 +40,6 @@ from fmtsim.nn.multihead_attention import EmulatedMultiheadAttention, attends
 from fmtsim.nn.operations import ATTENTIONS, COUNTS, LOOK_UPS, OperatorMode
 from fmtsim.nn.planning import FILTERED, projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_products
-from fmtsim.nn.scaled_model import SCALED
-from fmtsim.nn.state import PTQ, RECIPE
 from fmtsim.nn.swaps import swap_details
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import Result, Rows
@@ -78,7 +77,7 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
         )
         raise ArgumentError(f"{text} its own; call report(model) without a batch, or load the model without offloading")
     with undisturbed(model):
-        how = model.__dict__.get(SCALED)  # a scaled model measures its branches in its first batch
+        how = settings(model, "scaled")  # a scaled model measures its branches in its first batch
         if how is not None and how.taus is None:
             call()
         with running_modules() as running:
@@ -372,7 +371,7 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
     '100 % of weight multiply-adds simulated (forward and backward)'
     """
     check_module("report", model)
-    quantised = model.__dict__.get(PTQ)
+    quantised = root(model).quantised
     if quantised is not None and quantised.report is not None and batch is None and tokens == ():
         return quantised.report
     return conversion_report(model, batch, tokens)
@@ -387,8 +386,11 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         raise ArgumentError(
             f"tokens={shown(tokens)} is not a number of rows; pass one from 1 to {MOST_ROWS}, or a list of such"
         )
-    root, prefix = converted_root(model)
-    reasons = {".".join(filter(None, (prefix, name))): why for name, why in root.__dict__.get(REASONS, {}).items()}
+    # the module that convert was given, or one that a wrapper (PEFT's) holds
+    roots = ((m, name) for name, m in model.named_modules() if conversion(m).root is not None)
+    converted, prefix = next(roots, (model, ""))
+    facts = root(converted)
+    reasons = {".".join(filter(None, (prefix, name))): why for name, why in facts.reasons.items()}
     first: dict[nn.Module, str] = {}
     attention = projections(model)
     shapes = estimated(model, reasons)
@@ -416,8 +418,8 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         first.setdefault(module, row.name)
         rows.append(dataclasses.replace(row, multiplies=row.converted or name in raw))
     products = tuple(row for count in counts for row in _products(model, count))
-    notes = (*root.__dict__.get(NOTES, ()), *_not_reached(model))
-    line = summary_of(model, root.__dict__.get(RECIPE), coverage, notes, products)
+    notes = (*facts.notes, *_not_reached(model))
+    line = summary_of(model, facts.recipe, coverage, notes, products)
     return Report(rows=tuple(rows), notes=notes, products=products, coverage=coverage, summary=line)
 
 
@@ -444,11 +446,6 @@ def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
             facts = {"call": explanation.rows[0][1], "unit": explanation.unit or ""}
             facts |= {"order": explanation.order, "basis": explanation.basis}
         yield ProductRow(layer=layer, product=product, tokens=tokens, **facts)
-
-
-def converted_root(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module that ``convert`` was given and its name: the model, or one that a wrapper (PEFT's) holds."""
-    return next(((m, name) for name, m in model.named_modules() if REASONS in m.__dict__), (model, ""))
 
 
 def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:

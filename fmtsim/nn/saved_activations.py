@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.ops import OnceOnly
-from fmtsim.nn.forward import Substituted, unwrap_parts, wrap_parts
+from fmtsim.nn.conversion import wrap
+from fmtsim.nn.forward import Substituted
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes.build import SavedActivations
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import without_own_modes
 
-SAVING: Final = "_fmtsim_saving"  # on the root and on each norm: its Saving
-_FORWARD: Final = "_fmtsim_saving_forward"
 _ACTIVATIONS: Final = (F.silu, F.gelu)
 _ONCE: Final = (
     "activations saved in low precision cannot be differentiated twice: the gradient of a rounded tensor is not "
@@ -58,11 +57,12 @@ class SavingMode(ModelMode):
 
     Args:
         root: The model.
+        how: Which they are.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, how: Saving) -> None:
         super().__init__()
-        self._root, self._how = root, root.__dict__[SAVING]
+        self._root, self._how = root, how
         self._activated: Tensor | None = None  # the last output of an activation function
 
     def activation(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class SavingMode(ModelMode):
 
     def _saved(self, name: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         if not torch.compiler.is_compiling():
-            repeat_under((SAVING, self._root), partial(SavingMode, self._root))
+            repeat_under(("saving", self._root), partial(SavingMode, self._root, self._how))
             self._how.seen.setdefault(name)
         return saved(self._how.how, run, inputs)
 
@@ -161,9 +161,10 @@ class _Through(torch.autograd.Function):
         return g.to(ctx.dtype), None
 
 
-def _normalised(module: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _normalised(
+    how: Saving, module: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Run a norm layer, which saves its input in low precision; only in training, as in the source."""
-    how: Saving = module.__dict__[SAVING]
     if not module.training or args or kwargs:
         return forward(x, *args, **kwargs)
     parameters = tuple(module.parameters(recurse=False))
@@ -176,18 +177,15 @@ def _in_float32(module: nn.Module, forward: Callable[..., Tensor], x: Tensor) ->
         return forward(x)
 
 
-def _saving(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _saving(how: Saving, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not model.training:
         return forward(*args, **kwargs)
-    with SavingMode(model):
+    with SavingMode(model, how):
         return forward(*args, **kwargs)
 
 
 def attach_saving(model: nn.Module, how: Saving) -> None:
     """Make a model save its activations in low precision while it trains."""
-    wrap_parts(model, how.norms, how, (SAVING, _FORWARD), _normalised, _saving)
-
-
-def detach_saving(model: nn.Module) -> bool:
-    """Undo ``attach_saving``; return True if there was something to undo."""
-    return unwrap_parts(model, (SAVING, _FORWARD))
+    for norm in how.norms:
+        wrap(norm, "saving", _normalised, how)
+    wrap(model, "saving", _saving, how)

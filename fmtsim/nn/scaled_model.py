@@ -29,16 +29,14 @@ from fmtsim.casts.arguments import check_features
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn import unit_scaling as unit
-from fmtsim.nn.forward import Substituted, forward_of, running_modules, undisturbed, unwrap_parts, wrap_parts
+from fmtsim.nn.conversion import conversion, inner_forward, settings, wrap
+from fmtsim.nn.forward import Substituted, running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ACTIVATIONS, MEANINGS, PRODUCT_NAMES, ModelMode
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from fmtsim.support.records import checked
-
-SCALED: Final = "_fmtsim_scaled"  # on the root and on each norm: the ScaledModel
-FORWARD: Final = "_fmtsim_scaled_forward"  # on each of them
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +76,12 @@ class ScaledOperations(ModelMode):
 
     Args:
         root: The model.
+        how: How it is scaled.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, how: ScaledModel) -> None:
         super().__init__()
-        self._root = root
-        self._how: ScaledModel = root.__dict__[SCALED]
+        self._root, self._how = root, how
         self._unit = self._how.by == "UnitScaled"
         self._scaled = _UNIT if self._unit else _MU
         self._skips: dict[Tensor, nn.Module] = {}  # what norms read, with the norm
@@ -105,7 +103,7 @@ class ScaledOperations(ModelMode):
         if meaning not in self._scaled:
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            repeat_under((SCALED, self._root), partial(ScaledOperations, self._root))
+            repeat_under(("scaled", self._root), partial(ScaledOperations, self._root, self._how))
         return getattr(self, meaning)(func, *args, **kwargs)
 
     def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -155,7 +153,7 @@ class ScaledOperations(ModelMode):
         if self._unit:
             whole = (1 + tau**2) ** 0.5
             return unit.scale_forward(branch, tau / whole) + skip * (1 / whole)
-        normalised = forward_of(norm, FORWARD)(branch)
+        normalised = inner_forward(conversion(norm).changes["scaled"])(branch)
         return (1 - tau) ** 0.5 * skip + tau**0.5 * normalised
 
     def multiply(self, func: Any, a: Any, b: Any) -> Tensor:
@@ -221,8 +219,8 @@ def base_of(t: Tensor) -> Tensor:
 class _Trace(ScaledOperations):
     """Find the residual branches of a model, and what cannot be scaled."""
 
-    def __init__(self, root: nn.Module, running: list[nn.Module]) -> None:
-        super().__init__(root)
+    def __init__(self, root: nn.Module, how: ScaledModel, running: list[nn.Module]) -> None:
+        super().__init__(root, how)
         self._modules = running
         self._names = {module: name for name, module in root.named_modules()}
         self._products: set[Tensor] = set()
@@ -309,12 +307,9 @@ def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> N
         if isinstance(module, EmulatedModule) and module.emulation is not None:
             owner = getattr(module, "owner", module)
             module.emulation.factors = Factors(how.by, head=owner in how.heads)
-    wrap_parts(model, how.names, how, (SCALED, FORWARD), _normalise, _scaled)
-
-
-def detach_scales(model: nn.Module) -> bool:
-    """Undo ``attach_scales`` but for the weights; return True if there was something to undo."""
-    return unwrap_parts(model, (SCALED, FORWARD))
+    for norm in how.names:
+        wrap(norm, "scaled", _normalise, how)
+    wrap(model, "scaled", _scaled, how)
 
 
 @torch.no_grad()
@@ -331,15 +326,14 @@ def _rescale(model: nn.Module, generator: Generator) -> None:
                 p.div_(std.to(p.dtype))
 
 
-def _scaled(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a model's forward with its operations replaced."""
-    how: ScaledModel = model.__dict__[SCALED]
     if how.taus is None:
         if torch.compiler.is_compiling():
             raise ArgumentError(f"{how.recipe} has to see one batch before torch.compile; call the model once")
         # run a batch to find the residual branches, and what each weighs
         with undisturbed(model), torch.enable_grad(), running_modules() as running:
-            trace = _Trace(model, running)
+            trace = _Trace(model, how, running)
             with trace:
                 forward(*args, **kwargs)
         if trace.refused:
@@ -354,7 +348,7 @@ def _scaled(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
         how.taus = {
             norm: how.tau if how.by == "MuScaled" else (count / 2 + i) ** -0.5 for i, norm in enumerate(trace.branches)
         }
-    with ScaledOperations(model):
+    with ScaledOperations(model, how):
         y = forward(*args, **kwargs)
     if not how.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         outputs = [t for t in tree_iter(y) if isinstance(t, Tensor) and t.requires_grad and t.numel() > 1]
@@ -376,8 +370,9 @@ def _check_gradient(model: str, recipe: str, g: Tensor) -> None:
         )
 
 
-def _normalise(norm: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    how: ScaledModel = norm.__dict__[SCALED]
+def _normalise(
+    how: ScaledModel, norm: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     if not how.running:
         raise ArgumentError(
             f"layer {how.names[norm]!r} is a part of a model that {how.recipe} scales, and ran without the model; call "
@@ -484,7 +479,7 @@ def mu_parameter_groups(model: nn.Module, lr: float, base_width: int = 256) -> I
     """
     hidden: dict[Tensor, int] = {}
     for module in model.modules():
-        hidden |= dict(_hidden(module, model.__dict__.get(SCALED)))
+        hidden |= dict(_hidden(module, settings(model, "scaled")))
     for parameter in model.parameters():
         factor = math.sqrt(base_width / hidden[parameter]) if parameter in hidden else 1.0
         yield {"params": [parameter], "lr": lr * factor}

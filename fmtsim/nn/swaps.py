@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.forward import ATTENTION, forward_names, undisturbed, unwrap_marked, wrap
+from fmtsim.nn.conversion import Kind, all_settings, settings, unwrap_all, wrap
+from fmtsim.nn.forward import forward_names, undisturbed
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.multihead_attention import Filter, attach, attentions, check_attentions, check_kind_of_attention
 from fmtsim.nn.planning import FILTERED, Selector
-from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving
-from fmtsim.nn.scaled_model import SCALED, MuResidual, ScaledLinear, ScaledModel, attach_scales
+from fmtsim.nn.saved_activations import Saving, attach_saving
+from fmtsim.nn.scaled_model import MuResidual, ScaledLinear, ScaledModel, attach_scales
 from fmtsim.recipes.recipe import Recipe, Replacement
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
@@ -30,8 +31,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
 _SILU: Final = ("SiLU", "SiLUActivation")
-SMOOTH: Final = "_fmtsim_smooth"  # on each converted module: its Smoothing
-_FORWARD: Final = "_fmtsim_smooth_forward"
 
 
 class Smoothing(NamedTuple):
@@ -40,13 +39,11 @@ class Smoothing(NamedTuple):
     Attributes:
         per: See ``smooth_scale``.
         power_of_two: See there.
-        recipe: Whether a recipe did it, which ``revert`` takes away with the recipe.
         parts: Names of the projections: gate, up and down.
     """
 
     per: Per
     power_of_two: bool
-    recipe: bool = False
     parts: tuple[str, ...] = PROJECTIONS
 
     def __str__(self) -> str:
@@ -214,13 +211,14 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
             "down(silu(gate(x)) * up(x)); or build the model with SmoothSwiGLU"
         )
     for module in layers:
-        smoothen(module, Smoothing(per, power_of_two, parts=gated_parts(module) or PROJECTIONS))
+        smoothing = Smoothing(per, power_of_two, gated_parts(module) or PROJECTIONS)
+        wrap(module, "swiglu", _smooth_forward, smoothing, recipe=False)
     return model
 
 
 def revert_swiglu(model: Model) -> Model:
     """Give gated layers their own forward back, in place; raise ArgumentError where none is converted."""
-    if not unsmooth(model):
+    if not unwrap_all(model, "swiglu"):
         raise ArgumentError(f"{type(model).__name__} has no converted gated layer; call convert_swiglu first")
     return model
 
@@ -234,32 +232,20 @@ def other_silus(model: nn.Module) -> list[str]:
     """Return the names of modules with SiLU and several linear layers that compute something else."""
     names = (
         name for name, m in model.named_modules()
-        if SMOOTH not in m.__dict__ and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
+        if settings(m, "swiglu") is None and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
     )  # fmt: skip
     return list(names)
 
 
-def smoothen(module: nn.Module, rule: Smoothing) -> None:
-    """Smooth a gated layer, in place."""
-    module.__dict__[SMOOTH] = rule
-    wrap(module, _FORWARD, _smooth_forward)
-
-
-def unsmooth(model: nn.Module, *, recipe: bool | None = None) -> int:
-    """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed."""
-    return unwrap_marked(model, SMOOTH, _FORWARD, recipe)
-
-
-def _smooth_forward(module: nn.Module, forward: Any, x: Tensor) -> Tensor:
-    rule: Smoothing = module.__dict__[SMOOTH]
-    gate, up, down = (getattr(module, name) for name in rule.parts)
-    z, s = smooth_swiglu(gate(x), up(x), per=rule.per, power_of_two=rule.power_of_two)
-    return scaled_down(down, z, s, rule.per)
+def _smooth_forward(how: Smoothing, module: nn.Module, forward: Any, x: Tensor) -> Tensor:
+    gate, up, down = (getattr(module, name) for name in how.parts)
+    z, s = smooth_swiglu(gate(x), up(x), per=how.per, power_of_two=how.power_of_two)
+    return scaled_down(down, z, s, how.per)
 
 
 def gated_parts(module: nn.Module) -> tuple[str, ...] | None:
     """Return the names of a gated layer's projections, gate, up and down; None for other and for smoothed modules."""
-    if SMOOTH in module.__dict__:
+    if settings(module, "swiglu") is not None:
         return None
     linears = _linears(module)
     if linears.keys() >= set(PROJECTIONS) and type(getattr(module, "act_fn", None)).__name__ in _SILU:
@@ -332,8 +318,8 @@ class Swaps:
         """Exchange them in the model, whose layers are converted."""
         if self.recipe.attention is not None:
             attach(self.attention, self.recipe.attention, generator, recipe=True, strict=True)
-        for module, rule in self.gated:
-            smoothen(module, rule)
+        for module, smoothing in self.gated:
+            wrap(module, "swiglu", _smooth_forward, smoothing)
         if self.scaled is not None:
             attach_scales(model, self.scaled, generator)
         if self.saving is not None:
@@ -413,16 +399,10 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, swa
     )  # fmt: skip
 
 
-def swapped(model: nn.Module) -> bool:
-    """Return True if a recipe exchanged something in a model."""
-    rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH))
-    marked = any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING))
-    return marked or any(rule is not None and rule.recipe for rule in rules)
-
-
 def swap_details(module: nn.Module) -> list[str]:
     """Return what a module has in place of its own attention, gated product or operations, for tables."""
-    attended, smoothed, scaled, saving = (module.__dict__.get(mark) for mark in (ATTENTION, SMOOTH, SCALED, SAVING))
+    kinds: tuple[Kind, ...] = ("attention", "swiglu", "scaled", "saving")
+    attended, smoothed, scaled, saving = (settings(module, kind) for kind in kinds)
     texts = [f"attention: {attended.call.config}"] if attended is not None else []
     texts += [str(scaled)] if scaled is not None and module not in scaled.names else []
     texts += [saving.told(module)] if saving is not None else []
@@ -431,13 +411,13 @@ def swap_details(module: nn.Module) -> list[str]:
 
 def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_fn: Filter | None, swaps: Swaps) -> None:
     there = gated_layers(model)
-    rule = Smoothing(replacement.per, replacement.power_of_two, recipe=True)
+    smoothing = Smoothing(replacement.per, replacement.power_of_two)
     chosen = _filtered(there, filter_fn, swaps)
-    swaps.gated += [(module, rule._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
+    swaps.gated += [(module, smoothing._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
     others = other_silus(model)
     swaps.notes += [f"{', '.join(others[:4])}: SiLU among linear layers, and no gated layer"] if others else []
-    swaps.notes += [f"{len(chosen)} gated layers became {rule}"] if chosen else []
-    if chosen or any(SMOOTH in module.__dict__ for module in model.modules()):
+    swaps.notes += [f"{len(chosen)} gated layers became {smoothing}"] if chosen else []
+    if chosen or all_settings(model, "swiglu"):
         return
     if not replacement.optional:
         raise ArgumentError(
