@@ -140,7 +140,7 @@ def convert(
         planner = planner_of(named, model)
     else:
         planner = constant_planner(configure(recipe, format, fast_accum), machine)
-    planner = with_rules(planner, rules, model, machine, named) if rules else planner
+    planner = with_rules(planner, rules, model, machine, named) if rules else planner  # rules of this call come first
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     products = plan_products(model, planner, filter_fn, total_steps, reasons)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
@@ -151,13 +151,13 @@ def convert(
         named_reasons = "; ".join(f"{name or type(model).__name__}: {reasons[name]}" for name in leaves)
         text = f"convert found nothing to convert in {type(model).__name__}"
         raise ArgumentError(f"{text} ({named_reasons})" if named_reasons else text)
-    keys = one_generator(generator)
+    keys = one_generator(generator)  # of the whole model
     for module, name, layer_plan in layers:
         changed = emulated_class(type(module))
         assert changed is not None  # plan_layers only lists modules that have one
         change_class(module, changed)
         assert isinstance(module, EmulatedModule)
-        module.emulate(name, layer_plan, keys, total_steps)
+        module.emulate(name, layer_plan, keys, total_steps)  # quantisers, and memory for delayed scales
     attach_products(model, products, keys, total_steps)
     if swaps is not None:
         swaps.apply(model, keys)
@@ -192,7 +192,7 @@ def convert(
     coverage = estimated(model, facts.reasons)
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info("%s", summary_of(model, facts.recipe, coverage, facts.notes))
-    raw_weights = tuple(row for row in coverage.raw if not is_meant(row.reason))
+    raw_weights = tuple(row for row in coverage.raw if not is_meant(row.reason))  # left by a limit of fmtsim
     count = sum(row.multiply_adds for row in raw_weights)
     if warn and count * 100 > coverage.total:
         warnings.warn(
@@ -230,7 +230,7 @@ def summary_of(
     running = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
     if not running and not coverage.simulated:
         return f"{type(model).__name__} is not converted: {coverage}"
-    formats = list(Counter(str(config.on()) for config in running))
+    formats = list(Counter(str(config.on()) for config in running))  # without the machine, the first layer's first
     name = recipe or (formats[0] + (f" and {len(formats) - 1} other configs" if formats[1:] else "") if formats else "")
     machines = list(dict.fromkeys(machine for config in running for machine in config.machines))
     where = f" on {' and '.join(machines)}" if machines else ""
@@ -246,10 +246,10 @@ def _remind(model: nn.Module, inputs: Any) -> None:
     if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again
         return
     facts = root(model)
-    facts.forwards += 1
+    facts.forwards += 1  # of training
     if facts.forwards < 2:
         return
-    facts.hooks.pop("schedule").remove()
+    facts.hooks.pop("schedule").remove()  # it warns once, or never
     scheduled = [
         how for m in model.modules() if (how := m.__dict__.get("emulation")) is not None and how.plan is not None
     ]
@@ -267,7 +267,7 @@ def _warn_computed(model: nn.Module, inputs: Any, out: Any) -> None:
     if torch.compiler.is_compiling():
         return
     facts = root(model)
-    facts.hooks.pop("computed").remove()
+    facts.hooks.pop("computed").remove()  # one forward tells
     if not computed_products(model):
         return
     coverage = estimated(model, facts.reasons)

@@ -20,6 +20,7 @@ from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.operations import GROUPED_NAMES, ModelMode
 
 
+# A mode, because the module's attributes have to stay its Parameters: sharding and tied weights go by those.
 class Substituted(ModelMode):
     """Hand functions other tensors in place of a module's own Parameters.
 
@@ -43,14 +44,14 @@ class Substituted(ModelMode):
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run something without gradients, by operators that can be counted; then put buffers and random states back."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    buffers = [(b, b.clone()) for b in model.buffers()]  # delayed scales among them
     generators = [getattr(m.__dict__.get("emulation"), "generator", None) for m in model.modules()]
     generators += [attended.call.generator for attended in all_settings(model, "attention")]
     states = [(g, g.get_state()) for g in {id(g): g for g in generators if isinstance(g, torch.Generator)}.values()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices), torch.no_grad():
-        torch.backends.mha.set_fastpath_enabled(False)
+        torch.backends.mha.set_fastpath_enabled(False)  # one fused kernel, which hides its products
         try:
             yield
         finally:
@@ -58,7 +59,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for generator, state in states:
                 generator.set_state(state)
             for buffer, value in buffers:
-                buffer.resize_(value.shape).copy_(value)
+                buffer.resize_(value.shape).copy_(value)  # a scale has no shape before its first call
 
 
 @contextmanager
@@ -120,9 +121,9 @@ def _reached(cls: type[nn.Module], todo: list[Any]) -> frozenset[str]:
             names.update(GROUPED_NAMES & _reached(cls, held) if are_functions else GROUPED_NAMES)
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
-        seen.add(function.__code__)
+        seen.add(function.__code__)  # functions may call each other
         todo += [cell.cell_contents for cell in function.__closure__ or () if not _empty(cell)]
-        todo.append(getattr(function, "__wrapped__", None))
+        todo.append(getattr(function, "__wrapped__", None))  # what a decorator wraps
         for code in _codes(function.__code__):
             names.update(code.co_names)
             names.update("matmul" for step in dis.get_instructions(code) if step.argrepr in ("@", "@="))

@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
 _FUNCTION: Final = "scaled_dot_product_attention"
-_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+_NAME = re.compile(r"attention|attn", re.IGNORECASE)  # of classes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
     @staticmethod
     def matrices(module: nn.MultiheadAttention) -> Iterator[tuple[int, int]]:
         """Yield the size of one projection from each width of input."""
-        for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):
+        for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):  # query, key and value may differ
             yield module.embed_dim, inputs
 
     def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
@@ -89,7 +89,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
             padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
             y, weights = self.forward(q, k, v, padding, need_weights, attn_mask, average_attn_weights, is_causal)
             return y.squeeze(dim), None if weights is None else weights.squeeze(0)
-        parts = ["q_proj", "k_proj", "v_proj"]
+        parts = ["q_proj", "k_proj", "v_proj"]  # in the order in which torch multiplies
         if self._qkv_same_embed_dim and key is value:  # a packed weight, of which one product may take several parts
             parts = ["in_proj"] if query is key else ["q_proj", "kv_proj"]
         with _Projections(self, [*parts, "out_proj"]):
@@ -101,6 +101,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
 register_emulated(EmulatedMultiheadAttention)
 
 
+# A mode, because torch's multi_head_attention_forward multiplies with the weights itself.
 class _Projections(ModelMode):
     """Give the linear products of torch's multi_head_attention_forward to a module's parts, in order.
 
@@ -115,10 +116,10 @@ class _Projections(ModelMode):
 
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace a projection."""
-        if func is not F.linear:
+        if func is not F.linear:  # scores and weighted sums stay in high precision
             return func(*args, **kwargs)
         x, w, bias = (*args, None)[:3]
-        return self._module.gemm(x, w, bias, self._parts.pop(0))
+        return self._module.gemm(x, w, bias, self._parts.pop(0))  # each part has scales of its own
 
 
 def _check(
@@ -143,6 +144,7 @@ def _check(
         raise ArgumentError("MultiheadAttention: is_causal=True is a hint about attn_mask; pass attn_mask too")
 
 
+# A mode, because models call the function inside their own forwards.
 class QuantisedAttention(ModelMode):
     """Run every ``torch.nn.functional.scaled_dot_product_attention`` inside a ``with`` as ``quantised_attention``.
 
@@ -161,7 +163,7 @@ class QuantisedAttention(ModelMode):
     def __init__(self, config: AttentionConfig | AttentionCall, generator: Generator = None) -> None:
         super().__init__()
         self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
-        self.used = False
+        self.used = False  # whether the function was called, which strict modules have to
 
     multi_head = ModelMode.opened_multi_head  # calls torch's function where no weights are asked for
 
@@ -198,7 +200,7 @@ def convert_attention(
     """
     AttentionCall(config)  # refuses what is not a config
     if target is not None:
-        config = config.on(check_target("convert_attention", target))
+        config = config.on(check_target("convert_attention", target))  # all six products
     if filter_fn is None:
         chosen = attentions(model)
     else:
@@ -245,7 +247,7 @@ def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
 
 def check_kind_of_attention(name: str, module: nn.Module) -> None:
     """Raise ArgumentError for a module of Hugging Face whose attention does not call torch's function."""
-    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")  # of transformers
     if isinstance(runs, str) and runs != "sdpa" and attends(module):
         raise ArgumentError(
             f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
@@ -258,7 +260,7 @@ def attach(
 ) -> None:
     """Give modules quantised attention."""
     for name, module in chosen:
-        call = AttentionCall(config, generator)
+        call = AttentionCall(config, generator)  # one each: observers and random states are a module's own
         wrap(module, "attention", _attended, Attended(name=name, call=call, strict=strict), recipe=recipe)
 
 

@@ -67,10 +67,11 @@ class ScaledModel:
         return f"operations of {self.by}, weights rescaled to unit variance"
 
 
-_MU: Final = frozenset({"product", "embedding", "add", "multiply"})
+_MU: Final = frozenset({"product", "embedding", "add", "multiply"})  # meanings that muS replaces
 _UNIT: Final = _MU | {"activation", "attention", "dropout", "cross_entropy", "divide"}
 
 
+# A mode, because additions, embeddings and losses are calls inside a model's forward, not modules.
 class ScaledOperations(ModelMode):
     """Run the operations of a model as its ScaledModel says.
 
@@ -83,11 +84,11 @@ class ScaledOperations(ModelMode):
         super().__init__()
         self._root, self._how = root, how
         self._unit = self._how.by == "UnitScaled"
-        self._scaled = _UNIT if self._unit else _MU
+        self._scaled = _UNIT if self._unit else _MU  # other operations run as they are
         self._skips: dict[Tensor, nn.Module] = {}  # what norms read, with the norm
         self._summands: set[Tensor] = set()  # embeddings and their sums
         self.loss: Tensor | None = None  # the last cross entropy
-        self._heads = {getattr(module, "weight", None) for module in self._how.heads}
+        self._heads = {getattr(module, "weight", None) for module in self._how.heads}  # their factor is 1 / K
 
     def __enter__(self) -> Any:
         self._how.running.append(self)
@@ -110,11 +111,11 @@ class ScaledOperations(ModelMode):
         """Return what a norm layer makes of x, which may begin a residual branch."""
         assert self._how.taus is not None
         tau = self._how.taus.get(module)
-        if tau is None:
+        if tau is None:  # a norm that begins no branch: the last one of a model, or of queries
             return self._normalised(module, forward, x)
-        self._skips[x] = module
+        self._skips[x] = module  # until an addition to x closes the branch
         if not self._unit:
-            return x
+            return x  # muS normalises the branch's output instead (_residual)
         return self._normalised(module, forward, unit.scale_backward(x, tau / (1 + tau**2) ** 0.5))
 
     def _normalised(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -141,10 +142,10 @@ class ScaledOperations(ModelMode):
         if kwargs or len(args) != 2 or not all(isinstance(t, Tensor) for t in args):
             return "other", None, None
         a, b = args
-        for skip, branch in ((a, b), (b, a)):
+        for skip, branch in ((a, b), (b, a)):  # models write both orders
             if skip in self._skips and skip.shape == branch.shape:
                 return "residual", skip, branch
-        summands = all(isinstance(base_of(t), nn.Parameter) or t in self._summands for t in (a, b))
+        summands = all(isinstance(base_of(t), nn.Parameter) or t in self._summands for t in (a, b))  # tokens, positions
         return "embeddings" if summands and a.dim() > 1 and b.dim() > 1 else "other", a, b
 
     def _residual(self, norm: nn.Module, skip: Tensor, branch: Tensor) -> Tensor:
@@ -154,11 +155,11 @@ class ScaledOperations(ModelMode):
             whole = (1 + tau**2) ** 0.5
             return unit.scale_forward(branch, tau / whole) + skip * (1 / whole)
         normalised = inner_forward(conversion(norm).changes["scaled"])(branch)
-        return (1 - tau) ** 0.5 * skip + tau**0.5 * normalised
+        return (1 - tau) ** 0.5 * skip + tau**0.5 * normalised  # Res-Post-LayerNorm: variances add up to 1
 
     def multiply(self, func: Any, a: Any, b: Any) -> Tensor:
         """Multiply; a number by which a model multiplies its embeddings is left out."""
-        number = not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad)
+        number = not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad)  # such as sqrt(width)
         if number and isinstance(a, Tensor) and a in self._summands:
             return a
         return func(a, b)  # type: ignore[no-any-return]
@@ -195,7 +196,7 @@ class ScaledOperations(ModelMode):
 
     def divide(self, func: Any, a: Any, b: Any, **how: Any) -> Tensor:
         """Divide; of a sum of losses, which becomes a mean, the gradient is not divided."""
-        if self.loss is None or a is not self.loss or how:
+        if self.loss is None or a is not self.loss or how:  # how: rounding_mode=
             return func(a, b, **how)  # type: ignore[no-any-return]
         return unit.scale_forward(a, 1 / b)
 
@@ -235,7 +236,7 @@ class _Trace(ScaledOperations):
             return func(*args, **kwargs)
         kind, meaning = "other", MEANINGS.get(func, "other")
         if meaning == "add" and len(args) == 2:
-            kind, skip, _ = self.kind(args, kwargs)
+            kind, skip, _ = self.kind(args, kwargs)  # as in the passes that scale
             if kind == "residual":
                 self.branches.append(self._skips.pop(skip))
             elif kind == "other" and _activations(args) == 2 and not all(t in self._products for t in args):
@@ -246,11 +247,11 @@ class _Trace(ScaledOperations):
             self.computes_loss = True
             if self._unit and (why := _loss_fault(*args, **kwargs)):
                 self._refuse("cross_entropy", why)
-        y = func(*args, **kwargs)
+        y = func(*args, **kwargs)  # the model as it is
         if meaning == "embedding" or kind == "embeddings":
             self._summands.add(y)
         elif meaning == "multiply" and all(isinstance(t, Tensor) and t.numel() > 1 for t in args[:2]):
-            self._products.add(y)
+            self._products.add(y)  # gated products: a sum of them is no residual addition
         return y
 
     def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -270,14 +271,14 @@ class _Trace(ScaledOperations):
     def _refuse(self, what: str, why: str) -> None:
         module = self._modules[-1] if self._modules else self._root
         name = self._names.get(module)
-        like = re.sub(r"\d+", "*", name or "")
+        like = re.sub(r"\d+", "*", name or "")  # one refusal for equal layers of all blocks
         refusal = f"{what} in {name or 'the model'} ({type(module).__name__}), {why}"
         self.refused.setdefault((what, why, like), refusal)
 
 
 def _activations(args: Any) -> int:
     """Return how many of the arguments are tensors with a gradient, of more than one element, and no Parameters."""
-    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(base_of(t), nn.Parameter))
+    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(base_of(t), nn.Parameter))  # no weights
     return sum(t.requires_grad and t.numel() > 1 for t in tensors)
 
 
@@ -305,7 +306,7 @@ def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> N
     _rescale(model, generator)
     for module in model.modules():
         if isinstance(module, EmulatedModule) and module.emulation is not None:
-            owner = getattr(module, "owner", module)
+            owner = getattr(module, "owner", module)  # of a ParameterProduct, the module with its Parameter
             module.emulation.factors = Factors(how.by, head=owner in how.heads)
     for norm in how.names:
         wrap(norm, "scaled", _normalise, how)
@@ -343,8 +344,8 @@ def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *ar
                 f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(refusals)}. Write these "
                 "with fmtsim.nn.unit_scaling in a model of UnitLinear or MuLinear layers, or choose another recipe"
             )
-        how.checked = how.by == "MuScaled" or trace.computes_loss
-        count = len(trace.branches)
+        how.checked = how.by == "MuScaled" or trace.computes_loss  # muS scales no loss
+        count = len(trace.branches)  # two a block: attention and feed-forward
         how.taus = {
             norm: how.tau if how.by == "MuScaled" else (count / 2 + i) ** -0.5 for i, norm in enumerate(trace.branches)
         }
@@ -352,7 +353,7 @@ def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *ar
         y = forward(*args, **kwargs)
     if not how.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         outputs = [t for t in tree_iter(y) if isinstance(t, Tensor) and t.requires_grad and t.numel() > 1]
-        how.checked = bool(outputs)
+        how.checked = bool(outputs)  # one warning is enough
         for t in outputs[:1]:
             t.register_hook(partial(_check_gradient, type(model).__name__, how.recipe))
     return y
@@ -493,7 +494,7 @@ def _hidden(module: nn.Module, how: ScaledModel | None) -> Iterator[tuple[Tensor
     elif how is None or module in how.heads or getattr(module, "owner", None) in how.heads:
         return
     elif isinstance(module, EmulatedModule):
-        width = next(iter(module.matrices(module)))[1]
+        width = next(iter(module.matrices(module)))[1]  # fan-in
         yield from ((p, width) for _, p in module.named_parameters("", False) if p.dim() > 1)
     elif isinstance(module, nn.Linear):
         yield module.weight, module.in_features

@@ -37,7 +37,7 @@ def converted_root(model: nn.Module, verb: str) -> nn.Module:
     Raises:
         ArgumentError: Several parts of the model were converted, each by itself.
     """
-    roots: dict[str, nn.Module] = {}
+    roots: dict[str, nn.Module] = {}  # by the prefix of the names inside
     for name, module in model.named_modules():
         if conversion(module).root is not None and not any(f"{name}.".startswith(root) for root in roots):
             roots[f"{name}." if name else ""] = module
@@ -122,8 +122,8 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
         )
     if not _is_state(state["layers"]):
         raise ArgumentError("the state's layers are not what fmtsim.state returned: tensors by layer and operand")
-    having = {name for name, module in modules.items() if STATE in module._modules}
-    for name in sorted(having ^ set(state["layers"])):
+    having = {name for name, module in modules.items() if STATE in module._modules}  # the layers with delayed scales
+    for name in sorted(having ^ set(state["layers"])):  # layers that one of the two lacks
         where = "state" if name in having else "model"
         raise ArgumentError(f"layer {shown(name)} has delayed scales, but the {where} has none of it; convert alike")
     pairs = []
@@ -139,7 +139,7 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
                     f"layer {shown(name)}: {key} is {shapes[1]} in the state and {shapes[0]} in the model; "
                     "the recipe was another one when the state was saved"
                 )
-        pairs += [(memory[key], saved[key]) for key in memory]
+        pairs += [(memory[key], saved[key]) for key in memory]  # written once all of them are known to fit
     for tensor, value in pairs:
         tensor.resize_(value.shape).copy_(value)
 
@@ -174,9 +174,9 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     assert group is not None
     swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
     layers = {name: _runs(module) + swaps.pop(name, "") for name, module in modules} | swaps
-    facts = (root(model).recipe, layers)
+    facts = (root(model).recipe, layers)  # what ranks have to agree on
     everyone, what = Ranks(group), "the comparison of recipes"
-    everyone.present(what)
+    everyone.present(what)  # a rank that left is named, instead of waited for
     ranks = everyone.gather_objects(facts, what)
     for rank, (recipe, theirs) in enumerate(ranks):
         names = [name for name in {**ranks[0][1], **theirs} if ranks[0][1].get(name) != theirs.get(name)]
@@ -189,7 +189,7 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     for _, module in modules:
         for memory in module._modules[STATE].children() if STATE in module._modules else ():  # type: ignore[union-attr]
             if isinstance(memory, DelayedScale):
-                memory.group = group
+                memory.group = group  # reduces one amax an operand over these ranks from now on
 
 
 def _runs(module: EmulatedModule) -> str:
@@ -227,10 +227,10 @@ def _check(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
     buffer, saved = model._buffers.get(NAME), state.get(prefix + NAME)
     if saved is None:
         if buffer is not None:
-            state[prefix + NAME] = buffer
+            state[prefix + NAME] = buffer  # so that strict loading does not miss it
             _LOG.info("the checkpoint has no delayed scales; %s goes on with its own", type(model).__name__)
         return
-    name, ours = bytes(saved.tolist()).decode(errors="replace"), root(model).recipe
+    name, ours = bytes(saved.tolist()).decode(errors="replace"), root(model).recipe  # UTF-8, or one zero for a config
     if name != (ours or "\0"):
         theirs = None if name == "\0" else name
         raise ArgumentError(
