@@ -17,10 +17,9 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
+from fmtsim.nn.conversion import Root, change_class, conversion, record, root
 from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
-from fmtsim.nn.forward import change_class, unwrap
-from fmtsim.nn.modules import HIDING, STATE, EmulatedModule, emulated_class
-from fmtsim.nn.multihead_attention import detach
+from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.planning import (
     Configure,
     Filter,
@@ -34,11 +33,9 @@ from fmtsim.nn.planning import (
     planner_of,
     with_rules,
 )
-from fmtsim.nn.raw_matmuls import FORWARD, PRODUCTS, READS, ParameterProduct, attach_products, computed_products
-from fmtsim.nn.saved_activations import detach_saving
-from fmtsim.nn.scaled_model import detach_scales
-from fmtsim.nn.state import PTQ, RECIPE, attach_name, converted_modules, detach_name, is_converted
-from fmtsim.nn.swaps import find_swaps, one_generator, unsmooth
+from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, computed_products
+from fmtsim.nn.state import attach_name, converted_modules, is_converted
+from fmtsim.nn.swaps import find_swaps, one_generator
 from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.recipe import Recipe, Rule
@@ -48,11 +45,6 @@ from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
 
 Model = TypeVar("Model", bound=nn.Module)
 
-SAVED = "_fmtsim_saved"  # attributes that convert changed on modules it did not convert
-TOTAL = "_fmtsim_total_steps"  # on the root: optimizer steps of the run, where a recipe needs them
-REASONS = "_fmtsim_left_alone"  # on the root: why each other module was left alone
-NOTES = "_fmtsim_notes"  # on the root: what a recipe exchanged, and what of it was not done
-_FORWARDS = "_fmtsim_forwards"  # on the root: training forwards under a schedule, while they are counted
 _LOG = logging.getLogger("fmtsim")
 # Inference kernels of torch that read the weights of their children and so never call them; off while converted.
 _FUSED = (
@@ -148,7 +140,7 @@ def convert(
         planner = planner_of(named, model)
     else:
         planner = constant_planner(configure(recipe, format, fast_accum), machine)
-    planner = with_rules(planner, rules, model, machine, named) if rules else planner
+    planner = with_rules(planner, rules, model, machine, named) if rules else planner  # rules of this call come first
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     products = plan_products(model, planner, filter_fn, total_steps, reasons)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
@@ -159,47 +151,48 @@ def convert(
         named_reasons = "; ".join(f"{name or type(model).__name__}: {reasons[name]}" for name in leaves)
         text = f"convert found nothing to convert in {type(model).__name__}"
         raise ArgumentError(f"{text} ({named_reasons})" if named_reasons else text)
-    keys = one_generator(generator)
+    keys = one_generator(generator)  # of the whole model
     for module, name, layer_plan in layers:
         changed = emulated_class(type(module))
         assert changed is not None  # plan_layers only lists modules that have one
         change_class(module, changed)
         assert isinstance(module, EmulatedModule)
-        module.emulate(name, layer_plan, keys, total_steps)
+        module.emulate(name, layer_plan, keys, total_steps)  # quantisers, and memory for delayed scales
     attach_products(model, products, keys, total_steps)
     if swaps is not None:
         swaps.apply(model, keys)
     if named is not None and rules:
         named = dataclasses.replace(named, name=f"{named.name}+rules")
     # on the root: what was converted, under which recipe, and what was left alone
-    model.__dict__[TOTAL] = total_steps
-    model.__dict__[RECIPE] = None if named is None else named.name
     for module in model.modules():
         if named is not None and isinstance(module, EmulatedModule) and module.emulation is not None:
             module.emulation.recipe = named.name
-    model.__dict__[REASONS] = reasons if swaps is None else reasons | swaps.reasons
     notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
     if named is not None and named.multiple > 1:
         notes = (f"its source refuses rows and features that {named.multiple} does not divide, fmtsim not", *notes)
-    model.__dict__[NOTES] = (*(() if named is None else idle_shares(named, model)), *notes)
+    facts = record(model).root = Root(
+        recipe=None if named is None else named.name, total_steps=total_steps,
+        reasons=reasons if swaps is None else reasons | swaps.reasons,
+        notes=(*(() if named is None else idle_shares(named, model)), *notes),
+    )  # fmt: skip
     attach_name(model)
     # switch off inference kernels that would read converted layers' weights without calling the layers.
     for module in model.modules():
         for cls, attribute, off in _FUSED:
             if isinstance(module, cls) and is_converted(module):
-                module.__dict__[SAVED] = {attribute: module.__dict__[attribute]}
+                record(module).attributes[attribute] = module.__dict__[attribute]
                 module.__dict__[attribute] = off
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
-        model.register_forward_pre_hook(_remind)
+        facts.hooks["schedule"] = model.register_forward_pre_hook(_remind)
     if products:
-        model.register_forward_hook(_warn_computed)
+        facts.hooks["computed"] = model.register_forward_hook(_warn_computed)
     chosen_by_name = filter_fn is not None or callable(recipe)
     # log the line that `report` has, and warn where more than 1 % stays as it is without a choice of the caller.
     warn = bool(layers or products) and not chosen_by_name
-    coverage = estimated(model, model.__dict__[REASONS])
+    coverage = estimated(model, facts.reasons)
     if _LOG.isEnabledFor(logging.INFO):
-        _LOG.info("%s", summary_of(model, model.__dict__[RECIPE], coverage, model.__dict__[NOTES]))
-    raw_weights = tuple(row for row in coverage.raw if not is_meant(row.reason))
+        _LOG.info("%s", summary_of(model, facts.recipe, coverage, facts.notes))
+    raw_weights = tuple(row for row in coverage.raw if not is_meant(row.reason))  # left by a limit of fmtsim
     count = sum(row.multiply_adds for row in raw_weights)
     if warn and count * 100 > coverage.total:
         warnings.warn(
@@ -237,7 +230,7 @@ def summary_of(
     running = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
     if not running and not coverage.simulated:
         return f"{type(model).__name__} is not converted: {coverage}"
-    formats = list(Counter(str(config.on()) for config in running))
+    formats = list(Counter(str(config.on()) for config in running))  # without the machine, the first layer's first
     name = recipe or (formats[0] + (f" and {len(formats) - 1} other configs" if formats[1:] else "") if formats else "")
     machines = list(dict.fromkeys(machine for config in running for machine in config.machines))
     where = f" on {' and '.join(machines)}" if machines else ""
@@ -252,10 +245,11 @@ def _remind(model: nn.Module, inputs: Any) -> None:
         return
     if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again
         return
-    model.__dict__[_FORWARDS] = model.__dict__.get(_FORWARDS, 0) + 1
-    if model.__dict__[_FORWARDS] < 2:
+    facts = root(model)
+    facts.forwards += 1  # of training
+    if facts.forwards < 2:
         return
-    _forget(model)
+    facts.hooks.pop("schedule").remove()  # it warns once, or never
     scheduled = [
         how for m in model.modules() if (how := m.__dict__.get("emulation")) is not None and how.plan is not None
     ]
@@ -272,10 +266,11 @@ def _warn_computed(model: nn.Module, inputs: Any, out: Any) -> None:
     """Warn after the first forward of weights that the model's code computes before their product; a forward hook."""
     if torch.compiler.is_compiling():
         return
-    _remove(model._forward_hooks, _warn_computed)
+    facts = root(model)
+    facts.hooks.pop("computed").remove()  # one forward tells
     if not computed_products(model):
         return
-    coverage = estimated(model, model.__dict__[REASONS])
+    coverage = estimated(model, facts.reasons)
     raw_weights = tuple(row for row in coverage.raw if row.reason == COMPUTED)
     count = sum(row.multiply_adds for row in raw_weights)
     if count * 100 > coverage.total:
@@ -286,18 +281,6 @@ def _warn_computed(model: nn.Module, inputs: Any, out: Any) -> None:
             CoverageWarning,
             stacklevel=caller_level(),
         )
-
-
-def _forget(model: nn.Module) -> None:
-    """Remove the hooks that warn."""
-    model.__dict__.pop(_FORWARDS, None)
-    _remove(model._forward_pre_hooks, _remind)
-    _remove(model._forward_hooks, _warn_computed)
-
-
-def _remove(hooks: dict[int, Any], removed: Any) -> None:
-    for key in [key for key, hook in hooks.items() if hook is removed]:
-        del hooks[key]
 
 
 def revert(model: Model) -> Model:
@@ -319,29 +302,8 @@ def revert(model: Model) -> Model:
                 f"layer {name!r} became a {type(module).__name__} after convert; "
                 "undo that change (for example its parametrization) first"
             )
-    # 1. what a recipe exchanged
-    detach_saving(model)
-    detach_scales(model)
-    unsmooth(model, recipe=True)
-    detach(model, recipe=True)
-    # 2. products that modules write
-    for writer in list(model.modules()):
-        if READS in writer.__dict__:
-            del writer.__dict__[READS]
-            unwrap(writer, FORWARD)
-        writer._modules.pop(PRODUCTS, None)
-    for _, module in converted:
-        module.__dict__.pop("emulation", None)
-        module._modules.pop(STATE, None)
-        if HIDING in module.__dict__:
-            unwrap(module, HIDING)
-        change_class(module, module.original_class)
-    for part in model.modules():
-        part.__dict__.update(part.__dict__.pop(SAVED, {}))
-        for mark in (REASONS, TOTAL, RECIPE, NOTES, PTQ):
-            part.__dict__.pop(mark, None)
-        _forget(part)
-        detach_name(part)
+    for part in list(model.modules()):
+        conversion(part).undo(part)
     return model
 
 
@@ -366,4 +328,4 @@ def set_step(model: nn.Module, step: int) -> None:
         how = module.emulation
         if how is not None and how.plan is not None:
             how.stepped = True
-            how.run(how.plan.at(step, model.__dict__.get(TOTAL)) or LinearConfig())
+            how.run(how.plan.at(step, root(model).total_steps) or LinearConfig())

@@ -15,7 +15,7 @@ from fmtsim.gemm.layers.quantize_operand import wide_dtype
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.support.errors import ArgumentError
 
-_AXES = {1: "L", 2: "H, W", 3: "D, H, W"}
+_AXES = {1: "L", 2: "H, W", 3: "D, H, W"}  # how messages name what follows [N, channels
 Sizes = tuple[int, ...]
 
 
@@ -42,7 +42,7 @@ class _Convolution(EmulatedModule):
     def batched(self, input: Tensor) -> Tensor:
         """Return the input with a batch dimension; raise ArgumentError where its shape does not fit."""
         dims = len(self.kernel_size)
-        x = input if input.dim() == dims + 2 else input.unsqueeze(0)
+        x = input if input.dim() == dims + 2 else input.unsqueeze(0)  # torch takes one image without N, too
         if x.dim() != dims + 2 or x.shape[1] != self.in_channels:
             raise ArgumentError(
                 f"{self._kind} input of shape {tuple(input.shape)} does not fit; "
@@ -89,18 +89,20 @@ class EmulatedConv(_Convolution):
 
     def input_shapes(self, rows: int) -> tuple[Sizes, ...]:
         """Return the shape of padded inputs of one position each."""
-        extents = (d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
+        extents = (d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))  # of a window
         return ((rows, self.in_channels, *extents),)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``[N, out_channels, *positions]`` from ``[N, in_channels, *sizes]``, or both without N."""
+        # 1. the padded input, and how many windows fit along each dimension
         x = self._padded(self.batched(input))
         ways = zip(x.shape[2:], self.kernel_size, self.dilation, self.stride, strict=True)
         positions = [(size - d * (k - 1) - 1) // s + 1 for size, k, d, s in ways]
         self.check_sizes(input, positions)
+        # 2. one product a group of windows with weights
         y = self.grouped(
             self.windows(x).transpose(1, 2),
-            (w.flatten(1) for w in self.weight.chunk(self.groups)),
+            (w.flatten(1) for w in self.weight.chunk(self.groups)),  # [outputs / groups, channels / groups x kernel]
             (None,) * self.groups if self.bias is None else self.bias.chunk(self.groups),
         ).unflatten(2, positions)
         return y if input.dim() == y.dim() else y.squeeze(0)
@@ -112,7 +114,7 @@ class EmulatedConv(_Convolution):
     def _padded(self, x: Tensor) -> Tensor:
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         padding = self._reversed_padding_repeated_twice  # the last dimension first; "same" and "valid" resolved
-        return F.pad(x, padding, mode=mode) if any(padding) else x
+        return F.pad(x, padding, mode=mode) if any(padding) else x  # pad would copy
 
 
 class EmulatedConv2d(EmulatedConv, nn.Conv2d):
@@ -151,6 +153,7 @@ class EmulatedConvTranspose(_Convolution):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Return ``[N, out_channels, *sizes]`` from ``[N, in_channels, *positions]``, or both without N."""
+        # 1. sizes: torch's own function has what output_size= adds behind the last window
         x, dims = self.batched(input), len(self.kernel_size)
         more = self._output_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
@@ -162,16 +165,18 @@ class EmulatedConvTranspose(_Convolution):
                 f"dilation={self.dilation}; choose a smaller one"
             )
         sizes = tuple((size - 1) * s + d * (k - 1) + 1 for size, k, s, d, _ in ways)
-        rows = x.flatten(2).transpose(1, 2)
+        # 2. one product a group: each position becomes a window of outputs
+        rows = x.flatten(2).transpose(1, 2)  # [N, positions, channels]
         y = self.grouped(rows, (w.flatten(1).t() for w in self.weight.chunk(self.groups)), (None,) * self.groups)
-        dtype = y.dtype
+        # 3. overlapping windows are added, what padding= cuts off goes, and the bias follows
+        dtype = y.dtype  # of the products; their sums are wider
         y = _Fold.apply(y, x.shape[2:], sizes, self.kernel_size, self.stride, self.dilation)  # type: ignore[no-untyped-call]
-        y = F.pad(y, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else y
+        y = F.pad(y, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else y  # at the ends
         y = self._padded(y)
         self.check_sizes(input, y.shape[2:])
         if self.bias is not None:
             y = y + self.bias.to(y.dtype).view(-1, *(1,) * dims)
-        y = y.to(dtype)
+        y = y.to(dtype)  # the one rounding
         return y if input.dim() == y.dim() else y.squeeze(0)
 
     def _padded(self, y: Tensor) -> Tensor:
@@ -216,7 +221,7 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the sizes."""
-        columns, _, _, *ctx.how = inputs
+        columns, _, _, *ctx.how = inputs  # kernel, stride, dilation
         ctx.dtype = columns.dtype
 
     @staticmethod
@@ -228,8 +233,8 @@ class _Fold(torch.autograd.Function):
 def _unfolded(x: Tensor, kernel: Sizes, stride: Sizes, dilation: Sizes) -> Tensor:
     dims = len(kernel)
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
-    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
+        x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]  # a window spans d * (k - 1) + 1, and every d-th is a tap
+    x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))  # [N, C, *kernel, *positions]
     return x.contiguous().flatten(2 + dims).flatten(1, 1 + dims)
 
 
@@ -237,8 +242,8 @@ def _folded(
     columns: Tensor, positions: Sequence[int], sizes: Sequence[int], kernel: Sizes, stride: Sizes, dilation: Sizes
 ) -> Tensor:
     y = _no_sums(columns, positions, sizes, kernel, stride, dilation).zero_()
-    columns = columns.unflatten(-1, positions).unflatten(1, (-1, *kernel))
-    for tap in itertools.product(*map(range, kernel)):
+    columns = columns.unflatten(-1, positions).unflatten(1, (-1, *kernel))  # [N, C, *kernel, *positions]
+    for tap in itertools.product(*map(range, kernel)):  # in ascending order: every device has the same bits
         ways = zip(tap, dilation, stride, positions, strict=True)
         where = tuple(slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, s, n in ways)
         y[(..., *where)].add_(columns[(slice(None), slice(None), *tap)])  # type: ignore[index]

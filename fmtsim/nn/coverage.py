@@ -23,7 +23,7 @@ from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_matri
 from fmtsim.recipes.layer_plan import HIGH
 from fmtsim.spec.quantizer import Quantizer
 
-PLAIN = "it runs in high precision here"
+PLAIN = "it runs in high precision here"  # of a layer whose config has no quantiser and no target
 COMPUTED = "its model computes it before the product; emulated are products with a Parameter, its views and casts"
 _MEANT = (FILTERED, NO_CONFIG, HIGH, PLAIN)
 _ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that are added, not multiplied
@@ -104,9 +104,9 @@ class Coverage:
             why: sum(row.multiply_adds for rows in weights_by_name.values() for row in rows)
             for why, weights_by_name in groups.items()
         }
-        order = sorted(groups, key=lambda why: -sizes[why])
+        order = sorted(groups, key=lambda why: -sizes[why])  # the largest first
         words = [f"{_named(groups[why], most)} {percent(sizes[why], self.total)} ({why})" for why in order[:most]]
-        rest = sum(sizes[why] for why in order[most:])
+        rest = sum(sizes[why] for why in order[most:])  # of reasons that are not named
         return ", ".join([*words, *([f"others {percent(rest, self.total)}"] if rest else [])])
 
     def __str__(self) -> str:
@@ -153,14 +153,14 @@ def together(names: Sequence[str]) -> str:
     >>> together(["layers.0.up", "layers.1.up", "layers.2.up", "layers.5.up"]), together(["0.a.1", "1.a.2"])
     ('layers.0-2,5.up', '*.a.*')
     """
-    parts = list(zip(*(name.split(".") for name in names), strict=True))
+    parts = list(zip(*(name.split(".") for name in names), strict=True))  # by depth: ("layers", "layers"), ("0", "1")
     places = [i for i, part in enumerate(parts) if len(set(part)) > 1]
     if not places:
         return names[0]
     if len(places) > 1:
-        return numbered(names[0])
+        return numbered(names[0])  # they differ at several depths
     numbers = sorted({int(part) for part in parts[places[0]]})
-    ends = [i for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
+    ends = [i for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]  # of runs
     runs = [(numbers[a], numbers[b]) for a, b in zip([0, *(i + 1 for i in ends)], ends, strict=False)]
     which = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return ".".join(which if i == places[0] else part[0] for i, part in enumerate(parts))
@@ -174,7 +174,7 @@ def percent(part: int, whole: int) -> str:
     """
     if part in (0, whole):
         return "0 %" if not part else "100 %"
-    tenths = part * 1000 // whole
+    tenths = part * 1000 // whole  # rounded down: 99.96 % is not 100 %
     return f"{tenths / 10} %" if tenths else "below 0.1 %"
 
 
@@ -193,8 +193,8 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
         if isinstance(module, ParametrizationList):  # what it holds makes a weight of the layer around it
             how = modules[name.rpartition("parametrizations.")[0].rstrip(".")]
         for parameter, p in _matrices(module, written):
-            runs: nn.Module = raw_products(module).get(parameter) or how
-            plain = {"fprop": 1, "dgrad": 1, "wgrad": 1}
+            runs: nn.Module = raw_products(module).get(parameter) or how  # what multiplies by the Parameter
+            plain = {"fprop": 1, "dgrad": 1, "wgrad": 1}  # 1 for each product in high precision
             if (
                 isinstance(runs, EmulatedModule)
                 and runs.emulation is not None
@@ -202,7 +202,7 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
             ):
                 plain = plain_products(runs.emulation.config)
                 simulated += p.numel() * (1 - plain["fprop"])
-                backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])
+                backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])  # two products of the forward one's size
             if plain["fprop"]:
                 raw.append((name, parameter, p.numel(), reason_of(owner, runs, reasons)))
     return coverage_of(simulated, backward, raw, estimated=True, uncounted=("attention",) * bool(attentions(model)))
@@ -228,7 +228,7 @@ def _matrices(module: nn.Module, written: set[tuple[nn.Module, str]]) -> Iterato
     for name, p in module.named_parameters(recurse=False):
         if isinstance(p, UninitializedParameter):
             continue
-        wide = p.dim() >= 2 and (can_be_emulated or sum(size > 1 for size in p.shape) >= 2)
+        wide = p.dim() >= 2 and (can_be_emulated or sum(size > 1 for size in p.shape) >= 2)  # not [1, 1, C], a bias
         if ((module, name) in written or (wide and not looked_up)) and not _ADDED.search(name):
             yield name, p
 

@@ -21,9 +21,9 @@ from fmtsim.gemm.layers.multiply import unit_dtype
 from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
 from fmtsim.gemm.products.operands import own_dtype
 from fmtsim.gemm.products.resolver import recorded_calls
+from fmtsim.nn.conversion import PRODUCTS as RAW
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, OperatorMode
-from fmtsim.nn.raw_matmuls import PRODUCTS as RAW
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
@@ -31,7 +31,7 @@ from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 
 _NO_UNIT = "none: float32 in no particular order; convert with target= for a machine"
 _GEMM = "fmtsim::gemm"
-_FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")
+_FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")  # operators behind a product of the target
 MOST_ROWS = 1 << 26  # torch counts the bytes of attention scores, which are not made here, in 64 bits
 Inputs = int | Tensor | Sequence[Tensor]
 
@@ -110,7 +110,7 @@ class _Part:
     def sizes(self, product: str) -> tuple[int, int, int]:
         """Return M, N and K of a product."""
         t, n, k = self.rows, self.outputs, self.inputs
-        return {"fprop": (t, n, k), "dgrad": (t, k, n), "wgrad": (n, k, t)}[product]
+        return {"fprop": (t, n, k), "dgrad": (t, k, n), "wgrad": (n, k, t)}[product]  # y = x w^T, dx = g w, dw = g^T x
 
 
 def explain_layer(module: Any, x: Inputs) -> LayerExplanation:
@@ -150,7 +150,7 @@ def layer_products(module: Any, x: Inputs) -> Iterator[tuple[str, str, MmExplana
             f"{type(module).__name__} is not a converted layer; convert the model, and pass one of its layers "
             "(fmtsim.report(model) lists them)"
         )
-    run = _Run(module, x)
+    run = _Run(module, x)  # refuses what is no input
     try:
         parts = run.parts()
     except FmtsimError as error:  # sizes that do not fit
@@ -198,12 +198,12 @@ class _Run:
         self._module, self._counted = module, type(x) is int
         parameter = next(module.parameters())
         self._device = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)  # shapes, strides and dtypes without numbers
         self._like = _inputs(module, x, parameter.dtype)
 
     def parts(self) -> dict[str, _Part]:
         """Return the parts of the layer that an input reaches, in their order."""
-        stand_in = self._stand_in(lambda part, config: config.on())
+        stand_in = self._stand_in(lambda part, config: config.on())  # without a target, which may refuse sizes
         multiply, by_part = stand_in.gemm, dict[str, _Part]()
 
         def noted(x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
@@ -212,8 +212,8 @@ class _Run:
             entry.times += 1
             return y
 
-        stand_in.__dict__["gemm"] = noted
-        self._pass(stand_in, backward=False)
+        stand_in.__dict__["gemm"] = noted  # hides the method of the class
+        self._pass(stand_in, backward=False)  # reaches each product with a weight
         return by_part
 
     def explain(self, part: str, sizes: _Part, product: str) -> MmExplanation:
@@ -221,7 +221,7 @@ class _Run:
         how = self._module.emulation
         assert how is not None
         gemm = getattr(how.config, product)
-        a, b = (name[0] for name in OPERANDS if product_of(name) == product)
+        a, b = (name[0] for name in OPERANDS if product_of(name) == product)  # x, w or g
         rows = [("operands", f"{a} {gemm.a}; {b} {gemm.b}")]
         rows += [("groups", f"{sizes.times}, a product each")] if sizes.times > 1 else []
         if not gemm.emulated:
@@ -230,22 +230,23 @@ class _Run:
             return MmExplanation(call=None, machine="", unit=None, plan=None, basis="none", rows=tuple(rows))
 
         def alone(other: str, config: LinearConfig) -> LinearConfig:
-            bare = config.on()
+            bare = config.on()  # other products run without the machine
             return replace(bare, **{product: replace(gemm, native=False)}) if other == part else bare
 
-        stand_in = self._stand_in(alone)
+        stand_in = self._stand_in(alone)  # so that each call which is recorded is of this product
         with recorded_calls() as calls, _Steps(how.config.bias_after_rounding) as steps:
             self._pass(stand_in, backward=product != "fprop")
         if not calls:
             raise ArgumentError(
                 f"nothing is multiplied for M, N, K = {sizes.sizes(product)}; pass inputs with rows, or their number"
             )
+        # products of what a clamp cut off an operand come before the product itself
         *before, (call, spec) = ((self._sized(call, sizes, product), spec) for call, spec in calls.items())
         explanation = explained(call, spec)
         if (call.m, call.n, call.k) != sizes.sizes(product):
             rows.append(("padded", f"with zeros, from {factors(*sizes.sizes(product), a, b)}"))
         rows += [("first", _rest(a, b, rest)) for rest in before]
-        last = steps.words(a, b, call, gemm.out.format and gemm.out, sizes.dtype)
+        last = steps.words(a, b, call, gemm.out.format and gemm.out, sizes.dtype)  # what follows the sum
         rows += [("then", last)] if last else []
         if call.target is not None and (gemm.native is not None or self._device.type == "cuda"):
             dtypes = own_dtype(spec.a) or torch.float32, own_dtype(spec.b) or torch.float32
@@ -269,7 +270,7 @@ class _Run:
         return stand_in
 
     def _copied(self, module: Any) -> Any:
-        copied = object.__new__(type(module))
+        copied = object.__new__(type(module))  # no __init__, which would make Parameters
         copied.__dict__.update(module.__dict__)
         copied._parameters = {
             n: None if t is None else nn.Parameter(self._fake(t)) for n, t in module._parameters.items()
@@ -284,7 +285,7 @@ class _Run:
 
     def _pass(self, stand_in: EmulatedModule, *, backward: bool) -> None:
         """Call the layer, and go back from gradients laid out as its output."""
-        whole = {id(t): self._fake(t).requires_grad_() for t in self._like}
+        whole = {id(t): self._fake(t).requires_grad_() for t in self._like}  # one fake tensor for inputs that are one
         inputs = [whole[id(t)] for t in self._like]
         with (
             torch.inference_mode(False),
@@ -292,9 +293,9 @@ class _Run:
             torch.autograd.set_multithreading_enabled(False),
             self._mode,
         ):
-            y = type(stand_in).forward(stand_in, *inputs)
+            y = type(stand_in).forward(stand_in, *inputs)  # no hooks, and no forward of the instance
             if backward:
-                y = y if isinstance(y, Tensor) else y[0]
+                y = y if isinstance(y, Tensor) else y[0]  # attention returns its weights, too, an LSTM its states
                 y.backward(torch.empty_like(y))
 
 
@@ -302,7 +303,7 @@ def _inputs(module: EmulatedModule, x: Inputs, dtype: torch.dtype) -> list[Tenso
     """Return tensors like the inputs of a layer; those that are one tensor stay one."""
     shapes = module.input_shapes(x if type(x) is int and 0 < x <= MOST_ROWS else 1)
     if type(x) is int and 0 < x <= MOST_ROWS:
-        like = {shape: torch.empty(shape, dtype=dtype, device="meta") for shape in shapes}
+        like = {shape: torch.empty(shape, dtype=dtype, device="meta") for shape in shapes}  # equal shapes are one input
         return [like[shape] for shape in shapes]
     inputs = [x] * len(shapes) if isinstance(x, Tensor) else list(x) if isinstance(x, list | tuple) else []
     if len(inputs) != len(shapes) or not all(isinstance(t, Tensor) for t in inputs):
@@ -329,7 +330,7 @@ class _Steps(OperatorMode):
         """Note scales, biases and rotations of the machine's last product."""
         name = func._schema.name
         if name in (_GEMM, "fmtsim::multiply_groups") or func.overloadpacket in COUNTS:
-            self._last = name
+            self._last = name  # whichever comes next finishes this one
         elif name in _FOLLOWS and self._last == _GEMM:
             adds_bias = self._bias_follows and name == "fmtsim::finish" and args[4] is not None
             self._done["bias" if adds_bias else name] = args

@@ -316,7 +316,7 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
     options: dict[str, Any] = {"target": unit, "out_dtype": torch.float32}
     if formats is not None:
         options["formats"] = formats
-        first, second = map(holder, formats)
+        first, second = map(holder, formats)  # dtypes in which units take such elements
         (a_elements, a_scale), (b_elements, b_scale) = a.row_scale(), b.row_scale()
     else:
         high = any(last_cast(x.quantizer).format is None for x in (a, b))
@@ -326,7 +326,7 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
         first = second = wide
         (a_elements, a_scale), (b_elements, b_scale) = a.row_scale(wide), b.row_scale(wide)
     y = bmm(a_elements.to(first), b_elements.to(second).mT, **options)
-    y = y if b_scale is None else y * b_scale.mT
+    y = y if b_scale is None else y * b_scale.mT  # scales of columns, then of rows: one rounding each
     return y if a_scale is None else y * a_scale
 
 
@@ -337,7 +337,7 @@ def check_call(config: AttentionConfig, inputs: Inputs, dtype: torch.dtype) -> N
         ArgumentError: A scale changes inside the sums of a product of elements, or a unit lacks the dtype.
     """
     queries, keys, features = inputs.q.shape[-2], inputs.k.shape[-2], inputs.v.shape[-1]
-    lengths = {"s": inputs.q.shape[-1], "dv": queries, "dp": features, "dq": keys, "dk": queries}
+    lengths = {"s": inputs.q.shape[-1], "dv": queries, "dp": features, "dq": keys, "dk": queries}  # of the sums
     for name, (unit, operands, quantizers, inner) in config.products.items():
         if unit is None:
             continue
@@ -406,7 +406,7 @@ def flash_gradients(
         return product(first, second, gemm.target, dtype)
 
     dv = run("dv", _Source(forward.weights.mT, Heads(forward.rounded.mT)), g.mT)
-    dv = dv if forward.v.slope is None else dv * forward.v.slope.mT
+    dv = dv if forward.v.slope is None else dv * forward.v.slope.mT  # gradient of v's rounding
     dp = run("dp", g, _Source(v, forward.v.transposed()))
     ds = forward.weights * (dp - (g * forward.out).sum(-1, keepdim=True))
     dq = run("dq", ds, _Source(k.mT, forward.k.transposed())) * factor

@@ -1,146 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's forward: change it, run it to look at it, and read the names in its code.
+"""A module's forward: run it on other tensors, run it to look at it, and read the names in its code.
 
-``wrap`` gives one module another forward as an attribute of the instance, ``Substituted`` hands functions other tensors
-in place of its Parameters; its class and what it holds stay. Only ``names_in_forward`` reads bytecode.
+``fmtsim.nn.conversion`` changes it. ``Substituted`` hands functions other tensors in place of a module's Parameters.
+Only ``names_in_forward`` reads bytecode.
 """
 
 import dis
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any, Final
+from functools import lru_cache
+from types import CellType, CodeType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.operations import GROUPED_NAMES, ModelMode
 
-# Attributes of an instance that may hold the forward of its class; Accelerate's hooks keep it in the second.
-SLOTS: Final = ("forward", "_old_forward")
-ATTENTION: Final = "_fmtsim_attention"  # on each module whose attention is quantised: its Attended
 
-
-class _Wrapped(partial):  # type: ignore[type-arg]
-    """A forward with the signature of the one that it calls, which trainers ask for the names of inputs."""
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(_inner(*self.args[:2]))
-
-
-def is_own(module: nn.Module, forward: Any) -> bool:
-    """Return True if a function is the bound forward of a module's class."""
-    return isinstance(forward, MethodType) and (forward.__self__, forward.__func__) == (module, type(module).forward)
-
-
-def change_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give a module another class, whose forward runs also where the instance or Accelerate's hook has the old one."""
-    for slot in SLOTS:
-        if is_own(module, module.__dict__.get(slot)):
-            module.__dict__[slot] = MethodType(cls.forward, module)
-    module.__class__ = cls  # type: ignore[assignment]
-
-
-def hidden_by(module: nn.Module) -> str | None:
-    """Return the name of the function in an instance that hides its class's forward, None where that runs."""
-    forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # which Accelerate's hook calls
-    while isinstance(forward, _Wrapped):
-        forward = forward.args[1]
-    if forward is None or is_own(module, forward):
-        return None
-    function = forward.func if isinstance(forward, partial) else forward
-    return str(getattr(function, "__qualname__", type(function).__name__))
-
-
-def wrap(module: nn.Module, mark: str, run: Callable[..., Any]) -> None:
-    """Call ``run(module, forward, ...)`` where the module's forward is called, until ``unwrap`` of the same mark.
-
-    Args:
-        module: Any module.
-        mark: Name of the attribute that remembers the new forward.
-        run: A function of the module, of the forward that it had, and of the arguments.
-    """
-    runs = [run]  # emptied by unwrap
-    slot = SLOTS["_old_forward" in module.__dict__]  # inside Accelerate's hook, which loads weights
-    before = module.__dict__.get(slot)
-    before = None if is_own(module, before) else before  # found by the class when it runs, which may change
-    module.__dict__[mark] = module.__dict__[slot] = _Wrapped(_run, module, before, runs)
-
-
-def unwrap(module: nn.Module, mark: str) -> None:
-    """Undo ``wrap``; where another forward was put around it since, it stays there and calls the inner forward."""
-    wrapped = module.__dict__.pop(mark)
-    _, inner, runs = wrapped.args
-    runs.clear()
-    for slot in SLOTS:
-        if module.__dict__.get(slot) is wrapped:
-            module.__dict__[slot] = inner or MethodType(type(module).forward, module)
-    if is_own(module, module.__dict__.get("forward")):
-        del module.__dict__["forward"]
-
-
-def unwrap_marked(model: nn.Module, mark: str, forward_mark: str, recipe: bool | None) -> int:
-    """Undo ``wrap`` in the modules whose attribute ``mark`` holds a rule; return how many that was.
-
-    Args:
-        model: The model.
-        mark: Name of the attribute of the rule, which says whether a recipe put it there.
-        forward_mark: As in ``wrap``.
-        recipe: Undo rules of recipes (True), others (False), or all (None).
-    """
-    marked = [m for m in model.modules() if mark in m.__dict__ and recipe in (None, m.__dict__[mark].recipe)]
-    for module in marked:
-        del module.__dict__[mark]
-        unwrap(module, forward_mark)
-    return len(marked)
-
-
-def wrap_parts(
-    model: nn.Module, parts: Iterable[nn.Module], how: Any, marks: tuple[str, str], run_part: Callable[..., Any],
-    run: Callable[..., Any],
-) -> None:  # fmt: skip
-    """Wrap a model and some of its parts until ``unwrap_parts``, and store ``how`` on each.
-
-    Args:
-        model: The model, whose forward becomes ``run``.
-        parts: Modules inside it, whose forwards become ``run_part``.
-        how: The value of the first mark's attribute.
-        marks: Names of the attribute for that, and of the one that ``wrap`` takes.
-        run_part, run: As in ``wrap``.
-    """
-    for module, call in (*((part, run_part) for part in parts), (model, run)):
-        module.__dict__[marks[0]] = how
-        wrap(module, marks[1], call)
-
-
-def unwrap_parts(model: nn.Module, marks: tuple[str, str]) -> bool:
-    """Undo ``wrap_parts``; return True if there was something to undo."""
-    parts = [module for module in model.modules() if module.__dict__.pop(marks[0], None) is not None]
-    for module in parts:
-        unwrap(module, marks[1])
-    return bool(parts)
-
-
-def forward_of(module: nn.Module, mark: str) -> Callable[..., Any]:
-    """Return the forward that a wrapped module had."""
-    return _inner(*module.__dict__[mark].args[:2])
-
-
-def _inner(module: nn.Module, instance_forward: Callable[..., Any] | None) -> Callable[..., Any]:
-    return partial(type(module).forward, module) if instance_forward is None else instance_forward
-
-
-def _run(module: nn.Module, instance_forward: Any, runs: list[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-    forward = _inner(module, instance_forward)
-    if not runs:  # reverted
-        return forward(*args, **kwargs)
-    return runs[0](module, forward, *args, **kwargs)
-
-
+# A mode, because the module's attributes have to stay its Parameters: sharding and tied weights go by those.
 class Substituted(ModelMode):
     """Hand functions other tensors in place of a module's own Parameters.
 
@@ -164,14 +44,14 @@ class Substituted(ModelMode):
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run something without gradients, by operators that can be counted; then put buffers and random states back."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    buffers = [(b, b.clone()) for b in model.buffers()]  # delayed scales among them
     generators = [getattr(m.__dict__.get("emulation"), "generator", None) for m in model.modules()]
-    generators += [m.__dict__[ATTENTION].call.generator for m in model.modules() if ATTENTION in m.__dict__]
+    generators += [attended.call.generator for attended in all_settings(model, "attention")]
     states = [(g, g.get_state()) for g in {id(g): g for g in generators if isinstance(g, torch.Generator)}.values()]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices), torch.no_grad():
-        torch.backends.mha.set_fastpath_enabled(False)
+        torch.backends.mha.set_fastpath_enabled(False)  # one fused kernel, which hides its products
         try:
             yield
         finally:
@@ -179,7 +59,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for generator, state in states:
                 generator.set_state(state)
             for buffer, value in buffers:
-                buffer.resize_(value.shape).copy_(value)
+                buffer.resize_(value.shape).copy_(value)  # a scale has no shape before its first call
 
 
 @contextmanager
@@ -241,9 +121,9 @@ def _reached(cls: type[nn.Module], todo: list[Any]) -> frozenset[str]:
             names.update(GROUPED_NAMES & _reached(cls, held) if are_functions else GROUPED_NAMES)
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
-        seen.add(function.__code__)
+        seen.add(function.__code__)  # functions may call each other
         todo += [cell.cell_contents for cell in function.__closure__ or () if not _empty(cell)]
-        todo.append(getattr(function, "__wrapped__", None))
+        todo.append(getattr(function, "__wrapped__", None))  # what a decorator wraps
         for code in _codes(function.__code__):
             names.update(code.co_names)
             names.update("matmul" for step in dis.get_instructions(code) if step.argrepr in ("@", "@="))

@@ -20,15 +20,12 @@ from fmtsim.gemm.layers.layer import run_sized
 from fmtsim.gemm.layers.quantize_operand import wide_dtype
 from fmtsim.gemm.layers.watch import Observer, Watcher
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.forward import hidden_by, wrap
+from fmtsim.nn.conversion import STATE, hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
 from fmtsim.scaling.repeats import Calls
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError
-
-STATE = "fmtsim_state"  # the submodule in which delayed scaling remembers
-HIDING = "_fmtsim_hiding"  # on a layer whose forward was set after convert: the check around it
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -81,7 +78,7 @@ class Emulation:
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
         matching = [layers for layer_config, layers in self.layers if layer_config is config or layer_config == config]
-        self.config, self.products = config, matching[0]
+        self.config, self.products = config, matching[0]  # made by remember, with the same memory
 
     def changed(self, change: Callable[[str, LinearConfig], LinearConfig]) -> "Emulation":
         """Return what runs the products in force under other configs, with the same memory and generator.
@@ -173,8 +170,8 @@ class EmulatedModule(nn.Module):
 
     def emulate(self, name: str, plan: LayerPlan, generator: Generator, total_steps: int | None) -> None:
         """Take the quantisers of a plan; ``total_steps`` is the length of the run, where a schedule needs it."""
-        first = plan.at(0, total_steps) or LinearConfig()
-        scheduled = plan if plan.scheduled else None
+        first = plan.at(0, total_steps) or LinearConfig()  # high precision where no rule and no default says else
+        scheduled = plan if plan.scheduled else None  # a plan that never changes is its config
         self.emulation = Emulation(name=name, config=first, usual=plan.default, generator=generator, plan=scheduled)
         self.remember()
 
@@ -182,16 +179,16 @@ class EmulatedModule(nn.Module):
         """Make what remembers the scales of this module, delayed or stored, where one of its configs has such."""
         how = self.emulation
         assert how is not None
-        configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs, LinearConfig())
+        configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs, LinearConfig())  # of all steps
         memory = _Memory()
         for part in self.parts:
             for config in configs:
                 for name, quantizer in config.operands.items():
-                    if quantizer.source == "stored":
+                    if quantizer.source == "stored":  # ptq fills it, and calls only read it
                         memory[_state_key(part, name)] = StoredScale()
                     elif quantizer.scaling is not None and quantizer.scaling.history is not None:
                         memory[_state_key(part, name)] = DelayedScale(quantizer)
-        if len(memory):
+        if len(memory):  # a layer without has no submodule, and the state_dict of its original class
             device = next(self.parameters()).device
             hook = self.__dict__.get("_hf_hook")  # Accelerate's loads offloaded weights where it computes
             if device.type == "meta" and getattr(hook, "execution_device", None) is not None:
@@ -216,7 +213,7 @@ class EmulatedModule(nn.Module):
         memory = self._modules.get(STATE)
         if memory is None:
             return {}
-        keys = {name: _state_key(part, name) for name in OPERANDS}
+        keys = {name: _state_key(part, name) for name in OPERANDS}  # one scale an operand of each part
         scales = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
         return {name: _call(scale, name, learns, compiled) for name, scale in scales.items()}  # type: ignore[arg-type]
 
@@ -225,7 +222,7 @@ class EmulatedModule(nn.Module):
         super().__setattr__(name, value)
         if name == "forward" and self.emulation is not None and hidden_by(self) is not None:
             self.emulation.not_run = ""
-            wrap(self, HIDING, _check_run)
+            wrap(self, "check", _check_run)
 
     @property
     def not_run(self) -> str:
@@ -251,12 +248,12 @@ class EmulatedModule(nn.Module):
         return _rebuild, (self.original_class,), self.__getstate__()  # type: ignore[attr-defined]  # object's, Python 3.11
 
 
-def _check_run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _check_run(_: None, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a forward that was set after convert, and tell once if no product of the layer ran in it."""
     how = module.__dict__.get("emulation")
     if how is None or how.not_run or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    before, y = how.runs, forward(*args, **kwargs)
+    before, y = how.runs, forward(*args, **kwargs)  # calls of the layer's products so far
     if how.runs == before:
         how.not_run = f"a forward that was set on the instance after convert, {hidden_by(module)}, ran in its place"
         text = f"layer {how.name!r} ran, and was not emulated: {how.not_run}; call the converted layer's forward in it"
@@ -343,7 +340,7 @@ class EmulatedBilinear(EmulatedModule, nn.Bilinear):
                 f"Bilinear inputs of shapes {shapes[0]} and {shapes[1]} do not fit; "
                 f"pass [..., {sizes[0]}] and [..., {sizes[1]}] with the same leading dimensions"
             )
-        columns = self.gemm(input2, self.weight.flatten(0, 1), None)
+        columns = self.gemm(input2, self.weight.flatten(0, 1), None)  # [..., outputs x in1]
         wide = wide_dtype(columns.dtype)
         y = (columns.unflatten(-1, self.weight.shape[:2]).to(wide) * input1.unsqueeze(-2).to(wide)).sum(-1)
         return (y if self.bias is None else y + self.bias.to(wide)).to(columns.dtype)
@@ -374,7 +371,7 @@ def _emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
     for base, emulated in _EMULATED.items():
         if original is base:
             return emulated
-        if issubclass(original, base) and _same_forward(original, base):
+        if issubclass(original, base) and _same_forward(original, base):  # a user's subclass
             return type(f"Emulated{original.__name__}", (emulated, original), {"original_class": original})
     for base in original.__mro__:
         foreign = _FOREIGN.get((base.__module__, base.__qualname__))
@@ -384,7 +381,7 @@ def _emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
 
 
 def _same_forward(original: type[nn.Module], base: type[nn.Module]) -> bool:
-    names = ("forward", "_conv_forward")
+    names = ("forward", "_conv_forward")  # convolutions multiply in the second
     return all(getattr(original, name, None) is getattr(base, name, None) for name in names)
 
 
@@ -431,17 +428,17 @@ class EmulatedRecurrent(EmulatedModule, nn.RNNBase):
                 f"layer {self.emulation.name if self.emulation else ''!r}: an emulated {self.original_class.__name__} "
                 "takes no packed sequences; pass padded ones (torch.nn.utils.rnn.pad_packed_sequence)"
             )
-        dim, alone = (0 if self.batch_first else 1), input.dim() == 2
+        dim, alone = (0 if self.batch_first else 1), input.dim() == 2  # a single sequence without a batch
         x = input.unsqueeze(dim) if alone else input
         several = self.mode == "LSTM"
-        states = hx if several or hx is None else (hx,)
+        states = hx if several or hx is None else (hx,)  # an LSTM has a cell beside its state
         if states is None:
             widths = (self.proj_size or self.hidden_size, self.hidden_size)[: 1 + several]
             states = tuple(x.new_zeros(len(_suffixes(self)), x.shape[dim], width) for width in widths)
         elif alone:
             states = tuple(state.unsqueeze(1) for state in states)
         self.check_forward_args(x, states if several else states[0], None)  # type: ignore[arg-type]  # LSTM's own
-        steps = x.transpose(0, 1) if self.batch_first else x
+        steps = x.transpose(0, 1) if self.batch_first else x  # [steps, batch, features]
         last: list[States] = []
         for layer, suffixes in enumerate(zip(*[iter(_suffixes(self))] * (1 + self.bidirectional), strict=True)):
             outputs = []
@@ -464,7 +461,7 @@ class EmulatedRecurrent(EmulatedModule, nn.RNNBase):
         w_ih, w_hh, w_hr, b_ih, b_hh = (getattr(self, f"{name}{suffix}", None) for name in names)
         # 1. the inputs of all steps in one product
         inputs = self.gemm(steps, w_ih, b_ih, f"ih{suffix}").unbind(0)  # type: ignore[arg-type]
-        back = suffix.endswith("_reverse")
+        back = suffix.endswith("_reverse")  # the second direction begins at the last step
         outputs = []
         for gates in reversed(inputs) if back else inputs:
             # 2. the state's product, then the gates
@@ -484,7 +481,7 @@ def _suffixes(module: nn.RNNBase) -> list[str]:
 
 def _lstm(inputs: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> States:
     """Return state and cell from gates in the order input, forget, cell, output."""
-    i, f, g, o = (hidden + inputs).chunk(4, 1)
+    i, f, g, o = (hidden + inputs).chunk(4, 1)  # one sum, as torch has it
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 
@@ -493,7 +490,7 @@ def _gru(inputs: Tensor, hidden: Tensor, h: Tensor) -> States:
     """Return the state from gates in the order reset, update, new; the reset gate meets the product with the state."""
     width = 2 * h.shape[1]
     # views of one sum, as torch has them: its vector code treats the ends of rows as those of its own rows
-    r, z = (gate.sigmoid() for gate in (hidden[:, :width] + inputs[:, :width]).chunk(2, 1))
+    r, z = (gate.sigmoid() for gate in (hidden[:, :width] + inputs[:, :width]).chunk(2, 1))  # reset, update
     n = (inputs[:, width:] + hidden[:, width:] * r).tanh()
     return ((h - n) * z + n,)
 

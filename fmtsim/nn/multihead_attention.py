@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.products.resolver import check_target
-from fmtsim.nn.forward import ATTENTION, forward_names, unwrap_marked, wrap
+from fmtsim.nn.conversion import settings, unwrap_all, wrap
+from fmtsim.nn.forward import forward_names
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
 from fmtsim.nn.sdpa import AttentionCall, attend, call_of
@@ -27,9 +28,8 @@ from fmtsim.support.errors import ArgumentError, FmtsimError
 Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
-_FORWARD: Final = "_fmtsim_attention_forward"
 _FUNCTION: Final = "scaled_dot_product_attention"
-_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+_NAME = re.compile(r"attention|attn", re.IGNORECASE)  # of classes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,13 +39,11 @@ class Attended:
     Args:
         name: The module's name in the converted model.
         call: Quantisers and random numbers.
-        recipe: Whether a recipe put it there, which ``revert`` takes away with the recipe.
         strict: Whether the module has to call the function.
     """
 
     name: str
     call: AttentionCall
-    recipe: bool
     strict: bool
 
 
@@ -63,7 +61,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
     @staticmethod
     def matrices(module: nn.MultiheadAttention) -> Iterator[tuple[int, int]]:
         """Yield the size of one projection from each width of input."""
-        for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):
+        for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):  # query, key and value may differ
             yield module.embed_dim, inputs
 
     def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
@@ -91,7 +89,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
             padding = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
             y, weights = self.forward(q, k, v, padding, need_weights, attn_mask, average_attn_weights, is_causal)
             return y.squeeze(dim), None if weights is None else weights.squeeze(0)
-        parts = ["q_proj", "k_proj", "v_proj"]
+        parts = ["q_proj", "k_proj", "v_proj"]  # in the order in which torch multiplies
         if self._qkv_same_embed_dim and key is value:  # a packed weight, of which one product may take several parts
             parts = ["in_proj"] if query is key else ["q_proj", "kv_proj"]
         with _Projections(self, [*parts, "out_proj"]):
@@ -103,6 +101,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
 register_emulated(EmulatedMultiheadAttention)
 
 
+# A mode, because torch's multi_head_attention_forward multiplies with the weights itself.
 class _Projections(ModelMode):
     """Give the linear products of torch's multi_head_attention_forward to a module's parts, in order.
 
@@ -117,10 +116,10 @@ class _Projections(ModelMode):
 
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace a projection."""
-        if func is not F.linear:
+        if func is not F.linear:  # scores and weighted sums stay in high precision
             return func(*args, **kwargs)
         x, w, bias = (*args, None)[:3]
-        return self._module.gemm(x, w, bias, self._parts.pop(0))
+        return self._module.gemm(x, w, bias, self._parts.pop(0))  # each part has scales of its own
 
 
 def _check(
@@ -145,6 +144,7 @@ def _check(
         raise ArgumentError("MultiheadAttention: is_causal=True is a hint about attn_mask; pass attn_mask too")
 
 
+# A mode, because models call the function inside their own forwards.
 class QuantisedAttention(ModelMode):
     """Run every ``torch.nn.functional.scaled_dot_product_attention`` inside a ``with`` as ``quantised_attention``.
 
@@ -163,7 +163,7 @@ class QuantisedAttention(ModelMode):
     def __init__(self, config: AttentionConfig | AttentionCall, generator: Generator = None) -> None:
         super().__init__()
         self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
-        self.used = False
+        self.used = False  # whether the function was called, which strict modules have to
 
     multi_head = ModelMode.opened_multi_head  # calls torch's function where no weights are asked for
 
@@ -200,7 +200,7 @@ def convert_attention(
     """
     AttentionCall(config)  # refuses what is not a config
     if target is not None:
-        config = config.on(check_target("convert_attention", target))
+        config = config.on(check_target("convert_attention", target))  # all six products
     if filter_fn is None:
         chosen = attentions(model)
     else:
@@ -218,7 +218,7 @@ def convert_attention(
 
 def revert_attention(model: Model) -> Model:
     """Take quantised attention out of a model again, in place; raise ArgumentError where there is none."""
-    if not detach(model):
+    if not unwrap_all(model, "attention"):
         raise ArgumentError(f"{type(model).__name__} has no converted attention; call convert_attention first")
     return model
 
@@ -240,14 +240,14 @@ def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
         ArgumentError: There is one.
     """
     for name, module in chosen:
-        if ATTENTION in module.__dict__:
+        if settings(module, "attention") is not None:
             raise ArgumentError(f"the attention of {name!r} is converted already; call revert_attention(model) first")
         check_kind_of_attention(name, module)
 
 
 def check_kind_of_attention(name: str, module: nn.Module) -> None:
     """Raise ArgumentError for a module of Hugging Face whose attention does not call torch's function."""
-    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
+    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")  # of transformers
     if isinstance(runs, str) and runs != "sdpa" and attends(module):
         raise ArgumentError(
             f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
@@ -260,19 +260,12 @@ def attach(
 ) -> None:
     """Give modules quantised attention."""
     for name, module in chosen:
-        call = AttentionCall(config, generator)
-        module.__dict__[ATTENTION] = Attended(name=name, call=call, recipe=recipe, strict=strict)
-        wrap(module, _FORWARD, _attended)
+        call = AttentionCall(config, generator)  # one each: observers and random states are a module's own
+        wrap(module, "attention", _attended, Attended(name=name, call=call, strict=strict), recipe=recipe)
 
 
-def detach(model: nn.Module, *, recipe: bool | None = None) -> int:
-    """Take quantised attention out again, of recipes, of others or all (None); return how many modules had it."""
-    return unwrap_marked(model, ATTENTION, _FORWARD, recipe)
-
-
-def _attended(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _attended(how: Attended, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with its attention quantised."""
-    how: Attended = module.__dict__[ATTENTION]
     mode = QuantisedAttention(how.call)
     with mode:
         if torch.compiler.is_compiling():  # the compiler names the line itself

@@ -41,20 +41,20 @@ def named(rule: Callable[..., Tensor | None], *names: str) -> Callable[..., Tens
 
 def linear(find: Find, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Compute ``torch.nn.functional.linear``."""
-    multiply = find(weight)
+    multiply = find(weight)  # None where the weight is no Parameter of the model
     if multiply is not None and find(input) is None and weight.dim() == 2:
         return multiply(input, weight, bias)
-    y = matmul(find, input, weight.t()) if weight.dim() == 2 else None
+    y = matmul(find, input, weight.t()) if weight.dim() == 2 else None  # the Parameter may be the input
     return y if y is None or bias is None else y + bias
 
 
 def matmul(find: Find, input: Tensor, other: Tensor) -> Tensor | None:
     """Compute ``torch.matmul``, mm, bmm and mv: matrices of a stack multiply one by one."""
-    by_input, by_other = find(input), find(other)
+    by_input, by_other = find(input), find(other)  # exactly one side has to be a Parameter
     if (by_input is None) == (by_other is None) or not input.dim() or not other.dim():
         return None
     x, w = (input, other) if by_input is None else (other, input)
-    lead = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+    lead = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])  # of the stack, named by letters
     if len(lead) > w.dim() - 2 > 0 and x.dim() > 1:
         w = w[(None,) * (len(lead) - w.dim() + 2)]
     if w.dim() > 2 and x.dim() == 1:
@@ -63,10 +63,11 @@ def matmul(find: Find, input: Tensor, other: Tensor) -> Tensor | None:
     x = x.expand(*lead, *x.shape[-2:]) if w.dim() > 2 else x
     stacked = letters
     if w.dim() > 2:
+        # one matrix serves all of a dimension that w does not have
         ones = [i for i, size in enumerate(lead) if w.shape[i] != size or size == 1]
         w, stacked = w.squeeze(ones), "".join(c for i, c in enumerate(letters) if i not in ones)
     of_x = letters if x.dim() > 2 else ""
-    first, second = "m" * (input.dim() > 1) + "k", "k" + "n" * (other.dim() > 1)
+    first, second = "m" * (input.dim() > 1) + "k", "k" + "n" * (other.dim() > 1)  # vectors have no rows or columns
     lead_out = letters + first[:-1] + second[1:]
     if by_other is not None:
         return contract(by_other, x, w, of_x + first, (stacked if w.dim() > 2 else "") + second, lead_out)
@@ -84,7 +85,7 @@ def with_sum(
 ) -> Tensor | None:
     """Compute ``torch.addmm`` and ``baddbmm``; a row that is added as it is counts as the bias."""
     multiply = find(second)
-    fits = beta == alpha == 1 and second.dim() == 2 and input.shape == second.shape[1:]
+    fits = beta == alpha == 1 and second.dim() == 2 and input.shape == second.shape[1:]  # a bias [N]
     if multiply is not None and find(first) is None and fits:
         return multiply(first, second.t(), input)
     y = matmul(find, first, second)
@@ -105,14 +106,14 @@ def einsum(find: Find, equation: Any, *operands: Any) -> Tensor | None:
     names = inputs.split(",")
     if "->" not in equation or len(names) != 2:
         return None
-    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]  # letters for what "..." stands for
     missing = [t.dim() - len(name.replace("...", "")) for t, name in zip(tensors, names, strict=True)]
     dots = [spare[:n] if "..." in name else [] for n, name in zip(missing, names, strict=True)]
     if dots[0] and dots[1]:
         return None
     both = "".join(dots[0] or dots[1])
     names = [name.replace("...", "".join(dot_letters)) for name, dot_letters in zip(names, dots, strict=True)]
-    x, w = (0, 1) if multipliers[1] is not None else (1, 0)
+    x, w = (0, 1) if multipliers[1] is not None else (1, 0)  # positions among the operands
     multiply = multipliers[w]
     assert multiply is not None
     return contract(multiply, tensors[x], tensors[w], names[x], names[w], out.replace("...", both))
@@ -131,13 +132,15 @@ def grouped(
     elif first.dim() != 2:
         return None
     else:
-        ends = offs.tolist()
+        ends = offs.tolist()  # of the groups of rows
         parts = [
             multiply(first[start:end], second[i].t())
             for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
             if end > start
         ]
-        y = torch.cat([*parts, first.new_zeros(len(first) - (ends[-1] if ends else 0), second.shape[-1])])
+        y = torch.cat(
+            [*parts, first.new_zeros(len(first) - (ends[-1] if ends else 0), second.shape[-1])]
+        )  # rows of no group
     return y if y is None or out_dtype is None else y.to(out_dtype)
 
 
@@ -146,9 +149,9 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
 
     Those that all three have are a stack: its matrices multiply one by one.
     """
-    stack = [c for c in of_w if c in of_x and c in of_y]
-    inner = [c for c in of_w if c in of_x and c not in of_y]
-    rows, columns = [c for c in of_x if c not in of_w], [c for c in of_w if c not in of_x]
+    stack = [c for c in of_w if c in of_x and c in of_y]  # one matrix each
+    inner = [c for c in of_w if c in of_x and c not in of_y]  # the sums: K
+    rows, columns = [c for c in of_x if c not in of_w], [c for c in of_w if c not in of_x]  # M and N
     y_letters = stack + rows + columns
     if not inner or any(len(set(names)) != len(names) for names in (of_x, of_w, of_y)) or set(y_letters) != set(of_y):
         return None
@@ -156,7 +159,7 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
     x = x.permute([of_x.index(c) for c in stack + rows + inner])
     w = w.permute([of_w.index(c) for c in stack + columns + inner])
     if len(inner) > 1:
-        x, w = x.flatten(-len(inner)), w.flatten(-len(inner))
+        x, w = x.flatten(-len(inner)), w.flatten(-len(inner))  # one K
     if len(columns) != 1:
         w = w.flatten(len(stack), -2) if columns else w.unsqueeze(-2)
     if not stack:
@@ -165,7 +168,7 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
         return None
     else:
         x, w = x.flatten(0, len(stack) - 1), w.flatten(0, len(stack) - 1)
-        y = torch.stack([multiply(x[i], w[i]) for i in range(len(w))])
+        y = torch.stack([multiply(x[i], w[i]) for i in range(len(w))])  # matrix by matrix, each with its own weight
     y, order = y.reshape([sizes[c] for c in y_letters]), [y_letters.index(c) for c in of_y]
     if torch.compiler.is_dynamo_compiling() and order != sorted(order):
         return _Permuted.apply(y, order)  # type: ignore[no-any-return, no-untyped-call]
@@ -211,7 +214,7 @@ def _count_grouped(args: Any, out: Any) -> Counted:
 
 
 def _count_convolution(args: Any, out: Any) -> Counted:
-    x, w, transposed = args[0], args[1], args[6]
+    x, w, transposed = args[0], args[1], args[6]  # of aten.convolution
     return [(x, w, (x if transposed else out).numel() * math.prod(w.shape[1:]))]
 
 
@@ -222,13 +225,13 @@ def _count_trilinear(args: Any, out: Any) -> Counted:
 
 def _count_recurrent(args: Any, out: Any) -> Counted:
     x = args[0]
-    weights = [t for t in tree_iter(args[1:]) if isinstance(t, Tensor) and t.dim() == 2]
+    weights = [t for t in tree_iter(args[1:]) if isinstance(t, Tensor) and t.dim() == 2]  # of all layers and directions
     return [(x, w, x.numel() // x.shape[-1] * w.numel()) for w in weights]
 
 
 def _count_attention(args: Any, out: Any) -> Counted:
     q, k, v = args[:3]
-    rows = q[..., 0].numel() * k.shape[-2]
+    rows = q[..., 0].numel() * k.shape[-2]  # scores, hidden by a mask or not
     return [(q, k, rows * q.shape[-1]), (q, v, rows * v.shape[-1])]
 
 
@@ -287,10 +290,10 @@ PRODUCTS: Final = (
     Product((), None, tuple(ATTENTIONS), _count_attention),
     Product((), None, (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn), _count_recurrent),
 )  # fmt: skip
-RULES: Final = {func: row.rule for row in PRODUCTS for func in row.functions if row.rule is not None}
+RULES: Final = {func: row.rule for row in PRODUCTS for func in row.functions if row.rule is not None}  # emulated
 COUNTS: Final = {operator: row.counts for row in PRODUCTS for operator in row.operators if row.counts is not None}
-STACKED: Final = frozenset(func for func in RULES if func.__name__ in ("matmul", "__matmul__", "bmm"))
-GROUPED_NAMES: Final = frozenset({"grouped_mm", "_grouped_mm"})
+STACKED: Final = frozenset(func for func in RULES if func.__name__ in ("matmul", "__matmul__", "bmm"))  # of attention
+GROUPED_NAMES: Final = frozenset({"grouped_mm", "_grouped_mm"})  # in bytecode, where functions are names
 PRODUCT_NAMES: Final = frozenset(func.__name__ for row in PRODUCTS for func in row.functions)
 EMULATED_NAMES: Final = frozenset(func.__name__ for func in RULES) | GROUPED_NAMES
 LOOK_UPS: Final = frozenset({_aten.embedding, _aten._embedding_bag, _aten._embedding_bag_forward_only})
@@ -316,6 +319,7 @@ MEANINGS: Final[dict[Any, str]] = {
 }  # fmt: skip
 
 
+# A mode, not a hook or a wrapped forward: only a mode of torch sees the calls inside a forward whose code is a user's.
 class ModelMode(OwnMode):
     """Run a method in place of each torch function that a model calls: the one of its meaning (``MEANINGS``).
 
@@ -346,6 +350,7 @@ class ModelMode(OwnMode):
             return _MULTI_HEAD(*args, **kwargs)
 
 
+# A copy of torch's function that asks no mode about the whole call: the mode then sees the calls inside.
 _forward = F.multi_head_attention_forward
 _MULTI_HEAD: Final = FunctionType(
     _forward.__code__, {**_forward.__globals__, "has_torch_function": lambda tensors: False}, _forward.__name__,
@@ -353,6 +358,7 @@ _MULTI_HEAD: Final = FunctionType(
 )  # fmt: skip
 
 
+# A mode of the dispatcher: functions of torch that are written in C++ reach their products only there.
 class OperatorMode(TorchDispatchMode):
     """Run ``operator`` in place of each operator that torch comes down to, below autograd."""
 

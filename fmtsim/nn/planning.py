@@ -21,7 +21,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config, size_fault
 from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.targets.doubts import caller_level
-from fmtsim.nn.forward import hidden_by
+from fmtsim.nn.conversion import hidden_by
 from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
 from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
 from fmtsim.recipes.layer_plan import LayerPlan
@@ -36,7 +36,7 @@ Filter = Callable[[nn.Module, str], bool]
 FILTERED = "filter_fn leaves it out"
 NO_CONFIG = "recipe(name) returned None"
 NO_MATRIX = "no matrix among its parameters"
-LOOKED_UP = "its rows are looked up, not multiplied"
+LOOKED_UP = "its rows are looked up, not multiplied"  # of embeddings
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -85,7 +85,7 @@ def machine_of(
         return None
     if not isinstance(target, str) or target != "recipe":
         target = check_target(verb, target, plan)
-    return {"target": target, "plan": plan, "native": native}
+    return {"target": target, "plan": plan, "native": native}  # "recipe" is known once the recipe is
 
 
 def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
@@ -115,14 +115,14 @@ def with_rules(
     made_for = None if recipe is None else recipe.machine
     extra, selector = Recipe(name="convert(rules=)", rules=rules_of(rules), machine=made_for), Selector(model)
     extra = extra if machine is None else extra.on(**machine)
-    selector.check(extra)
+    selector.check(extra)  # a rule that fits no layer is an error
 
     def plan(name: str) -> LayerPlan | None:
-        layer_plan, rules = planner(name), selector.plan(name, extra).rules
+        layer_plan, rules = planner(name), selector.plan(name, extra).rules  # rules up to the first without steps
         if layer_plan is None or not rules:
             return layer_plan
         if rules[-1].steps is None:
-            return LayerPlan(rules=rules, default=None)
+            return LayerPlan(rules=rules, default=None)  # the last one always counts: no other is asked
         return LayerPlan(rules=(*rules, *layer_plan.rules), default=layer_plan.default)
 
     return plan
@@ -152,6 +152,7 @@ def plan_layers(
     reasons: dict[str, str] = {}
     attention = projections(model)
     for name, module in model.named_modules():
+        # 1. why it cannot be converted, or is not meant to be; filter_fn is asked about what could be
         if isinstance(module, EmulatedModule):
             raise ArgumentError(
                 f"layer {shown(name)} is converted already; call fmtsim.revert(model) before converting again"
@@ -161,15 +162,17 @@ def plan_layers(
             reason = f"belongs to the attention {attention[module][0]!r}, which uses its weights"
         if reason is None and filter_fn is not None and not filter_fn(module, name):
             reason = FILTERED
+        # 2. what it runs at which step: no config, or none at any step, is high precision
         layer_plan = planner(name) if reason is None else None
         if reason is None and layer_plan is None:
             reason = NO_CONFIG
         elif layer_plan is not None and not layer_plan.configs:
-            reason = layer_plan.why_high
+            reason = layer_plan.why_high  # a rule leaves it in high precision at every step
         if reason is not None or layer_plan is None:
             reasons[name] = reason or ""
             continue
-        _check_layer(name, module, layer_plan, total_steps)  # before anything changes
+        # 3. what is to be converted is checked before anything changes
+        _check_layer(name, module, layer_plan, total_steps)
         plan.append((module, name, layer_plan))
     return plan, reasons
 
@@ -195,7 +198,7 @@ def plan_products(
 def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_steps: int | None) -> None:
     """Refuse a schedule that contradicts itself or has no length, sizes that do not fit, and a hidden forward."""
     _check_schedule(name, layer_plan, total_steps)
-    hiding = hidden_by(module)
+    hiding = hidden_by(module)  # torch would call it, and no product would be emulated
     if hiding is not None:
         text = (
             f"layer {name!r} ({type(module).__name__}) has a forward of its own on the instance, {hiding}, which would"
@@ -229,7 +232,7 @@ def why_not(module: nn.Module) -> str | None:
     cls = type(module)
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "its parameters are not initialised yet; run one batch through the model first"
-    emulated = emulated_class(cls)
+    emulated = emulated_class(cls)  # None for classes that are not known, and for a forward of the user's own
     if emulated is None:
         if isinstance(module, nn.RNNCellBase):
             return (
@@ -264,7 +267,7 @@ class Selector:
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        self._raw = raw_matrices(model)
+        self._raw = raw_matrices(model)  # by the names that rules see
         first: dict[str, list[str]] = {}
         for name, matrix in self._raw.items():
             first.setdefault(matrix.owner, []).append(name)
@@ -273,8 +276,8 @@ class Selector:
             for name, module in modules.items()
             for layer in first.get(name, [name] if emulated_class(type(module)) else [])
         }
-        self._blocks = find_blocks(model)
-        numbers = {name: i for i, name in enumerate(self._blocks)}
+        self._blocks = find_blocks(model)  # their names
+        numbers = {name: i for i, name in enumerate(self._blocks)}  # by name, which layers begin with
         self._places = {name: block_of(name, numbers) for name in self._layers}
         # Heads: the last linear layer and those that share its weight, unless it is in a block, and products that the
         # model writes with the weight of an embedding.
@@ -283,7 +286,7 @@ class Selector:
         weights |= {name: getattr(matrix.module, matrix.parameter) for name, matrix in self._raw.items()}
         linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
         if not linear or self._places[linear[-1]] is not None:
-            self._heads = tied
+            self._heads = tied  # the last layer is a part of a block, or there is none
         else:
             self._heads = tied | {name for name in linear if weights[name] is weights[linear[-1]]}
         self._model = type(model).__name__
@@ -324,7 +327,7 @@ class Selector:
         if not isinstance(share, float) or rule.use is not None or not count:
             return
         number = _number(share, count)
-        if number > 2 * share * count:
+        if number > 2 * share * count:  # two of three blocks for a share of 0.3
             warnings.warn(
                 f"recipe {recipe} leaves the {which} {share:.0%} of the blocks in high precision, which is {number} of "
                 f"{count} in {self._model}; where that is not meant, give rules= of your own by dataclasses.replace",
@@ -338,7 +341,7 @@ class Selector:
         for rule in recipe.rules:
             if self.fits(name, rule):
                 fitting.append(rule)
-                if rule.steps is None:
+                if rule.steps is None:  # it counts at every step: later rules never do
                     break
         return LayerPlan(rules=tuple(fitting), default=recipe.linear)
 
@@ -376,12 +379,12 @@ def find_blocks(model: nn.Module) -> list[str]:
     of different classes around such a stack is not one. Several stacks follow each other: the stages of a ResNet, or
     an encoder and a decoder; those whose elements are layers themselves count only where there are no others.
     """
-    stacks = {name: list(module) for name, module in model.named_modules() if _is_stack(module)}
-    even = {name for name, blocks in stacks.items() if len({type(block) for block in blocks}) == 1}
-    outer = {name for name in even if not any(is_inside(name, other) for other in even)}
+    stacks = {name: list(module) for name, module in model.named_modules() if _is_stack(module)}  # with their blocks
+    even = {name for name, blocks in stacks.items() if len({type(block) for block in blocks}) == 1}  # of equal blocks
+    outer = {name for name in even if not any(is_inside(name, other) for other in even)}  # others are parts of a block
     if not outer:  # no stack of equals: whatever is outermost
         outer = {name for name in stacks if not any(is_inside(name, other) for other in stacks)}
-    outer = {name for name in outer if emulated_class(type(stacks[name][0])) is None} or outer
+    outer = {name for name in outer if emulated_class(type(stacks[name][0])) is None} or outer  # stages, unless layers
     return [f"{name}.{i}" if name else str(i) for name in stacks if name in outer for i in range(len(stacks[name]))]
 
 

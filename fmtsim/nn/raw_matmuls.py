@@ -20,19 +20,17 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_iter
 
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.forward import is_of_torch, names_in_forward, wrap
+from fmtsim.nn.conversion import PRODUCTS, wrap
+from fmtsim.nn.forward import is_of_torch, names_in_forward
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.operations import EMULATED_NAMES, GROUPED_NAMES, RULES, ModelMode, Multiply
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import constant_in_graphs
 
-PRODUCTS: Final = "fmtsim_products"  # the submodule with what multiplies a module's own Parameters, by their names
-READS: Final = "_fmtsim_reads"  # on each module that writes products: owners and names of Parameters
-FORWARD: Final = "_fmtsim_forward"  # beside it: a forward that the instance had of its own, or None
 _VERBS: Final = EMULATED_NAMES | {"multi_head_attention_forward"}
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LISTS: Final = (nn.ParameterList, nn.ParameterDict)
+_LISTS: Final = (nn.ParameterList, nn.ParameterDict)  # whose Parameters the module around them multiplies with
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -82,7 +80,7 @@ def raw_parameters(module: nn.Module) -> tuple[str, ...]:
         return ()
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return ()
-    names = _matrices(module)
+    names = _matrices(module)  # matrices, and stacks of them
     return tuple(names) if names and _writes(module) else ()
 
 
@@ -97,7 +95,7 @@ def writers(model: nn.Module, owned: list[RawMatrix]) -> dict[nn.Module, list[tu
     modules = dict(model.named_modules())
     by_writer: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for matrix in owned:
-        at = [matrix.module]
+        at = [matrix.module]  # the modules whose code may multiply with it
         if isinstance(matrix.module, _LISTS):
             at = [_holder(modules, matrix.owner)[1]]
         elif isinstance(matrix.module, nn.Embedding):
@@ -124,7 +122,7 @@ def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
     """Return True if the code of modules around another one multiplies by its weight."""
     if isinstance(modules[name], nn.Embedding):
         return any(_reads(above, "weight") for above in _above(modules, name))
-    around = modules[name.rpartition(".")[0]]
+    around = modules[name.rpartition(".")[0]]  # attention of a user's class may multiply with out_proj.weight
     return name.endswith("out_proj") and isinstance(around, nn.MultiheadAttention) and bool(raw_parameters(around))
 
 
@@ -158,7 +156,7 @@ def _writes(module: nn.Module) -> bool:
     cls = type(module)
     if cls.__module__.startswith("torch."):
         return False
-    names = names_in_forward(cls)
+    names = names_in_forward(cls)  # of its code and of the functions that it names
     return not _VERBS.isdisjoint(names) or any(
         callable(value) and (getattr(value, "__name__", "") in _VERBS or not is_of_torch(value))
         for name, value in vars(module).items()
@@ -219,8 +217,8 @@ class ParameterProduct(EmulatedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the matrix, or with the first of a stack: what ``explain_mm`` looks at."""
         w = self.weight.detach()
-        w = w if w.dim() == 2 else w[0]
-        w = w if self.shape in (None, tuple(w.shape)) else w.t()
+        w = w if w.dim() == 2 else w[0]  # matrices of a stack are alike
+        w = w if self.shape in (None, tuple(w.shape)) else w.t()  # as the model multiplied last
         return self.gemm(input, w.requires_grad_(), None)
 
     def extra_repr(self) -> str:
@@ -232,19 +230,21 @@ class ParameterProduct(EmulatedModule):
         return nn.Module.__reduce_ex__(self, protocol)
 
 
+# A mode, because the products are calls of torch inside a forward that somebody else wrote.
 class RawMatmuls(ModelMode):
     """Emulate every product inside a ``with`` that has one of some Parameters on one side.
 
     Args:
         module: The module that reads them.
+        read: Their owners and names.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, read: list[tuple[nn.Module, str]]) -> None:
         super().__init__()
-        self._module = module
-        self._known: dict[Tensor, Multiply] = {}
-        for owner, name in module.__dict__[READS]:
-            multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]
+        self._module, self._read = module, read
+        self._known: dict[Tensor, Multiply] = {}  # Parameters, and views, copies and casts of them
+        for owner, name in read:
+            multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]  # type: ignore[index]
             self._known[getattr(owner, name)] = partial(_gemm, multiplies)
         products = [multiply.args[0] for multiply in self._known.values()]  # type: ignore[attr-defined]
         self._follows = any(isinstance(p, ParameterProduct) and not (p.seen or p.computed) for p in products)
@@ -255,10 +255,10 @@ class RawMatmuls(ModelMode):
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a product, emulated where one side is one of the Parameters."""
         y = RULES[func](self.find, *args, **kwargs)
-        if y is None:
+        if y is None:  # no side, or both, or arguments that the rule does not know
             return self.other_product(func, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            repeat_under(self._module, partial(RawMatmuls, self._module))
+            repeat_under(self._module, partial(RawMatmuls, self._module, self._read))
         return y
 
     def other_product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ class RawMatmuls(ModelMode):
         if self._follows and isinstance(y, Tensor) and not torch.compiler.is_compiling():
             tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
             sources = [self.find(t) or self._made.get(t) for t in tensors if t.numel() > 1]
-            if sources and sources[0] is not None and None not in sources:
+            if sources and sources[0] is not None and None not in sources:  # an activation among them makes it one
                 self._made[y] = sources[0]
         return y
 
@@ -282,7 +282,7 @@ class RawMatmuls(ModelMode):
         """Remember for the report which Parameters a function reads that is not emulated."""
         for t in () if torch.compiler.is_compiling() else tree_iter((args, kwargs)):
             made = self._made.get(t) if isinstance(t, Tensor) else None
-            multiply = made or self.find(t)
+            multiply = made or self.find(t)  # what was computed of a Parameter, or the Parameter
             module = None if multiply is None else multiply.args[0]  # type: ignore[attr-defined]
             if isinstance(module, ParameterProduct) and made is not None:
                 module.computed = True
@@ -304,7 +304,7 @@ class RawMatmuls(ModelMode):
         if not isinstance(t, Tensor):
             return None
         multiply = self._known.get(t)
-        return multiply if multiply is not None or t._base is None else self._known.get(t._base)
+        return multiply if multiply is not None or t._base is None else self._known.get(t._base)  # a view
 
 
 def _gemm(module: EmulatedModule, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -316,12 +316,11 @@ def attach_products(
 ) -> None:
     """Emulate products with a model's own matrices, and those with weights of converted layers that it writes."""
     for name, matrix, plan in chosen:
-        product = ParameterProduct(matrix.module, matrix.parameter)
+        product = ParameterProduct(matrix.module, matrix.parameter)  # quantisers and their memory
         product.emulate(name, plan, generator, total_steps)
         matrix.module.add_module(PRODUCTS, nn.ModuleDict(raw_products(matrix.module) | {matrix.parameter: product}))
     for module, read in writers(model, [matrix for _, matrix, _ in chosen]).items():
-        module.__dict__[READS] = read
-        wrap(module, FORWARD, _multiplying)
+        wrap(module, "products", _multiplying, read)
 
 
 def computed_products(model: nn.Module) -> list[ParameterProduct]:
@@ -335,13 +334,13 @@ def raw_products(module: nn.Module) -> dict[str, ParameterProduct]:
     return {} if products is None else dict(products.items())
 
 
-def _multiplying(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _multiplying(read: Any, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with the products that it writes emulated."""
     if "torch._dynamo" in sys.modules and names_groups(type(module)):  # a compiler does not ask modes about that
-        return torch._dynamo.disable(_run)(module, forward, *args, **kwargs)
-    return _run(module, forward, *args, **kwargs)
+        return torch._dynamo.disable(_run)(read, module, forward, *args, **kwargs)
+    return _run(read, module, forward, *args, **kwargs)
 
 
-def _run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    with RawMatmuls(module):
+def _run(read: Any, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with RawMatmuls(module, read):
         return forward(*args, **kwargs)

@@ -18,7 +18,8 @@ from fmtsim.casts.arguments import check_module
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.gemm.products.resolver import recorded_calls
-from fmtsim.nn.convert import NOTES, REASONS, summary_of
+from fmtsim.nn.conversion import conversion, root, settings
+from fmtsim.nn.convert import summary_of
 from fmtsim.nn.coverage import (
     ADDED,
     COMPUTED,
@@ -39,8 +40,6 @@ from fmtsim.nn.multihead_attention import EmulatedMultiheadAttention, attends
 from fmtsim.nn.operations import ATTENTIONS, COUNTS, LOOK_UPS, OperatorMode
 from fmtsim.nn.planning import FILTERED, projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_products
-from fmtsim.nn.scaled_model import SCALED
-from fmtsim.nn.state import PTQ, RECIPE
 from fmtsim.nn.swaps import swap_details
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import Result, Rows
@@ -78,7 +77,7 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
         )
         raise ArgumentError(f"{text} its own; call report(model) without a batch, or load the model without offloading")
     with undisturbed(model):
-        how = model.__dict__.get(SCALED)  # a scaled model measures its branches in its first batch
+        how = settings(model, "scaled")  # a scaled model measures its branches in its first batch
         if how is not None and how.taus is None:
             call()
         with running_modules() as running:
@@ -99,8 +98,8 @@ class Count(OperatorMode, Watcher):
         self.uncounted, self.dtypes = set[str](), set[str]()
         self._scores = 0  # columns of the last product in a module of attention
         self._reasons = reasons
-        self._raw: Counter[tuple[str, str, str]] = Counter()
-        self._attention = projections(model)
+        self._raw: Counter[tuple[str, str, str]] = Counter()  # multiply-adds by module, parameter and reason
+        self._attention = projections(model)  # whose weights another module multiplies with
         self._names = {module: name for name, module in model.named_modules()}
         self._stack = running
         self._stored: dict[int, dict[tuple[int, int], list[Place]]] = {}  # by storage and bytes there
@@ -118,7 +117,7 @@ class Count(OperatorMode, Watcher):
         key = _storage(t)
         if key is None:
             return []
-        at = int(t.storage_offset()) * t.element_size()
+        at = int(t.storage_offset()) * t.element_size()  # a view begins inside its Parameter
         for (start, end), places in self._stored.get(key, {}).items():
             if start <= at < end:
                 return places
@@ -130,7 +129,7 @@ class Count(OperatorMode, Watcher):
 
     def _note(self, places: list[Place], count: int, reason: str | None) -> None:
         """Add a raw product to the weight it reads: of several names the one of the module that runs."""
-        inner = {module: i for i, module in enumerate(self._stack)}
+        inner = {module: i for i, module in enumerate(self._stack)}  # the innermost module that runs has the largest
         module, name, parameter = max(
             places, key=lambda place: (inner.get(place[0], -1), not isinstance(place[0], nn.Embedding))
         )
@@ -140,7 +139,7 @@ class Count(OperatorMode, Watcher):
             outside = layer not in inner and not isinstance(layer, ParametrizationList)
             never = why_not(layer) is not None and emulated_class(type(layer)) is None  # depthwise has that reason
             outside = outside and (isinstance(layer, EmulatedModule) or never)
-            meant = is_meant(self._reasons.get(owner, ""))
+            meant = is_meant(self._reasons.get(owner, ""))  # a choice of the recipe or of the caller
             runs = raw_products(module).get(parameter, layer)
             computed = isinstance(runs, ParameterProduct) and runs.computed
             reason = _OUTSIDE if outside and not meant else reason_of(owner, runs if computed else layer, self._reasons)
@@ -158,12 +157,12 @@ class Count(OperatorMode, Watcher):
         self.activations["attention"] += count
         if is_attention or a.shape[-1] == self._scores:  # the second product sums over the keys
             self.activations["keys"] = max(self.activations["keys"], b.shape[-2])
-        self._scores = 0 if is_attention else out.shape[-1]
+        self._scores = 0 if is_attention else out.shape[-1]  # keys, if this product makes scores
 
     def attention(self, run: Callable[..., Tensor], call: Any, *inputs: Any) -> Tensor:
         """Count quantised attention, and run it without this mode."""
         q, k, v = inputs[:3]
-        count = q[..., 0].numel() * k.shape[-2] * (k.shape[-1] + v.shape[-1])
+        count = q[..., 0].numel() * k.shape[-2] * (k.shape[-1] + v.shape[-1])  # q k^T and p v
         self.activations["attention"] += count
         self.activations["attention_simulated"] += count
         self.activations["keys"] = max(self.activations["keys"], k.shape[-2])
@@ -176,7 +175,7 @@ class Count(OperatorMode, Watcher):
         if places:
             plain, count = plain_products(layer.config), x.numel() * w.shape[0]
             self.simulated += count * (1 - plain["fprop"])
-            self.backward += count * (2 - plain["dgrad"] - plain["wgrad"])
+            self.backward += count * (2 - plain["dgrad"] - plain["wgrad"])  # each of the forward product's size
             if plain["fprop"]:
                 self._note(places, count, PLAIN)
         with _disable_current_modes():
@@ -187,7 +186,7 @@ class Count(OperatorMode, Watcher):
         products = COUNTS.get(func.overloadpacket)
         if products is None:
             with self:
-                parts = func.decompose(*args, **kwargs)
+                parts = func.decompose(*args, **kwargs)  # a composite operator ends in others, which are counted
             if parts is not NotImplemented:
                 return parts
         out = func(*args, **kwargs)
@@ -199,7 +198,7 @@ class Count(OperatorMode, Watcher):
                     self._note(places, count, None)
                 elif a.is_floating_point() and (is_attention or a.shape[-1] > 1):  # rotary angles are sums of one term
                     self._note_activations(a, b, out, count, is_attention)
-        elif func.overloadpacket not in LOOK_UPS:
+        elif func.overloadpacket not in LOOK_UPS:  # a row that is looked up is an activation
             self._follow(func, args, kwargs, out)
         return out
 
@@ -208,10 +207,10 @@ class Count(OperatorMode, Watcher):
         operands = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else (args, kwargs)
         tensors = [t for t in tree_iter(operands) if isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 1]
         sources = [self.places(t) for t in tensors]
-        whole = bool(sources) and all(sources)
+        whole = bool(sources) and all(sources)  # of Parameters alone: such a result counts as one of them
         if not whole and any(sources) and func.namespace not in ("aten", "prims", "fmtsim"):
             self.uncounted.add(str(func.overloadpacket))
-        places = sources[max(range(len(tensors)), key=lambda i: tensors[i].numel())] if whole else []
+        places = sources[max(range(len(tensors)), key=lambda i: tensors[i].numel())] if whole else []  # of the largest
         for t in tree_iter(out):
             key = _storage(t) if isinstance(t, Tensor) else None
             if key is None or key in self._stored:
@@ -220,7 +219,7 @@ class Count(OperatorMode, Watcher):
                 # A weak reference keeps torch from giving the key to another storage.
                 self._made[key] = StorageWeakRef(t.untyped_storage()), places
             elif tensors:
-                self._made.pop(key, None)
+                self._made.pop(key, None)  # the storage holds an activation now
 
 
 def _storage(t: Tensor) -> int | None:
@@ -319,7 +318,7 @@ class Report(Result):
         rows = [row for row in self.rows if row.multiplies]
         for row in rows:
             kind = row.type, "yes" if row.converted else "no", row.detail
-            alike.setdefault((numbered(row.name), *kind), []).append(row.name)
+            alike.setdefault((numbered(row.name), *kind), []).append(row.name)  # blocks in one line
         cells += [(together(names), *kind) for (_, *kind), names in alike.items()]  # type: ignore[misc]
         total = f"{len(self.converted)} of {len(rows)} modules with a weight matrix converted"
         rest = len(self.rows) - len(rows)
@@ -372,7 +371,7 @@ def report(model: nn.Module, batch: Any = None, *, tokens: int | Sequence[int] =
     '100 % of weight multiply-adds simulated (forward and backward)'
     """
     check_module("report", model)
-    quantised = model.__dict__.get(PTQ)
+    quantised = root(model).quantised
     if quantised is not None and quantised.report is not None and batch is None and tokens == ():
         return quantised.report
     return conversion_report(model, batch, tokens)
@@ -387,11 +386,14 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         raise ArgumentError(
             f"tokens={shown(tokens)} is not a number of rows; pass one from 1 to {MOST_ROWS}, or a list of such"
         )
-    root, prefix = converted_root(model)
-    reasons = {".".join(filter(None, (prefix, name))): why for name, why in root.__dict__.get(REASONS, {}).items()}
+    # the module that convert was given, or one that a wrapper (PEFT's) holds
+    roots = ((m, name) for name, m in model.named_modules() if conversion(m).root is not None)
+    converted, prefix = next(roots, (model, ""))
+    facts = root(converted)
+    reasons = {".".join(filter(None, (prefix, name))): why for name, why in facts.reasons.items()}
     first: dict[nn.Module, str] = {}
     attention = projections(model)
-    shapes = estimated(model, reasons)
+    shapes = estimated(model, reasons)  # finds weights that the batch does not reach
     coverage = shapes if batch is None else measured(model, batch, reasons)  # first: it sees products
     raw = {weight.layer for weight in (*coverage.raw, *shapes.raw)}
     run = any(isinstance(m, ParameterProduct) and (m.seen or m.computed) for m in model.modules())
@@ -416,8 +418,8 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
         first.setdefault(module, row.name)
         rows.append(dataclasses.replace(row, multiplies=row.converted or name in raw))
     products = tuple(row for count in counts for row in _products(model, count))
-    notes = (*root.__dict__.get(NOTES, ()), *_not_reached(model))
-    line = summary_of(model, root.__dict__.get(RECIPE), coverage, notes, products)
+    notes = (*facts.notes, *_not_reached(model))
+    line = summary_of(model, facts.recipe, coverage, notes, products)
     return Report(rows=tuple(rows), notes=notes, products=products, coverage=coverage, summary=line)
 
 
@@ -446,15 +448,10 @@ def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
         yield ProductRow(layer=layer, product=product, tokens=tokens, **facts)
 
 
-def converted_root(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module that ``convert`` was given and its name: the model, or one that a wrapper (PEFT's) holds."""
-    return next(((m, name) for name, m in model.named_modules() if REASONS in m.__dict__), (model, ""))
-
-
 def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:
     details = swap_details(module)
     cls = module.original_class if isinstance(module, EmulatedModule) else type(module)
-    products = {p: product for p, product in raw_products(module).items() if product.seen or not run}
+    products = {p: product for p, product in raw_products(module).items() if product.seen or not run}  # once it ran
     by_label: dict[str, list[str]] = {}
     for parameter, product in products.items():
         assert product.emulation is not None

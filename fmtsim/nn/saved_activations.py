@@ -16,15 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.ops import OnceOnly
-from fmtsim.nn.forward import Substituted, unwrap_parts, wrap_parts
+from fmtsim.nn.conversion import wrap
+from fmtsim.nn.forward import Substituted
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes.build import SavedActivations
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import without_own_modes
 
-SAVING: Final = "_fmtsim_saving"  # on the root and on each norm: its Saving
-_FORWARD: Final = "_fmtsim_saving_forward"
-_ACTIVATIONS: Final = (F.silu, F.gelu)
+_ACTIVATIONS: Final = (F.silu, F.gelu)  # whose outputs gates multiply
 _ONCE: Final = (
     "activations saved in low precision cannot be differentiated twice: the gradient of a rounded tensor is not "
     "defined; compute second derivatives on the unconverted model (fmtsim.revert)"
@@ -53,23 +52,25 @@ class Saving:
         return f"{self.how}: {', '.join([f'{count} norm' + 's' * (count != 1), *self.seen])}"
 
 
+# A mode, because activation functions and gated products are calls inside a model's forward, not modules.
 class SavingMode(ModelMode):
     """Save the inputs of activation functions and gated products inside a ``with`` in low precision.
 
     Args:
         root: The model.
+        how: Which they are.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, how: Saving) -> None:
         super().__init__()
-        self._root, self._how = root, root.__dict__[SAVING]
+        self._root, self._how = root, how
         self._activated: Tensor | None = None  # the last output of an activation function
 
     def activation(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the input of SiLU or GELU."""
         if func not in _ACTIVATIONS or not args:
             return func(*args, **kwargs)
-        how = {name: value for name, value in kwargs.items() if name != "inplace"}
+        how = {name: value for name, value in kwargs.items() if name != "inplace"}  # backward needs the input
         y = self._activated = self._saved(func.__name__, partial(func, **how) if how else func, args[:1])
         return y
 
@@ -77,7 +78,7 @@ class SavingMode(ModelMode):
         """Save both factors of a gated product."""
         if kwargs or not self._is_gated(*args):
             return func(*args, **kwargs)
-        self._activated = None
+        self._activated = None  # its gate is found
         return self._saved("gated products", torch.mul, args)
 
     def _is_gated(self, a: Any, b: Any) -> bool:
@@ -86,7 +87,7 @@ class SavingMode(ModelMode):
 
     def _saved(self, name: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         if not torch.compiler.is_compiling():
-            repeat_under((SAVING, self._root), partial(SavingMode, self._root))
+            repeat_under(("saving", self._root), partial(SavingMode, self._root, self._how))
             self._how.seen.setdefault(name)
         return saved(self._how.how, run, inputs)
 
@@ -115,7 +116,7 @@ class _Saved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, how: SavedActivations, parameters: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:
         """Return the function's value."""
-        inputs = tensors[: len(tensors) - len(parameters)]
+        inputs = tensors[: len(tensors) - len(parameters)]  # Parameters come last, for their gradients
         ctx.run, ctx.how, ctx.parameters, ctx.dtypes = run, how, parameters, [x.dtype for x in inputs]
         with without_own_modes():
             saved = [how.encode(x) for x in inputs] if how.flows or any(ctx.needs_input_grad) else []
@@ -126,12 +127,12 @@ class _Saved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the gradients of inputs and parameters."""
-        needs, parts = ctx.needs_input_grad[3:], ctx.saved_tensors
+        needs, parts = ctx.needs_input_grad[3:], ctx.saved_tensors  # codes and scales of each input
         with torch.enable_grad(), without_own_modes():
             inputs = [ctx.how.decode(*parts[i : i + 2]).requires_grad_() for i in range(0, len(parts), 2)]
             if not ctx.how.flows:
                 inputs = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, ctx.dtypes, strict=True)]
-            y = ctx.run(*inputs)
+            y = ctx.run(*inputs)  # once more, on what the codes decode to
         wanted = [t for t, needed in zip((*inputs, *ctx.parameters), needs, strict=True) if needed]
         grads = iter(torch.autograd.grad(y, wanted, g.to(y.dtype)))
         dtypes = [*ctx.dtypes, *(p.dtype for p in ctx.parameters)]
@@ -161,13 +162,14 @@ class _Through(torch.autograd.Function):
         return g.to(ctx.dtype), None
 
 
-def _normalised(module: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _normalised(
+    how: Saving, module: nn.Module, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     """Run a norm layer, which saves its input in low precision; only in training, as in the source."""
-    how: Saving = module.__dict__[SAVING]
     if not module.training or args or kwargs:
         return forward(x, *args, **kwargs)
     parameters = tuple(module.parameters(recurse=False))
-    wide = how.how.flows and any(p.dtype != torch.float32 for p in parameters)
+    wide = how.how.flows and any(p.dtype != torch.float32 for p in parameters)  # the decoded input is float32
     return saved(how.how, partial(_in_float32, module, forward) if wide else forward, (x,), parameters)
 
 
@@ -176,18 +178,15 @@ def _in_float32(module: nn.Module, forward: Callable[..., Tensor], x: Tensor) ->
         return forward(x)
 
 
-def _saving(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _saving(how: Saving, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not model.training:
         return forward(*args, **kwargs)
-    with SavingMode(model):
+    with SavingMode(model, how):
         return forward(*args, **kwargs)
 
 
 def attach_saving(model: nn.Module, how: Saving) -> None:
     """Make a model save its activations in low precision while it trains."""
-    wrap_parts(model, how.norms, how, (SAVING, _FORWARD), _normalised, _saving)
-
-
-def detach_saving(model: nn.Module) -> bool:
-    """Undo ``attach_saving``; return True if there was something to undo."""
-    return unwrap_parts(model, (SAVING, _FORWARD))
+    for norm in how.norms:
+        wrap(norm, "saving", _normalised, how)
+    wrap(model, "saving", _saving, how)

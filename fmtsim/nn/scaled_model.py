@@ -29,16 +29,14 @@ from fmtsim.casts.arguments import check_features
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn import unit_scaling as unit
-from fmtsim.nn.forward import Substituted, forward_of, running_modules, undisturbed, unwrap_parts, wrap_parts
+from fmtsim.nn.conversion import conversion, inner_forward, settings, wrap
+from fmtsim.nn.forward import Substituted, running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ACTIVATIONS, MEANINGS, PRODUCT_NAMES, ModelMode
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from fmtsim.support.records import checked
-
-SCALED: Final = "_fmtsim_scaled"  # on the root and on each norm: the ScaledModel
-FORWARD: Final = "_fmtsim_scaled_forward"  # on each of them
 
 
 @dataclass(slots=True, eq=False)
@@ -69,27 +67,28 @@ class ScaledModel:
         return f"operations of {self.by}, weights rescaled to unit variance"
 
 
-_MU: Final = frozenset({"product", "embedding", "add", "multiply"})
+_MU: Final = frozenset({"product", "embedding", "add", "multiply"})  # meanings that muS replaces
 _UNIT: Final = _MU | {"activation", "attention", "dropout", "cross_entropy", "divide"}
 
 
+# A mode, because additions, embeddings and losses are calls inside a model's forward, not modules.
 class ScaledOperations(ModelMode):
     """Run the operations of a model as its ScaledModel says.
 
     Args:
         root: The model.
+        how: How it is scaled.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, how: ScaledModel) -> None:
         super().__init__()
-        self._root = root
-        self._how: ScaledModel = root.__dict__[SCALED]
+        self._root, self._how = root, how
         self._unit = self._how.by == "UnitScaled"
-        self._scaled = _UNIT if self._unit else _MU
+        self._scaled = _UNIT if self._unit else _MU  # other operations run as they are
         self._skips: dict[Tensor, nn.Module] = {}  # what norms read, with the norm
         self._summands: set[Tensor] = set()  # embeddings and their sums
         self.loss: Tensor | None = None  # the last cross entropy
-        self._heads = {getattr(module, "weight", None) for module in self._how.heads}
+        self._heads = {getattr(module, "weight", None) for module in self._how.heads}  # their factor is 1 / K
 
     def __enter__(self) -> Any:
         self._how.running.append(self)
@@ -105,18 +104,18 @@ class ScaledOperations(ModelMode):
         if meaning not in self._scaled:
             return func(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            repeat_under((SCALED, self._root), partial(ScaledOperations, self._root))
+            repeat_under(("scaled", self._root), partial(ScaledOperations, self._root, self._how))
         return getattr(self, meaning)(func, *args, **kwargs)
 
     def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
         """Return what a norm layer makes of x, which may begin a residual branch."""
         assert self._how.taus is not None
         tau = self._how.taus.get(module)
-        if tau is None:
+        if tau is None:  # a norm that begins no branch: the last one of a model, or of queries
             return self._normalised(module, forward, x)
-        self._skips[x] = module
+        self._skips[x] = module  # until an addition to x closes the branch
         if not self._unit:
-            return x
+            return x  # muS normalises the branch's output instead (_residual)
         return self._normalised(module, forward, unit.scale_backward(x, tau / (1 + tau**2) ** 0.5))
 
     def _normalised(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -143,10 +142,10 @@ class ScaledOperations(ModelMode):
         if kwargs or len(args) != 2 or not all(isinstance(t, Tensor) for t in args):
             return "other", None, None
         a, b = args
-        for skip, branch in ((a, b), (b, a)):
+        for skip, branch in ((a, b), (b, a)):  # models write both orders
             if skip in self._skips and skip.shape == branch.shape:
                 return "residual", skip, branch
-        summands = all(isinstance(base_of(t), nn.Parameter) or t in self._summands for t in (a, b))
+        summands = all(isinstance(base_of(t), nn.Parameter) or t in self._summands for t in (a, b))  # tokens, positions
         return "embeddings" if summands and a.dim() > 1 and b.dim() > 1 else "other", a, b
 
     def _residual(self, norm: nn.Module, skip: Tensor, branch: Tensor) -> Tensor:
@@ -155,12 +154,12 @@ class ScaledOperations(ModelMode):
         if self._unit:
             whole = (1 + tau**2) ** 0.5
             return unit.scale_forward(branch, tau / whole) + skip * (1 / whole)
-        normalised = forward_of(norm, FORWARD)(branch)
-        return (1 - tau) ** 0.5 * skip + tau**0.5 * normalised
+        normalised = inner_forward(conversion(norm).changes["scaled"])(branch)
+        return (1 - tau) ** 0.5 * skip + tau**0.5 * normalised  # Res-Post-LayerNorm: variances add up to 1
 
     def multiply(self, func: Any, a: Any, b: Any) -> Tensor:
         """Multiply; a number by which a model multiplies its embeddings is left out."""
-        number = not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad)
+        number = not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad)  # such as sqrt(width)
         if number and isinstance(a, Tensor) and a in self._summands:
             return a
         return func(a, b)  # type: ignore[no-any-return]
@@ -197,7 +196,7 @@ class ScaledOperations(ModelMode):
 
     def divide(self, func: Any, a: Any, b: Any, **how: Any) -> Tensor:
         """Divide; of a sum of losses, which becomes a mean, the gradient is not divided."""
-        if self.loss is None or a is not self.loss or how:
+        if self.loss is None or a is not self.loss or how:  # how: rounding_mode=
             return func(a, b, **how)  # type: ignore[no-any-return]
         return unit.scale_forward(a, 1 / b)
 
@@ -221,8 +220,8 @@ def base_of(t: Tensor) -> Tensor:
 class _Trace(ScaledOperations):
     """Find the residual branches of a model, and what cannot be scaled."""
 
-    def __init__(self, root: nn.Module, running: list[nn.Module]) -> None:
-        super().__init__(root)
+    def __init__(self, root: nn.Module, how: ScaledModel, running: list[nn.Module]) -> None:
+        super().__init__(root, how)
         self._modules = running
         self._names = {module: name for name, module in root.named_modules()}
         self._products: set[Tensor] = set()
@@ -237,7 +236,7 @@ class _Trace(ScaledOperations):
             return func(*args, **kwargs)
         kind, meaning = "other", MEANINGS.get(func, "other")
         if meaning == "add" and len(args) == 2:
-            kind, skip, _ = self.kind(args, kwargs)
+            kind, skip, _ = self.kind(args, kwargs)  # as in the passes that scale
             if kind == "residual":
                 self.branches.append(self._skips.pop(skip))
             elif kind == "other" and _activations(args) == 2 and not all(t in self._products for t in args):
@@ -248,11 +247,11 @@ class _Trace(ScaledOperations):
             self.computes_loss = True
             if self._unit and (why := _loss_fault(*args, **kwargs)):
                 self._refuse("cross_entropy", why)
-        y = func(*args, **kwargs)
+        y = func(*args, **kwargs)  # the model as it is
         if meaning == "embedding" or kind == "embeddings":
             self._summands.add(y)
         elif meaning == "multiply" and all(isinstance(t, Tensor) and t.numel() > 1 for t in args[:2]):
-            self._products.add(y)
+            self._products.add(y)  # gated products: a sum of them is no residual addition
         return y
 
     def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -272,14 +271,14 @@ class _Trace(ScaledOperations):
     def _refuse(self, what: str, why: str) -> None:
         module = self._modules[-1] if self._modules else self._root
         name = self._names.get(module)
-        like = re.sub(r"\d+", "*", name or "")
+        like = re.sub(r"\d+", "*", name or "")  # one refusal for equal layers of all blocks
         refusal = f"{what} in {name or 'the model'} ({type(module).__name__}), {why}"
         self.refused.setdefault((what, why, like), refusal)
 
 
 def _activations(args: Any) -> int:
     """Return how many of the arguments are tensors with a gradient, of more than one element, and no Parameters."""
-    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(base_of(t), nn.Parameter))
+    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(base_of(t), nn.Parameter))  # no weights
     return sum(t.requires_grad and t.numel() > 1 for t in tensors)
 
 
@@ -307,14 +306,11 @@ def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> N
     _rescale(model, generator)
     for module in model.modules():
         if isinstance(module, EmulatedModule) and module.emulation is not None:
-            owner = getattr(module, "owner", module)
+            owner = getattr(module, "owner", module)  # of a ParameterProduct, the module with its Parameter
             module.emulation.factors = Factors(how.by, head=owner in how.heads)
-    wrap_parts(model, how.names, how, (SCALED, FORWARD), _normalise, _scaled)
-
-
-def detach_scales(model: nn.Module) -> bool:
-    """Undo ``attach_scales`` but for the weights; return True if there was something to undo."""
-    return unwrap_parts(model, (SCALED, FORWARD))
+    for norm in how.names:
+        wrap(norm, "scaled", _normalise, how)
+    wrap(model, "scaled", _scaled, how)
 
 
 @torch.no_grad()
@@ -331,15 +327,14 @@ def _rescale(model: nn.Module, generator: Generator) -> None:
                 p.div_(std.to(p.dtype))
 
 
-def _scaled(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a model's forward with its operations replaced."""
-    how: ScaledModel = model.__dict__[SCALED]
     if how.taus is None:
         if torch.compiler.is_compiling():
             raise ArgumentError(f"{how.recipe} has to see one batch before torch.compile; call the model once")
         # run a batch to find the residual branches, and what each weighs
         with undisturbed(model), torch.enable_grad(), running_modules() as running:
-            trace = _Trace(model, running)
+            trace = _Trace(model, how, running)
             with trace:
                 forward(*args, **kwargs)
         if trace.refused:
@@ -349,16 +344,16 @@ def _scaled(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
                 f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(refusals)}. Write these "
                 "with fmtsim.nn.unit_scaling in a model of UnitLinear or MuLinear layers, or choose another recipe"
             )
-        how.checked = how.by == "MuScaled" or trace.computes_loss
-        count = len(trace.branches)
+        how.checked = how.by == "MuScaled" or trace.computes_loss  # muS scales no loss
+        count = len(trace.branches)  # two a block: attention and feed-forward
         how.taus = {
             norm: how.tau if how.by == "MuScaled" else (count / 2 + i) ** -0.5 for i, norm in enumerate(trace.branches)
         }
-    with ScaledOperations(model):
+    with ScaledOperations(model, how):
         y = forward(*args, **kwargs)
     if not how.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         outputs = [t for t in tree_iter(y) if isinstance(t, Tensor) and t.requires_grad and t.numel() > 1]
-        how.checked = bool(outputs)
+        how.checked = bool(outputs)  # one warning is enough
         for t in outputs[:1]:
             t.register_hook(partial(_check_gradient, type(model).__name__, how.recipe))
     return y
@@ -376,8 +371,9 @@ def _check_gradient(model: str, recipe: str, g: Tensor) -> None:
         )
 
 
-def _normalise(norm: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    how: ScaledModel = norm.__dict__[SCALED]
+def _normalise(
+    how: ScaledModel, norm: nn.Module, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     if not how.running:
         raise ArgumentError(
             f"layer {how.names[norm]!r} is a part of a model that {how.recipe} scales, and ran without the model; call "
@@ -484,7 +480,7 @@ def mu_parameter_groups(model: nn.Module, lr: float, base_width: int = 256) -> I
     """
     hidden: dict[Tensor, int] = {}
     for module in model.modules():
-        hidden |= dict(_hidden(module, model.__dict__.get(SCALED)))
+        hidden |= dict(_hidden(module, settings(model, "scaled")))
     for parameter in model.parameters():
         factor = math.sqrt(base_width / hidden[parameter]) if parameter in hidden else 1.0
         yield {"params": [parameter], "lr": lr * factor}
@@ -498,7 +494,7 @@ def _hidden(module: nn.Module, how: ScaledModel | None) -> Iterator[tuple[Tensor
     elif how is None or module in how.heads or getattr(module, "owner", None) in how.heads:
         return
     elif isinstance(module, EmulatedModule):
-        width = next(iter(module.matrices(module)))[1]
+        width = next(iter(module.matrices(module)))[1]  # fan-in
         yield from ((p, width) for _, p in module.named_parameters("", False) if p.dim() > 1)
     elif isinstance(module, nn.Linear):
         yield module.weight, module.in_features

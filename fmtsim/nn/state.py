@@ -14,22 +14,21 @@ import torch.distributed as dist
 from torch import nn
 
 from fmtsim.casts.arguments import check_module
-from fmtsim.nn.modules import STATE, EmulatedModule
-from fmtsim.nn.swaps import swap_details, swapped
+from fmtsim.nn.conversion import NAME, STATE, conversion, root
+from fmtsim.nn.modules import EmulatedModule
+from fmtsim.nn.swaps import swap_details
 from fmtsim.scaling.history import DelayedScale
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.records import check_items
 
-PTQ: Final = "_fmtsim_ptq"  # on the root: what ptq did, a fmtsim.ptq.ptq_state.Quantised
-RECIPE: Final = "_fmtsim_recipe"  # on the root: the recipe's name, None for a config
-NAME: Final = "fmtsim_recipe"  # uint8: the name in UTF-8; one zero for a config
 _LOG = logging.getLogger("fmtsim")
 _FSDP1: Final = "_fsdp_wrapped_module"  # what torch's FullyShardedDataParallel calls the module in it
 
 
 def is_converted(model: nn.Module) -> bool:
     """Return True if ``convert`` changed something in a model."""
-    return any(isinstance(module, EmulatedModule) for module in model.modules()) or swapped(model)
+    changes = (change for module in model.modules() for change in conversion(module).changes.values())
+    return any(isinstance(m, EmulatedModule) for m in model.modules()) or any(change.recipe for change in changes)
 
 
 def converted_root(model: nn.Module, verb: str) -> nn.Module:
@@ -38,9 +37,9 @@ def converted_root(model: nn.Module, verb: str) -> nn.Module:
     Raises:
         ArgumentError: Several parts of the model were converted, each by itself.
     """
-    roots: dict[str, nn.Module] = {}
+    roots: dict[str, nn.Module] = {}  # by the prefix of the names inside
     for name, module in model.named_modules():
-        if RECIPE in module.__dict__ and not any(f"{name}.".startswith(root) for root in roots):
+        if conversion(module).root is not None and not any(f"{name}.".startswith(root) for root in roots):
             roots[f"{name}." if name else ""] = module
     if len(roots) > 1:
         named = ", ".join(root.removesuffix(".") for root in list(roots)[:3])
@@ -89,7 +88,7 @@ def _unwrapped(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
 
 
 def _recipe_of(model: nn.Module) -> str | None:
-    return getattr(model, _FSDP1, model).__dict__.get(RECIPE)
+    return root(getattr(model, _FSDP1, model)).recipe
 
 
 def _is_state(value: Any, depth: int = 3) -> bool:
@@ -123,8 +122,8 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
         )
     if not _is_state(state["layers"]):
         raise ArgumentError("the state's layers are not what fmtsim.state returned: tensors by layer and operand")
-    having = {name for name, module in modules.items() if STATE in module._modules}
-    for name in sorted(having ^ set(state["layers"])):
+    having = {name for name, module in modules.items() if STATE in module._modules}  # the layers with delayed scales
+    for name in sorted(having ^ set(state["layers"])):  # layers that one of the two lacks
         where = "state" if name in having else "model"
         raise ArgumentError(f"layer {shown(name)} has delayed scales, but the {where} has none of it; convert alike")
     pairs = []
@@ -140,7 +139,7 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
                     f"layer {shown(name)}: {key} is {shapes[1]} in the state and {shapes[0]} in the model; "
                     "the recipe was another one when the state was saved"
                 )
-        pairs += [(memory[key], saved[key]) for key in memory]
+        pairs += [(memory[key], saved[key]) for key in memory]  # written once all of them are known to fit
     for tensor, value in pairs:
         tensor.resize_(value.shape).copy_(value)
 
@@ -175,9 +174,9 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     assert group is not None
     swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
     layers = {name: _runs(module) + swaps.pop(name, "") for name, module in modules} | swaps
-    facts = (model.__dict__.get(RECIPE), layers)
+    facts = (root(model).recipe, layers)  # what ranks have to agree on
     everyone, what = Ranks(group), "the comparison of recipes"
-    everyone.present(what)
+    everyone.present(what)  # a rank that left is named, instead of waited for
     ranks = everyone.gather_objects(facts, what)
     for rank, (recipe, theirs) in enumerate(ranks):
         names = [name for name in {**ranks[0][1], **theirs} if ranks[0][1].get(name) != theirs.get(name)]
@@ -190,7 +189,7 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     for _, module in modules:
         for memory in module._modules[STATE].children() if STATE in module._modules else ():  # type: ignore[union-attr]
             if isinstance(memory, DelayedScale):
-                memory.group = group
+                memory.group = group  # reduces one amax an operand over these ranks from now on
 
 
 def _runs(module: EmulatedModule) -> str:
@@ -206,23 +205,15 @@ def _digest(value: Any) -> str:
 
 def attach_name(model: nn.Module) -> None:
     """Make a model check the recipe of checkpoints that it loads, and save the name of its own with delayed scales."""
+    hooks = root(model).hooks
     if any(isinstance(part, DelayedScale) and part.is_saved for part in model.modules()):
         model.register_buffer(NAME, _encoded(model))
-        model.register_state_dict_post_hook(_write)
-    model.register_load_state_dict_pre_hook(_check)
-
-
-def detach_name(model: nn.Module) -> None:
-    """Undo ``attach_name``."""
-    model._buffers.pop(NAME, None)
-    for key in [key for key, hook in model._load_state_dict_pre_hooks.items() if getattr(hook, "hook", None) is _check]:
-        del model._load_state_dict_pre_hooks[key]
-    for key in [key for key, hook in model._state_dict_hooks.items() if hook is _write]:
-        del model._state_dict_hooks[key]
+        hooks["save"] = model.register_state_dict_post_hook(_write)
+    hooks["load"] = model.register_load_state_dict_pre_hook(_check)
 
 
 def _encoded(model: nn.Module) -> torch.Tensor:
-    name, device = model.__dict__[RECIPE] or "\0", next(model.parameters()).device
+    name, device = root(model).recipe or "\0", next(model.parameters()).device
     return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
 
 
@@ -236,10 +227,10 @@ def _check(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
     buffer, saved = model._buffers.get(NAME), state.get(prefix + NAME)
     if saved is None:
         if buffer is not None:
-            state[prefix + NAME] = buffer
+            state[prefix + NAME] = buffer  # so that strict loading does not miss it
             _LOG.info("the checkpoint has no delayed scales; %s goes on with its own", type(model).__name__)
         return
-    name, ours = bytes(saved.tolist()).decode(errors="replace"), model.__dict__.get(RECIPE)
+    name, ours = bytes(saved.tolist()).decode(errors="replace"), root(model).recipe  # UTF-8, or one zero for a config
     if name != (ours or "\0"):
         theirs = None if name == "\0" else name
         raise ArgumentError(

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_features, check_flags, check_input, check_together
 from fmtsim.gemm.layers.keys import Generator
-from fmtsim.nn.forward import ATTENTION, forward_names, undisturbed, unwrap_marked, wrap
+from fmtsim.nn.conversion import Kind, all_settings, settings, unwrap_all, wrap
+from fmtsim.nn.forward import forward_names, undisturbed
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.multihead_attention import Filter, attach, attentions, check_attentions, check_kind_of_attention
 from fmtsim.nn.planning import FILTERED, Selector
-from fmtsim.nn.saved_activations import SAVING, Saving, attach_saving
-from fmtsim.nn.scaled_model import SCALED, MuResidual, ScaledLinear, ScaledModel, attach_scales
+from fmtsim.nn.saved_activations import Saving, attach_saving
+from fmtsim.nn.scaled_model import MuResidual, ScaledLinear, ScaledModel, attach_scales
 from fmtsim.recipes.recipe import Recipe, Replacement
 from fmtsim.scaling.repeats import Calls
 from fmtsim.scaling.scales import power_of_two as to_power_of_two
@@ -28,10 +29,8 @@ from fmtsim.support.records import checked
 Per = Literal["token", "channel"]
 Model = TypeVar("Model", bound=nn.Module)
 
-PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")  # of Hugging Face's Llama
 _SILU: Final = ("SiLU", "SiLUActivation")
-SMOOTH: Final = "_fmtsim_smooth"  # on each converted module: its Smoothing
-_FORWARD: Final = "_fmtsim_smooth_forward"
 
 
 class Smoothing(NamedTuple):
@@ -40,13 +39,11 @@ class Smoothing(NamedTuple):
     Attributes:
         per: See ``smooth_scale``.
         power_of_two: See there.
-        recipe: Whether a recipe did it, which ``revert`` takes away with the recipe.
         parts: Names of the projections: gate, up and down.
     """
 
     per: Per
     power_of_two: bool
-    recipe: bool = False
     parts: tuple[str, ...] = PROJECTIONS
 
     def __str__(self) -> str:
@@ -73,9 +70,9 @@ def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -
     check_input(v, "v")
     if not v.dim() or not v.shape[-1]:
         raise ArgumentError(f"v has shape {tuple(v.shape)}; pass [..., channels]")
-    size = v.detach().abs()
+    size = v.detach().abs()  # a scale is a constant for the gradient
     amax = size.amax(-1, keepdim=True) if per == "token" else _largest(size.reshape(-1, v.shape[-1]))
-    amax = torch.where(amax == 0, torch.ones_like(amax), amax)
+    amax = torch.where(amax == 0, torch.ones_like(amax), amax)  # the source divides by zero there
     if not power_of_two:
         return amax
     return torch.where(amax.isfinite(), to_power_of_two(amax.float().nan_to_num(), up=True), amax.float())
@@ -112,7 +109,7 @@ def smooth_swiglu(
         raise ArgumentError(f"u has shape {tuple(u.shape)} and v {tuple(v.shape)}; pass two halves of one shape")
     if scale is not None and any(a not in (1, b) for a, b in zip(scale.shape[::-1], v.shape[::-1], strict=False)):
         raise ArgumentError(f"scale of shape {tuple(scale.shape)} does not broadcast to v of {tuple(v.shape)}")
-    s = smooth_scale(v, per, power_of_two=power_of_two) if scale is None else scale.detach()
+    s = smooth_scale(v, per, power_of_two=power_of_two) if scale is None else scale.detach()  # delayed, or this call's
     return F.silu(u) * (v / s), s
 
 
@@ -183,10 +180,10 @@ class SmoothSwiGLU(nn.Module):
 
 def scaled_down(down: nn.Linear, z: Tensor, s: Tensor, per: Per) -> Tensor:
     """Return ``(z s) w^T + bias`` of a linear layer, plain or converted, z being quantised without s."""
-    weight = down.weight if per == "token" else down.weight * s.to(down.weight.dtype)
+    weight = down.weight if per == "token" else down.weight * s.to(down.weight.dtype)  # columns take it
     z = z.to(weight.dtype) if weight.dtype.itemsize < z.dtype.itemsize else z  # powers of two make it float32
     y = down.gemm(z, weight, None) if isinstance(down, EmulatedModule) else F.linear(z, weight)
-    y = y * s.to(y.dtype) if per == "token" else y
+    y = y * s.to(y.dtype) if per == "token" else y  # s of a token multiplies its row
     return y if down.bias is None else y + down.bias.to(y.dtype)
 
 
@@ -214,13 +211,14 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
             "down(silu(gate(x)) * up(x)); or build the model with SmoothSwiGLU"
         )
     for module in layers:
-        smoothen(module, Smoothing(per, power_of_two, parts=gated_parts(module) or PROJECTIONS))
+        smoothing = Smoothing(per, power_of_two, gated_parts(module) or PROJECTIONS)
+        wrap(module, "swiglu", _smooth_forward, smoothing, recipe=False)
     return model
 
 
 def revert_swiglu(model: Model) -> Model:
     """Give gated layers their own forward back, in place; raise ArgumentError where none is converted."""
-    if not unsmooth(model):
+    if not unwrap_all(model, "swiglu"):
         raise ArgumentError(f"{type(model).__name__} has no converted gated layer; call convert_swiglu first")
     return model
 
@@ -234,37 +232,25 @@ def other_silus(model: nn.Module) -> list[str]:
     """Return the names of modules with SiLU and several linear layers that compute something else."""
     names = (
         name for name, m in model.named_modules()
-        if SMOOTH not in m.__dict__ and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
+        if settings(m, "swiglu") is None and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
     )  # fmt: skip
     return list(names)
 
 
-def smoothen(module: nn.Module, rule: Smoothing) -> None:
-    """Smooth a gated layer, in place."""
-    module.__dict__[SMOOTH] = rule
-    wrap(module, _FORWARD, _smooth_forward)
-
-
-def unsmooth(model: nn.Module, *, recipe: bool | None = None) -> int:
-    """Undo ``smoothen``, of recipes, of others or all (None); return how many layers were smoothed."""
-    return unwrap_marked(model, SMOOTH, _FORWARD, recipe)
-
-
-def _smooth_forward(module: nn.Module, forward: Any, x: Tensor) -> Tensor:
-    rule: Smoothing = module.__dict__[SMOOTH]
-    gate, up, down = (getattr(module, name) for name in rule.parts)
-    z, s = smooth_swiglu(gate(x), up(x), per=rule.per, power_of_two=rule.power_of_two)
-    return scaled_down(down, z, s, rule.per)
+def _smooth_forward(how: Smoothing, module: nn.Module, forward: Any, x: Tensor) -> Tensor:
+    gate, up, down = (getattr(module, name) for name in how.parts)
+    z, s = smooth_swiglu(gate(x), up(x), per=how.per, power_of_two=how.power_of_two)
+    return scaled_down(down, z, s, how.per)
 
 
 def gated_parts(module: nn.Module) -> tuple[str, ...] | None:
     """Return the names of a gated layer's projections, gate, up and down; None for other and for smoothed modules."""
-    if SMOOTH in module.__dict__:
+    if settings(module, "swiglu") is not None:
         return None
-    linears = _linears(module)
+    linears = _linears(module)  # by the names of the attributes
     if linears.keys() >= set(PROJECTIONS) and type(getattr(module, "act_fn", None)).__name__ in _SILU:
         return PROJECTIONS
-    if len(linears) != 3 or not _names_silu(module):
+    if len(linears) != 3 or not _names_silu(module):  # no candidate for a trial
         return None
     return next(
         (parts for parts in permutations(linears) if _computes(module, *(linears[part] for part in parts))), None
@@ -282,7 +268,7 @@ def _names_silu(module: nn.Module) -> bool:
 
 def _computes(module: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> bool:
     """Try whether a module computes ``down(silu(gate(x)) * up(x))``."""
-    w = gate.weight
+    w = gate.weight  # [hidden, width], as up's; down's is [width, hidden]
     if w.is_meta or w.shape != up.weight.shape or w.shape != down.weight.shape[::-1]:
         return False
     x = torch.randn(4, w.shape[1], generator=torch.Generator().manual_seed(0)).to(w)
@@ -292,11 +278,11 @@ def _computes(module: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear
             y = module.forward(x)
         except Exception:  # it takes other arguments, or other shapes
             return False
-    tolerance = 4 * torch.finfo(w.dtype).eps ** 0.75 * float(z.abs().max())
+    tolerance = 4 * torch.finfo(w.dtype).eps ** 0.75 * float(z.abs().max())  # sums may have another order
     return isinstance(y, Tensor) and y.shape == z.shape and float((y - z).abs().max()) <= tolerance
 
 
-_NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)
+_NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)  # classes that models bring along
 _FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 
 
@@ -332,8 +318,8 @@ class Swaps:
         """Exchange them in the model, whose layers are converted."""
         if self.recipe.attention is not None:
             attach(self.attention, self.recipe.attention, generator, recipe=True, strict=True)
-        for module, rule in self.gated:
-            smoothen(module, rule)
+        for module, smoothing in self.gated:
+            wrap(module, "swiglu", _smooth_forward, smoothing)
         if self.scaled is not None:
             attach_scales(model, self.scaled, generator)
         if self.saving is not None:
@@ -348,7 +334,7 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
     """
     swaps = Swaps(recipe=recipe, filtered=filter_fn is not None)
     if recipe.attention is not None:
-        chosen = _filtered(attentions(model), filter_fn, swaps)
+        chosen = _filtered(attentions(model), filter_fn, swaps)  # what filter_fn leaves out gets a reason
         if not chosen:
             raise ArgumentError(
                 f"attention= of recipe {recipe.name!r} finds nothing to replace in {type(model).__name__}"
@@ -356,7 +342,7 @@ def find_swaps(model: nn.Module, recipe: Recipe, filter_fn: Filter | None) -> Sw
                 "torch.nn.functional.scaled_dot_product_attention; convert with dataclasses.replace(recipe, "
                 "attention=None), and name others to fmtsim.nn.convert_attention(model, recipe.attention, filter_fn=)"
             )
-        check_attentions(chosen)
+        check_attentions(chosen)  # converted already, or of a kind that calls another function
         swaps.attention = chosen
     for i, replacement in enumerate(recipe.replace):
         where = f"replace[{i}] of recipe {recipe.name!r} ({replacement})"
@@ -400,7 +386,7 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, swa
                 f"{where} rescales weights, and {meta!r} of {name!r} is on the meta device; "
                 "give the model weights first"
             )
-    loss = swaps.recipe.loss_scale
+    loss = swaps.recipe.loss_scale  # not done here: notes say what is left to training
     more = ["a loss outside of the model: fmtsim.nn.unit_scaling.cross_entropy"] * (replacement.by == "UnitScaled")
     more += [] if loss is None else [f"the loss is to be scaled: {loss}"]
     swaps.notes += [
@@ -413,16 +399,10 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, swa
     )  # fmt: skip
 
 
-def swapped(model: nn.Module) -> bool:
-    """Return True if a recipe exchanged something in a model."""
-    rules = (module.__dict__.get(mark) for module in model.modules() for mark in (ATTENTION, SMOOTH))
-    marked = any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING))
-    return marked or any(rule is not None and rule.recipe for rule in rules)
-
-
 def swap_details(module: nn.Module) -> list[str]:
     """Return what a module has in place of its own attention, gated product or operations, for tables."""
-    attended, smoothed, scaled, saving = (module.__dict__.get(mark) for mark in (ATTENTION, SMOOTH, SCALED, SAVING))
+    kinds: tuple[Kind, ...] = ("attention", "swiglu", "scaled", "saving")
+    attended, smoothed, scaled, saving = (settings(module, kind) for kind in kinds)
     texts = [f"attention: {attended.call.config}"] if attended is not None else []
     texts += [str(scaled)] if scaled is not None and module not in scaled.names else []
     texts += [saving.told(module)] if saving is not None else []
@@ -431,13 +411,13 @@ def swap_details(module: nn.Module) -> list[str]:
 
 def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_fn: Filter | None, swaps: Swaps) -> None:
     there = gated_layers(model)
-    rule = Smoothing(replacement.per, replacement.power_of_two, recipe=True)
+    smoothing = Smoothing(replacement.per, replacement.power_of_two)
     chosen = _filtered(there, filter_fn, swaps)
-    swaps.gated += [(module, rule._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
-    others = other_silus(model)
+    swaps.gated += [(module, smoothing._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
+    others = other_silus(model)  # told, because a rule may have meant them
     swaps.notes += [f"{', '.join(others[:4])}: SiLU among linear layers, and no gated layer"] if others else []
-    swaps.notes += [f"{len(chosen)} gated layers became {rule}"] if chosen else []
-    if chosen or any(SMOOTH in module.__dict__ for module in model.modules()):
+    swaps.notes += [f"{len(chosen)} gated layers became {smoothing}"] if chosen else []
+    if chosen or all_settings(model, "swiglu"):
         return
     if not replacement.optional:
         raise ArgumentError(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_OF_RELU = (2 / (1 - 1 / math.pi)) ** 0.5
+_OF_RELU = (2 / (1 - 1 / math.pi)) ** 0.5  # 1 over the standard deviation of relu(x), x normal
 
 
 class _Scaled(torch.autograd.Function):
@@ -75,7 +75,7 @@ def linear_factors(x: Tensor, w: Tensor, *, constrained: bool = True, power: flo
     """
     n, k = w.shape
     out, back = k**-power, n**-0.5
-    return out, out if constrained else back, max(x.numel() // k, 1) ** -0.5
+    return out, out if constrained else back, max(x.numel() // k, 1) ** -0.5  # w's gradient sums over the rows of x
 
 
 class Factors(NamedTuple):
@@ -94,7 +94,7 @@ class Factors(NamedTuple):
         """Return the factors of the output, of x's gradient and of w's gradient."""
         power = 1.0 if self.head else 0.5
         if self.by == "MuScaled":
-            return (w.shape[1] ** -power,) * 3
+            return (w.shape[1] ** -power,) * 3  # one factor: the gradient is the function's own
         return linear_factors(x, w, constrained=not self.head, power=power)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def matmul(a: Tensor, b: Tensor, *, constrained: bool = True) -> Tensor:
     """Return ``a b`` times ``K ** -0.5``; unconstrained gradients have ``N ** -0.5`` (of a) and ``M ** -0.5``."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     out = k**-0.5
-    of_a, of_b = (out, out) if constrained else (n**-0.5, m**-0.5)
+    of_a, of_b = (out, out) if constrained else (n**-0.5, m**-0.5)  # a's gradient sums over N, b's over M
     return scale_forward(scale_backward(a, of_a) @ scale_backward(b, of_b), out)
 
 
@@ -150,12 +150,12 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
 def relu(x: Tensor, *, constrained: bool = True) -> Tensor:
     """Return ``relu(x)``, scaled: the limit of ``gelu`` for a large ``mult``, by the variance of half a normal."""
     out = _OF_RELU
-    return scale_forward(F.relu(scale_backward(x, out if constrained else 2**0.5)), out)
+    return scale_forward(F.relu(scale_backward(x, out if constrained else 2**0.5)), out)  # half of the gradient passes
 
 
 def gelu(x: Tensor, mult: float = 1.0, *, constrained: bool = True, approximate: str = "none") -> Tensor:
     """Return ``gelu(mult x) / mult``, scaled; ``approximate`` is torch's."""
-    weight = 1 / (1 + 0.25 / mult**2)
+    weight = 1 / (1 + 0.25 / mult**2)  # from x / 2 for a small mult (0) to relu(x) for a large one (1)
     out = interpolated(weight, 2.0, _OF_RELU)
     back = out if constrained else interpolated(weight, 2.0, 2**0.5)
     return scale_forward(F.gelu(scale_backward(x, back) * mult, approximate=approximate) / mult, out)
@@ -178,7 +178,7 @@ def silu_glu(x: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
 
 def softmax(x: Tensor, mult: float = 1.0, *, constrained: bool = True) -> Tensor:
     """Return the softmax of ``mult x`` over the last dimension of n, scaled between ``n`` (flat) and ``sqrt(n)``."""
-    n, weight = x.shape[-1], 1 / (1 + 4 / mult**2)
+    n, weight = x.shape[-1], 1 / (1 + 4 / mult**2)  # from a flat softmax (0) to one key's (1)
     out = interpolated(weight, n, n**0.5)
     back = out if constrained else interpolated(weight, n / mult, (n / mult) ** 0.5)
     return scale_forward(F.softmax(scale_backward(x, back) * mult, -1), out)
@@ -192,6 +192,7 @@ def attention(
     ``masks`` are ``attn_mask`` and ``enable_gqa`` of torch's function; the factor does not look at a mask.
     """
     length, d = v.shape[-2], q.shape[-1]
+    # flat weights make a mean of the values; under a causal mask 1 / keys is log(L) / L on average
     flat = (math.log(length) / length) ** 0.5 if is_causal and length > 1 else length**-0.5
     factor = (1 - dropout_p) ** 0.5 / interpolated(1 / (1 + 4 * d / mult**2), flat, 1.0)
     q, k, v = (scale_backward(t, factor) for t in (q, k, v))
@@ -206,15 +207,15 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     ``"sum"``, both with the same gradient.
     """
     classes = logits.shape[-1]
-    logits = scale_backward(logits, classes / (classes - 1) ** 0.5)
+    logits = scale_backward(logits, classes / (classes - 1) ** 0.5)  # over the deviation of 1 / V - one_hot(target)
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignore_index)
     if reduction == "sum":
         return loss
-    count = (targets != ignore_index).sum().double().reciprocal()
+    count = (targets != ignore_index).sum().double().reciprocal()  # exact in float64, rounded once
     return scale_forward(loss, count.to(loss.dtype))
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Return dropout times ``sqrt(1 - p)``, values and gradients, in training and in evaluation alike."""
-    factor = (1 - p) ** 0.5
+    factor = (1 - p) ** 0.5  # torch's dropout divides by 1 - p, so its variance grows by that
     return scale_forward(F.dropout(scale_backward(x, factor), p, training), factor)

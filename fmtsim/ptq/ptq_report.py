@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fmtsim.nn.convert import REASONS
+from fmtsim.nn.conversion import root
 from fmtsim.nn.coverage import Coverage, estimated, percent
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Slot, limit, static_scale
@@ -165,7 +165,7 @@ class PtqReport(Result):
 
 def coverage_of_weights(model: nn.Module, done: Container[str]) -> Coverage:
     """Return how much of the weights that products read is in layers of these names."""
-    found = estimated(model, model.__dict__.get(REASONS, {}))
+    found = estimated(model, root(model).reasons)
     raw = tuple(row for row in found.raw if row.layer not in done and row.layer.rpartition(".")[0] not in done)
     return replace(found, simulated=found.total - sum(row.multiply_adds for row in raw), raw=raw)
 
@@ -178,7 +178,7 @@ def share_of(coverage: Coverage, done: str) -> str:
 
 def left_alone(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return the modules with weights of their own that a conversion left alone, and why."""
-    reasons, shared = model.__dict__[REASONS], dict(tied(model))
+    reasons, shared = root(model).reasons, dict(tied(model))
     modules = {}
     for name, module in model.named_modules():
         owner = name.split(".parametrizations.")[0]  # which keeps the weights of the module that is parametrized

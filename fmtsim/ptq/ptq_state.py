@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
+from fmtsim.nn.conversion import Change, record, root, settings, unwrap_all
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.multihead_attention import convert_attention
-from fmtsim.nn.state import PTQ, converted_state, is_converted, load_converted_state
+from fmtsim.nn.state import converted_state, is_converted, load_converted_state
 from fmtsim.ptq.calibrate import check_loaded
 from fmtsim.ptq.ptq_report import PtqReport
 from fmtsim.ptq.reshape import DIVISOR, attach, detach, divide_input, unsmooth
@@ -20,8 +21,6 @@ from fmtsim.recipes.serialization import recipe_from_dict, recipe_to_dict
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.records import check_items, record_of
-
-_QUANTIZER = "_fmtsim_ptq_input"  # of a module whose input is rounded
 
 
 def extend(model: nn.Module, quantizer: Quantizer, *, weights: bool = True) -> tuple[str, ...]:
@@ -39,8 +38,8 @@ def extend(model: nn.Module, quantizer: Quantizer, *, weights: bool = True) -> t
                 with torch.no_grad():
                     module.weight.copy_(nearest(module.weight, quantizer))
         elif isinstance(module, nn.Softmax | nn.LogSoftmax) or "norm" in type(module).__name__.lower():
-            module.__dict__[_QUANTIZER] = quantizer
-            module.register_forward_pre_hook(_round_input)
+            hook = module.register_forward_pre_hook(_round_input)
+            record(module).changes["input"] = Change(settings=quantizer, recipe=False, hook=hook)
         else:
             continue
         names.append(name)
@@ -52,16 +51,13 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not (args and isinstance(args[0], Tensor) and args[0].is_floating_point()):
         return args
     x = args[0]
-    rounded = nearest(x.reshape(-1, x.shape[-1] if x.dim() else 1), module.__dict__[_QUANTIZER])
+    rounded = nearest(x.reshape(-1, x.shape[-1] if x.dim() else 1), settings(module, "input"))
     return (rounded.to(x.dtype).reshape(x.shape), *args[1:])
 
 
 def contract(model: nn.Module) -> None:
     """Remove the input quantisers that ``extend`` added; the caller restores embeddings."""
-    for module in model.modules():
-        if module.__dict__.pop(_QUANTIZER, None) is not None:
-            for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _round_input]:
-                del module._forward_pre_hooks[key]
+    unwrap_all(model, "input")
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,7 +79,7 @@ class RoundedWeight(NamedTuple):
 
 
 class Quantised(NamedTuple):
-    """Hold the quantisation of a model, on its root under ``PTQ``.
+    """Hold the quantisation of a model, in the ``Root`` of its record.
 
     Args:
         recipe: The recipe, with its machine.
@@ -115,7 +111,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     ['layers', 'recipe', 'scales', 'tensors', 'weights']
     """
     scales = converted_state(model)
-    quantised: Quantised | None = model.__dict__.get(PTQ)
+    quantised: Quantised | None = root(model).quantised
     if quantised is None:
         return scales
     check_loaded(model)
@@ -202,7 +198,7 @@ def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
         detach(model, untied)
         revert(model)
         raise ArgumentError(f"the state does not fit {type(model).__name__}: {error}") from None
-    model.__dict__[PTQ] = Quantised(recipe, weights, None)
+    root(model).quantised = Quantised(recipe, weights, None)
     if recipe.extended is not None:
         extend(model, recipe.extended, weights=False)
     if (attention := recipe.serving_attention) is not None:

@@ -19,12 +19,12 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.layer import run_layer
-from fmtsim.nn.convert import REASONS, convert, revert
+from fmtsim.nn.conversion import root
+from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.multihead_attention import convert_attention, revert_attention
 from fmtsim.nn.planning import machine_of
 from fmtsim.nn.raw_matmuls import raw_matrices
-from fmtsim.nn.state import PTQ
 from fmtsim.ptq.calibrate import Part, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.ptq_report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
 from fmtsim.ptq.ptq_state import Quantised, RoundedWeight, contract, extend
@@ -140,7 +140,7 @@ def ptq(
         recipe = replace(recipe, rules=(*misfits, *recipe.rules))
         why |= {f"{HIGH}: {rule.where}": reason for rule, reason in misfits.items()}
         configs = prepared(model, recipe, filter_fn)
-    model.__dict__[REASONS] = {name: why.get(reason, reason) for name, reason in model.__dict__[REASONS].items()}
+    root(model).reasons = {name: why.get(reason, reason) for name, reason in root(model).reasons.items()}
     try:
         with row_major(model), make_progress(progress, verb="ptq") as show:
             if recipe.rotate is not None:
@@ -193,7 +193,7 @@ def ptq(
         attention=str(recipe.serving_attention or ""), unreached=tuple(unreached),
         coverage=coverage_of_weights(model, configs),
     )  # fmt: skip
-    model.__dict__[PTQ] = Quantised(recipe, weights, report)
+    root(model).quantised = Quantised(recipe, weights, report)
     if unreached:
         warnings.warn(f"calibration never ran {some(unreached)}: {UNREACHED}", CoverageWarning, stacklevel=2)
     return model
@@ -275,7 +275,7 @@ def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = Non
     if written:
         chosen = lambda module, name: name not in written and (filter_fn is None or filter_fn(module, name))  # noqa: E731
     convert(model, recipe.prescribed, filter_fn=chosen)  # its checks are about weights, too
-    reasons = model.__dict__[REASONS] | written
+    reasons = root(model).reasons | written
     try:
         modules = {name: module for name, module in model.named_modules() if isinstance(module, EmulatedModule)}
         configs = {name: module.emulation.config for name, module in modules.items() if module.emulation is not None}
@@ -285,7 +285,7 @@ def prepared(model: nn.Module, recipe: PtqRecipe, filter_fn: Filter | None = Non
     finally:
         revert(model)
     convert(model, recipe.inference, filter_fn=lambda module, name: name in configs)
-    model.__dict__[REASONS] = reasons
+    root(model).reasons = reasons
     return configs
 
 

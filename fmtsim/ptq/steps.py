@@ -14,9 +14,10 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.gemm.layers.quantize_operand import quantize_operand
+from fmtsim.nn.conversion import STATE
 from fmtsim.nn.convolutions import EmulatedConvTranspose
 from fmtsim.nn.coverage import numbered
-from fmtsim.nn.modules import STATE, EmulatedBilinear, EmulatedModule
+from fmtsim.nn.modules import EmulatedBilinear, EmulatedModule
 from fmtsim.ptq.calibrate import (
     Part,
     Products,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fmtsim
 from fmtsim.nn import convert, flash_attention_3, share_scales
-from fmtsim.nn.modules import STATE
+from fmtsim.nn.conversion import STATE
 from fmtsim.recipes import get_recipe
 from tests.support.models import gpt
 

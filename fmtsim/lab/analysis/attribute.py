@@ -15,11 +15,9 @@ from fmtsim.casts.arguments import takes
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.lab.analysis.attribution import Attribution, AttributionRow
 from fmtsim.lab.analysis.operand_probe import ALL, AttentionSite, Backward, Key, Probe, Site, sites_of
+from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.convert import convert
-from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.saved_activations import SAVING
-from fmtsim.nn.scaled_model import SCALED
 from fmtsim.nn.state import is_converted
 from fmtsim.ptq.calibrate import call, check_model
 from fmtsim.support.errors import ArgumentError, shown
@@ -345,7 +343,7 @@ def _machine_note(model: nn.Module) -> list[str]:
     gemms = [gemm for config in configs for gemm in (config.fprop, config.dgrad, config.wgrad)]
     machines = {gemm.machine for gemm in gemms if gemm.machine}
     notes = [f"no row has what this costs: products {'; '.join(sorted(machines))}"] if machines else []
-    if any(mark in module.__dict__ for module in model.modules() for mark in (SCALED, SAVING)):
+    if all_settings(model, "scaled") or all_settings(model, "saving"):
         notes.append(
             "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are poor, "
             "pass exact=True"
@@ -354,7 +352,7 @@ def _machine_note(model: nn.Module) -> list[str]:
 
 
 def _attends(model: nn.Module) -> bool:
-    return any(ATTENTION in module.__dict__ for module in model.modules())
+    return bool(all_settings(model, "attention"))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from fmtsim.lab.analysis.measure import measure
 from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
 from fmtsim.lab.analysis.shadow import Shadow
 from fmtsim.lab.analysis.stats import OperandStats, TensorStats
-from fmtsim.nn.forward import ATTENTION
+from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes.recipe import Recipe, Rule
@@ -49,7 +49,7 @@ class ModelObservation(Observation):
         self._shadow = Shadow(model, recipe, format, rules) if plain else None
         model = model if self._shadow is None else self._shadow.model
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
-        self._attention = [m.__dict__[ATTENTION] for m in model.modules() if ATTENTION in m.__dict__]
+        self._attention = all_settings(model, "attention")
         self._active = False
         self._stance: Any = None  # of compilers, before the with
         self._hooks: list[RemovableHandle] = []

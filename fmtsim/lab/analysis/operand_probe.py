@@ -19,8 +19,8 @@ from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, pr
 from fmtsim.gemm.layers.keys import FORWARD, Layer
 from fmtsim.gemm.layers.layer import autocast_to, run_layer
 from fmtsim.gemm.layers.watch import Watcher, watching
+from fmtsim.nn.conversion import settings
 from fmtsim.nn.flash import Inputs
-from fmtsim.nn.forward import ATTENTION
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.multihead_attention import Attended
 from fmtsim.nn.raw_matmuls import ParameterProduct
@@ -185,8 +185,8 @@ def sites_of(model: nn.Module, seed: int, *, fresh: bool) -> list[Site]:
             assert how is not None
             sites.append(LinearSite(how, how.name, part, seed + len(sites), fresh=fresh))
             sites[-1].expected = len(parts) == 1 and not isinstance(module, ParameterProduct)
-        if ATTENTION in module.__dict__:
-            sites.append(AttentionSite(module.__dict__[ATTENTION], seed + len(sites)))
+        if (attended := settings(module, "attention")) is not None:
+            sites.append(AttentionSite(attended, seed + len(sites)))
     for site in sites:
         site.install(None)
     return [site for site in sites if site.formats]

@@ -20,12 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.nn.conversion import Change, Conversion, conversion, record, settings, unwrap, wrap
 from fmtsim.nn.convert import convert, set_step
-from fmtsim.nn.forward import ATTENTION, unwrap, wrap
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.multihead_attention import Attended, QuantisedAttention, attentions
 from fmtsim.nn.operations import MEANINGS, RULES, STACKED, ModelMode
-from fmtsim.nn.raw_matmuls import READS, RawMatmuls
+from fmtsim.nn.raw_matmuls import RawMatmuls
 from fmtsim.nn.report import report
 from fmtsim.nn.sdpa import AttentionCall, attend
 from fmtsim.nn.state import is_converted
@@ -140,8 +140,6 @@ def _of_torch(
     )
 
 
-MARK: Final = "_fmtsim_observed"  # on a module that is observed: the forward that the instance had of its own, or None
-ATTENDED: Final = "_fmtsim_observed_attention"  # likewise, where its own code runs attention
 _NOT_SEEN: Final = {
     "replace": "what the recipe puts in the place of gated layers",
     "activations": "the cast of activations that the recipe keeps",
@@ -180,12 +178,13 @@ class Shadow:
         # The filter takes everything: convert has nothing to warn of. The generator is the shadow's own, so that the
         # model draws the numbers that it would have drawn.
         # Give copies of modules that run attention a quantised one; return True if there is such a module.
-        chosen = [] if attention is None else [(n, m) for n, m in attentions(model) if ATTENTION not in m.__dict__]
+        chosen = [] if attention is None else [(n, m) for n, m in attentions(model) if settings(m, "attention") is None]
         keys = torch.Generator().manual_seed(0)
         for name, module in chosen:
             assert attention is not None
             call = AttentionCall(attention, keys)
-            self._copies[module].__dict__[ATTENTION] = Attended(name=name, call=call, recipe=True, strict=False)
+            change = Change(settings=Attended(name=name, call=call, strict=False))
+            record(self._copies[module]).changes["attention"] = change
         self._attending = [m for _, m in chosen if not isinstance(m, nn.MultiheadAttention)]
         attends = bool(chosen)
         try:
@@ -207,20 +206,21 @@ class Shadow:
     def attach(self) -> None:
         """Run the shadow beside the model from now on, as far as its layers have observers."""
         for module in (*(module for module, _ in self._pairs), *self._attending):
-            if MARK in module.__dict__ or ATTENDED in module.__dict__:
+            if conversion(module).changes.keys() & {"observed", "observed attention"}:
                 raise ArgumentError(f"{type(module).__name__} is observed already; leave the outer observe first")
         for module, copy in self._pairs:
-            writer = READS in copy.__dict__ and not isinstance(copy, EmulatedModule)
-            wrap(module, MARK, self._writer(copy) if writer else self._layer(module, copy))
+            writer = settings(copy, "products") is not None and not isinstance(copy, EmulatedModule)
+            wrap(module, "observed", self._write if writer else self._layer(module, copy), copy, recipe=False)
         for module in self._attending:
-            wrap(module, ATTENDED, self._attention(self._copies[module].__dict__[ATTENTION]))
+            attended = settings(self._copies[module], "attention")
+            wrap(module, "observed attention", self._attend, attended, recipe=False)
 
     def detach(self) -> None:
         """Leave the model alone again."""
         for module in self._attending:
-            unwrap(module, ATTENDED)
+            unwrap(module, "observed attention")
         for module, _ in self._pairs:
-            unwrap(module, MARK)
+            unwrap(module, "observed")
 
     def begin(self, step: int) -> None:
         """Tell a recipe with a schedule the step."""
@@ -235,7 +235,7 @@ class Shadow:
     def _layer(self, module: nn.Module, copy: nn.Module) -> Callable[..., Any]:
         parts = [(part, self._copies[part]) for part in module.modules()]
 
-        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(copy: nn.Module, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
             self._inside += 1  # products that the layer's own forward writes are not those of a writer around it
             try:
                 y = forward(*args, **kwargs)
@@ -250,14 +250,14 @@ class Shadow:
 
         return run
 
-    def _writer(self, copy: nn.Module) -> Callable[..., Any]:
-        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-            with _Beside(copy, self):
-                return forward(*args, **kwargs)
+    def _write(self, copy: nn.Module, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module with the casts of the products that it writes beside it."""
+        with _Beside(copy, self):
+            return forward(*args, **kwargs)
 
-        return run
+    def _attend(self, how: Attended, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module with the casts of its attention beside it."""
 
-    def _attention(self, how: Attended) -> Callable[..., Any]:
         def see(call: Call) -> None:
             def cast(copies: _Copies) -> Tensor:
                 return attend(how.call, copies[call.q], copies[call.k], copies[call.v], **call.options)
@@ -268,18 +268,15 @@ class Shadow:
                 note = f"not seen: attention of {how.name or '(model)'}: {error}"
                 self.notes += [note] if note not in self.notes else []
 
-        def run(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if how.call.observer is None else AttentionCalls(see):
-                return forward(*args, **kwargs)
-
-        return run
+        with nullcontext() if how.call.observer is None else AttentionCalls(see):
+            return forward(*args, **kwargs)
 
 
 class _Beside(RawMatmuls):
     """Cast the operands of products with Parameters that a model writes itself, and leave the products to torch."""
 
     def __init__(self, copy: nn.Module, shadow: Shadow) -> None:
-        super().__init__(copy)
+        super().__init__(copy, settings(copy, "products"))
         self._shadow = shadow
 
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -361,7 +358,9 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     if module not in copies:
         module_copy = copies[module] = object.__new__(type(module))
         # Not by its own __setattr__: that of compiled modules writes to the model.
-        module_copy.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        module_copy.__dict__.update(
+            {k: v.copy() if isinstance(v, dict | Conversion) else v for k, v in module.__dict__.items()}
+        )
         modules = {n: None if m is None else _copied(m, copies) for n, m in module._modules.items()}
         module_copy.__dict__.update(_modules=modules, training=False)  # no dropout: it would draw numbers
     return copies[module]
@@ -369,11 +368,12 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
 
 def _is_run(copy: nn.Module) -> bool:
     whole = isinstance(copy, EmulatedModule) and copy.emulation is not None
-    return READS in copy.__dict__ or whole or (isinstance(copy, nn.MultiheadAttention) and ATTENTION in copy.__dict__)
+    kinds = {"products", "attention"} if isinstance(copy, nn.MultiheadAttention) else {"products"}
+    return whole or not kinds.isdisjoint(conversion(copy).changes)
 
 
 def _is_observed(copy: nn.Module) -> bool:
-    how = copy.emulation if isinstance(copy, EmulatedModule) else copy.__dict__[ATTENTION].call
+    how = copy.emulation if isinstance(copy, EmulatedModule) else settings(copy, "attention").call
     return how is not None and how.observer is not None
 
 
@@ -383,8 +383,8 @@ def _call(copy: nn.Module, parts: _Parts, copies: _Copies, args: Any, kwargs: An
     try:
         for part, shadow in parts:
             shadow._parameters = {n: None if p is None else copies[p] for n, p in part._parameters.items()}  # type: ignore[misc]
-        args, kwargs, how = _mapped(args, copies), _mapped(kwargs, copies), copy.__dict__.get(ATTENTION)
-        if how is None or how is parts[0][0].__dict__.get(ATTENTION):  # of a model that has it, it is seen there
+        args, kwargs, how = _mapped(args, copies), _mapped(kwargs, copies), settings(copy, "attention")
+        if how is None or how is settings(parts[0][0], "attention"):  # of a model that has it, it is seen there
             return type(copy).forward(copy, *args, **kwargs)
         arguments_bound = inspect.signature(nn.MultiheadAttention.forward).bind(copy, *args, **kwargs).arguments
         arguments_bound["need_weights"] = False  # those are what torch's function does not return

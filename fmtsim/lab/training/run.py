@@ -25,7 +25,8 @@ from fmtsim.lab.training.corpus import Corpus, sample
 from fmtsim.lab.training.learner import Learner, autocast
 from fmtsim.lab.training.schemes import Scheme, TrainConfig
 from fmtsim.lab.training.training_models import MODELS, OwnModel, build_model, without_head
-from fmtsim.nn.convert import REASONS, convert, set_step
+from fmtsim.nn.conversion import root
+from fmtsim.nn.convert import convert, set_step
 from fmtsim.nn.planning import FILTERED
 from fmtsim.nn.report import Report, report
 from fmtsim.recipes.layer_plan import HIGH
@@ -153,7 +154,7 @@ def simulate(
         done: dict[str, Any] = dict.fromkeys(("autocast", "loss_scale", "optimizer", "reduction"))
         recipe = dataclasses.replace(scheme.recipe, **done, levels=())
         convert(model, recipe=recipe, total_steps=config.steps, **how)
-    reasons = model.__dict__[REASONS]  # nobody passed filter_fn=
+    reasons = root(model).reasons  # nobody passed filter_fn=
     reasons |= {name: f"{HIGH}: head" for name, why in reasons.items() if why == FILTERED}
 
 

@@ -14,8 +14,9 @@ from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.gemm.layers.quantize_operand import quantize_operand
-from fmtsim.nn.modules import STATE, EmulatedLinear
-from fmtsim.nn.state import PTQ, converted_modules
+from fmtsim.nn.conversion import STATE, root
+from fmtsim.nn.modules import EmulatedLinear
+from fmtsim.nn.state import converted_modules
 from fmtsim.ptq.calibrate import check_loaded
 from fmtsim.ptq.export.stored_tensors import spread_over
 from fmtsim.ptq.ptq_state import Quantised, RoundedWeight
@@ -152,7 +153,7 @@ def weights_of(model: nn.Module) -> tuple[list[CodedWeight], dict[str, Tensor]]:
             of its own.
     """
     check_loaded(model)
-    quantised: Quantised | None = model.__dict__.get(PTQ)
+    quantised: Quantised | None = root(model).quantised
     rounded: dict[str, RoundedWeight] = {} if quantised is None else quantised.weights
     coded = []
     for name, module in converted_modules(model, "export"):

@@ -18,7 +18,7 @@ from torch import nn
 import fmtsim
 from fmtsim.formats.scaling import Scaling, TensorScale
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
-from fmtsim.nn.state import PTQ
+from fmtsim.nn.conversion import root
 from fmtsim.ptq.export import gguf as gguf_layout
 from fmtsim.ptq.export.compressed_tensors import _reciprocals as reciprocals
 from fmtsim.ptq.export.compressed_tensors import config_of
@@ -249,7 +249,7 @@ def test_nvfp4_stores_reciprocals_that_decode_to_its_tensor_scales(tmp_path):
     for name in "02":
         memory = dict(model.get_submodule(name)._modules["fmtsim_state"].named_children())
         assert torch.equal(scales[f"{name}.input_global_scale"], memory["x_f"].factor.reshape(1))
-        ours = model.__dict__[PTQ].weights[name].tensor_scale
+        ours = root(model).quantised.weights[name].tensor_scale
         assert torch.equal(1 / scales[f"{name}.weight_global_scale"], ours.reshape(1))
 
 
@@ -264,7 +264,7 @@ def test_every_tensor_scale_of_nvfp4_has_a_reciprocal():
 def test_rescaling_is_allowed_by_name_and_reported(tmp_path):
     model = quantised(ANOTHER_ORDER)
     exported, scales = nvfp4_config(model, tmp_path / "m", allow_rescale=True)
-    ours = {name: weight.tensor_scale for name, weight in model.__dict__[PTQ].weights.items()}
+    ours = {name: weight.tensor_scale for name, weight in root(model).quantised.weights.items()}
     moved = [name for name in "02" if not torch.equal(1 / scales[f"{name}.weight_global_scale"], ours[name].reshape(1))]
     assert moved and set(moved) <= set(exported.rescaled)
     assert f"layer '{moved[0]}': tensor scale {ours[moved[0]].item():.9g} becomes " in str(exported)
