@@ -38,6 +38,7 @@ from fmtsim.support.replay.programs import repeated
 
 Steps = Callable[..., list[Tensor] | Tensor]
 Facts = tuple[tuple[tuple[int, ...], torch.dtype, torch.device] | None, ...]  # of tensors; None where there is none
+# By operator: the steps that inductor compiles instead, and the functions that its code calls instead.
 _lowered: dict[Any, Any] = {}
 _called: dict[Any, str] = {}
 
@@ -71,6 +72,7 @@ def has_known_sizes(t: Tensor) -> bool:
 
 def announce() -> None:
     """Install lowerings and calls of the registered operators in inductor, if it is loaded."""
+    # fake operators call this: a process that compiles nothing never imports inductor
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or not hasattr(inductor, "lowerings"):
         return
@@ -87,6 +89,7 @@ def _call(lowering: Callable[..., Any], operator: Any, name: str, *arguments: An
     """Lower an operator as inductor does, and name the function that its code calls instead."""
     from torch._inductor.virtualized import V
 
+    # the lowering appends one node; only its Python name changes
     before = len(V.graph.operations)
     result = lowering(*arguments)
     operations: list[Any] = V.graph.operations[before:]
@@ -98,11 +101,13 @@ def _call(lowering: Callable[..., Any], operator: Any, name: str, *arguments: An
 
 def _lower(steps: Callable[..., Steps], *arguments: Any) -> Any:
     """Lower the steps of an operator."""
+    # tensors come first, then the arguments that the steps are made for
     count = next((i for i, x in enumerate(arguments) if x is not None and not _is_box(x)), len(arguments))
     boxes, rest = arguments[:count], arguments[count:]
     for box in boxes:
         if box is not None and box.get_read_names():
             box.realize()  # several steps read it; constants are part of each
+    # the graph of steps is cached by shapes, dtypes and devices: tensors have no values here
     facts = tuple(None if x is None else (tuple(map(int, x.get_size())), x.get_dtype(), x.get_device()) for x in boxes)
     return _Inductor(_graph_of(steps, facts, rest)).run(*(x for x in boxes if x is not None))
 
@@ -121,6 +126,7 @@ def _graph_of(steps: Callable[..., Steps], facts: Facts, rest: tuple[Any, ...]) 
     run = steps(*rest)
 
     def call(*tensors: Tensor) -> Any:
+        # an absent tensor is None in the steps, and no input of the graph
         remaining = iter(tensors)
         return run(*(None if fact is None else next(remaining) for fact in facts))
 
@@ -138,6 +144,7 @@ class _Inductor(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Return inductor's tensor for a node."""
         result = super().run_node(n)
+        # a scale that is read by every element of its block would be computed for each of them
         if _is_box(result) and any(_is_larger(user, n) for user in n.users) and result.get_read_names():
             result.realize()
         return result
@@ -164,15 +171,18 @@ def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, 
 
     ``tensor_scale`` is missing where it is only the rule's ``multiplier``, a constant.
     """
+    # 1. elements: blocks down columns are cast as the tensor lies, and the result is a transposed view
     last, transposed = last_cast(quantizer), dim == 0 and (on_gpu or not quantizer.transforms)
     fmt, scaling = last.format, last.scaling
     keeps, folds_here = keeps_scales(last, folded, on_gpu), _folds_here(last, on_gpu, folded)
     layout = {"elements": (elements_dtype(quantizer, dtype, on_gpu, folded), transposed)}
+    # 2. scales, unless they are multiplied into the elements; that of the tensor
     if (scaling is not None or keeps) and not folds_here:
         layout["scale"] = (torch.float32, transposed)
     two_level = fmt.tensor_scale if keeps and isinstance(fmt, BlockFormat) else scaling and scaling.tensor
     if two_level:
         layout["tensor_scale"] = (torch.float32, False)
+    # 3. what the backward pass multiplies the gradient with, and what Clamp cut off
     if not isinstance(quantizer.gradient, StraightThrough):
         smooth = isinstance(quantizer.gradient, Differentiable)
         layout["slope"] = (torch.float32 if smooth else torch.bool, transposed)
@@ -200,8 +210,10 @@ def traced_operand(
     if key_tensors == [None] * 3 and not t.is_contiguous() and t.mT.is_contiguous():
         t, dim = t.mT, -1 - dim  # elements lie as the tensor does, on which a library's accumulation order depends
         factor = factor if factor is None or not factor.dim() else factor.mT
+    # steps that inductor may fuse into kernels of its own, with the same bits
     if folded and factor is None and key_tensors == [None] * 3 and not any(source) and _fuses(t, quantizer, dim):
         return _fused(t, quantizer, dim)
+    # else one opaque node: random keys lie on the CPU, which a CUDA graph cannot hold
     run = with_keys(torch.ops.fmtsim.quantize_operand, *key_tensors)
     return _operand_of(
         t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *key_tensors)
@@ -221,6 +233,7 @@ def traced_draws(layer: Layer, requests: Sequence[OperandRequest]) -> list[Opera
     """Quantise the operands of a pass whose keys the device counts, as one node of a graph."""
     with _disable_current_modes():
         layer.counter(requests[0].t.device)  # made here, outside of the memory of CUDA graphs
+    # one node draws all keys of the pass in their order, whatever order a compiler gives to others
     names, tensors, dims, factors = (list(field) for field in zip(*requests, strict=True))
     texts = [text_of(layer.quantizers[name]) for name in names]
     parts, operands = iter(torch.ops.fmtsim.draw_operands(layer.name, tensors, factors, dims, names, texts)), []
@@ -235,6 +248,7 @@ def _operand_of(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors
     """Return the operand of an operator's tensors; block sizes and a multiplier follow from the quantiser."""
     parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), tensors, strict=True))
     last = last_cast(quantizer)
+    # a rule's multiplier is a constant: no tensor of the operator's result
     times = 1.0 if last.scaling is None else last.scaling.multiplier
     if times != 1 and "tensor_scale" not in parts and _folds_here(last, is_on_gpu(t), folded):
         parts["tensor_scale"] = torch.full((), times, dtype=torch.float32, device=t.device)
@@ -244,9 +258,11 @@ def _operand_of(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors
 
 def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tuple[Operand, Operand]:
     """Do what ``quantize_both`` does as one node of a graph."""
+    # two nodes that inductor fuses into one read of t
     if across is down is None and _fuses(t, quantizer, -1) and _fuses(t, quantizer, 0):
         return _fused(t, quantizer, -1), _fused(t, quantizer, 0)
     keys = key_tensor(across), key_tensor(down)
+    # one node: elements of both, then the scale of the tensor, or the scales of both
     rows, columns, *scales = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
     if len(scales) < 2:
         one, other = (Operand(x, quantizer, tensor_scale=scales[0] if scales else None) for x in (rows, columns))
@@ -310,6 +326,7 @@ class _Call(NamedTuple):
 def _call_of(text: str, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> _Call:
     """Return the quantiser and the layout of a text, so that no call hashes a quantiser."""
     q = _quantizers[text]
+    # a stored scale is the layer's own tensor: compiled code may write to what it gets
     layout, copied = layout_of(q, dtype, on_gpu, dim, folded), ("scale", "tensor_scale") * (q.source == "stored")
     transposed = tuple((name, part[1]) for name, part in layout.items())
     return _Call(q, transposed, tuple(name for name in copied if name in layout))
@@ -325,6 +342,7 @@ def _operand(t, dim, quantizer, folded, layer, name, factor, elements, scales, s
 
 def _draws(layer, tensors, factors, dims, names, quantizers):  # type: ignore[no-untyped-def]
     named_layer, parts = find_layer(layer), []
+    # the device counts passes: a replayed CUDA graph draws new words each time
     named_layer.counter(tensors[0].device).add_(1)
     for t, factor, dim, name, text in zip(tensors, factors, dims, names, quantizers, strict=True):
         keys, state = named_layer.counted_keys(name, t.device), named_layer.state.get(name)
@@ -338,6 +356,7 @@ def _tensors(
     """Quantise, and return the operand's tensors in the layout that the compiler knows (``layout_of``)."""
     if state is not None:
         refuse()
+    # what the fake operator promised, looked up by text: no quantiser is hashed here
     call = _call_of(text, t.dtype, is_on_gpu(t), dim, folded)
     operand = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
     return [_in_layout(getattr(operand, part), transposed, part in call.copied, t) for part, transposed in call.layout]
@@ -357,6 +376,7 @@ def _fake_operand(t, dim, quantizer, folded, *_):  # type: ignore[no-untyped-def
     q = _quantizers[quantizer]
     rows, columns = t.shape if dim == -1 else t.shape[::-1]
     outer, inner = block_of(q)
+    # None is the whole axis, which has one block
     blocks = (1 if outer is None else -(-rows // outer), 1 if inner is None else -(-columns // inner))
     parts = []
     for field, part in layout_of(q, t.dtype, is_on_gpu(t), dim, folded).items():
@@ -403,6 +423,7 @@ def _fake_both(t, quantizer, across, down):  # type: ignore[no-untyped-def]
     elif not folds(q):
         (rows, columns), run = t.shape, q.scaling.block[1]
         assert run is not None
+        # scales that bfloat16 elements do not take in lie beside them, those of columns transposed
         sizes = (rows, -(-columns // run)), (-(-rows // run), columns)
         of_rows, of_columns = (t.new_empty(size, dtype=torch.float32) for size in sizes)
         scales = [of_rows, of_columns.mT]

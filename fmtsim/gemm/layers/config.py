@@ -66,19 +66,24 @@ def route_of(
     """
     last = last_cast(a), last_cast(b)
     high = [q.format is None for q in last]
+    # 1. tensors in high precision, whose dtype says their format
     if all(high):
         return Route("elements")
+    # 2. logarithms, which units of their own add
     elements = [element_of(q.format) for q in last]
     bare = all(q.scaling is None and element is q.format for q, element in zip(last, elements, strict=True))
     if logarithms and not dequantized and all(isinstance(element, LogFormat) for element in elements):
         kinds = [_kind(q, is_transposed) for q, is_transposed in zip((a, b), transposed, strict=True)]
         return Route("elements", (elements[0], elements[1]), product_kind(*kinds))  # type: ignore[arg-type]
+    # 3. values: fake quantisation, or one operand in high precision
     if dequantized or (any(high) and not (declared and bare)):
         return Route("values")
+    # 4. a declared datapath takes every number that float32 holds
     if declared and not all(isinstance(element, FloatFormat | IntFormat) for element in elements):
         return Route("values_fp32")
     kinds = [kind_of(q, is_transposed) for q, is_transposed in zip((a, b), transposed, strict=True)]
     kind = product_kind(*kinds)
+    # 5. integers, whose exact sums are scaled afterwards, or elements with scales that the unit takes
     if all(isinstance(element, IntFormat) for element in elements):
         return Route("integers", (elements[0], elements[1]), kind)  # type: ignore[arg-type]
     if any(isinstance(element, IntFormat) for element in elements):
@@ -96,6 +101,7 @@ def kind_of(quantizer: Quantizer, transposed: bool = False) -> ScaleKind:
     """
     fmt = last_cast(quantizer).format
     element = element_of(fmt)
+    # integers that int8 holds, without zero points
     fits_int8 = (
         isinstance(element, IntFormat) and element.bits <= 8 and element.signed and element.eps == 1
         and not element.half_offset and not (isinstance(fmt, BlockFormat) and fmt.zero_point)
@@ -114,6 +120,7 @@ def _kind(quantizer: Quantizer, transposed: bool) -> ScaleKind:
     scaling = last.scaling or (fmt.scaling if isinstance(fmt, BlockFormat) else None)
     if scaling is None:
         return "none"
+    # the block of the operand as the product sees it, sums along its second size
     outer, inner = scaling.block[::-1] if transposed else scaling.block
     kind = scale_kind(outer, inner, "e8m0" if scaling.power_of_two else scaling.scale.name)
     if kind is None or (not isinstance(element, FloatFormat) and kind not in ("tensor", "row")):
@@ -185,6 +192,7 @@ class Gemm:
             object.__setattr__(self, "library", None if is_unit(target) else target)
         if self.native and self.library is None:
             raise ArgumentError("Gemm native=True runs products on the GPU that target= names; pass target= as well")
+        # here, not in the middle of a step; LinearConfig checks operands that come from the forward pass
         if self.emulated and "forward" not in (self.a.source, self.b.source):  # LinearConfig checks those
             self.check_route(self.route(self.a, self.b))  # here, not in the middle of a step
         if not self.emulated and (self.plan is not None or self.accumulate is not None):
@@ -199,14 +207,17 @@ class Gemm:
 
     def check_route(self, route: Route) -> None:
         """Raise ArgumentError or FormatError where the target does not multiply a route's operands."""
+        # values have the format of their dtype, which the call will be asked with
         a, b = (INT8, INT8) if route.how == "integers" else route.formats
         if a is None or b is None:
             return
         if self.library is not None:
+            # a library: does its target list the pair of formats, sums and scales?
             sums = self.accumulate or ("int32" if route.how == "integers" else "fp64" if a.name == "fp64" else "fp32")
             names = call_name(a), call_name(b)
             get_target(self.library).takes(*names, sums, route.kind if route.how == "elements" else "none")
             return
+        # a unit or datapath: resolve a call without sizes, which raises where there is no such mode
         spec = resolve(gemm_call(
             "mm", (a, b), (0, 0, 0), torch.float32, target=self.target, accumulate=self.accumulate, scaling=route.kind
         ))  # fmt: skip
@@ -299,7 +310,9 @@ class LinearConfig:
             FormatError: No unit multiplies its operands.
         """
         gemm, forward = getattr(self, name), {"dgrad": self.fprop.b, "wgrad": self.fprop.a}
+        # an operand of source "forward" is the transpose of the one that the forward pass quantised
         transposed = gemm.a.source == "forward", gemm.b.source == "forward"
+        # of the gradient only wgrad has such a one: that of dgrad
         a = self.dgrad.a if transposed[0] else gemm.a
         b = forward[name] if transposed[1] else gemm.b
         with located(name):
@@ -331,6 +344,7 @@ class LinearConfig:
         for tensor in "xwg":  # the two uses of a tensor under one name where they agree
             uses = {name: str(q) for name, q in self.operands.items() if name[0] == tensor}
             shown |= uses if len(set(uses.values())) > 1 else {tensor: next(iter(uses.values()))}
+        # machines likewise: one text where all three products agree
         machines = {name: getattr(self, name).machine for name in PRODUCTS}
         texts = {name: f"{name} {text}" for name, text in machines.items() if text}
         if len(set(machines.values())) == 1:
@@ -355,6 +369,7 @@ def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: i
         outputs: Rows of w.
         inputs: Columns of w.
     """
+    # the axis that each product sums over, by the last letter of its operands, and the other axis of each
     inner = {"f": inputs, "d": outputs, "w": tokens}
     outer = {"x_f": tokens, "w_f": outputs, "g_d": tokens, "w_d": inputs, "g_w": outputs, "x_w": inputs}
     for name, quantizer in config.operands.items():
@@ -368,9 +383,11 @@ def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | 
     """Return what does not fit an operand of so many columns and rows, None for sizes that are not known."""
     for transform in quantizer.transforms:
         if isinstance(transform, Sparsity):
+            # 2:4 sparsity cuts the inner axis into groups of 4, tiles both
             uneven = [n for n in (inner, outer if transform.tiles else None) if n is not None and n % 4]
             if uneven:
                 return f"2:4 sparsity needs groups of 4, which do not divide {uneven[0]}"
+        # a rotation cuts its axis into groups of one size, or takes the whole axis if a matrix of that order exists
         length = inner if not isinstance(transform, Hadamard) or transform.axis == "inner" else outer
         if not isinstance(transform, Hadamard) or length is None:
             continue
@@ -381,6 +398,7 @@ def _fault(quantizer: Quantizer, inner: int | None, outer: int | None) -> str | 
                 base_of(length)
             except ArgumentError as error:
                 return f"a Hadamard matrix of the whole axis does not fit: {error}"
+    # EDEN's correction has one factor for each group of the inner axis
     group = None if quantizer.scaling is None else quantizer.scaling.eden
     if group is not None and inner is not None and inner % group:
         return f"Scaling eden={group} does not divide {inner}"
@@ -437,6 +455,7 @@ def linear_config(
     xs = Quantizer(format=_format(x, scaling), rounding=forward, overflow=overflow)
     ws = Quantizer(format=_format(w, scaling, weight=True), rounding=forward, overflow=overflow)
     gs = Quantizer(format=_format(g, scaling), rounding=backward, overflow=overflow)
+    # the common case: one quantiser for each tensor in both of its products
     machine: dict[str, Any] = {"target": target, "native": native}
     fprop, dgrad, wgrad = (Gemm(a=a, b=b, **machine) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
     return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
@@ -459,5 +478,6 @@ def _format(name: str | Format | None, scaling: ScalingName | None, *, weight: b
     blocks = SCALINGS[scaling]
     if blocks is None:
         return fmt
+    # tile128 has other blocks for weights than for data
     of_data, of_weight, rule = blocks
     return scaled(fmt, of_weight if weight else of_data, rule)

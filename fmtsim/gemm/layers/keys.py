@@ -84,9 +84,11 @@ class Layer:
         self.config, self.generator, self.state = config, generator, state or {}
         self.streams = [stream_of(generator, use) for use in range(SIGNS)]
         self.name = f"{_PROCESS}.{next(_numbers)}"
+        # what follows from the config alone is derived once for all layers that share it
         facts = _facts_of(config)
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = facts[:6]
         self.untouched, self.rotations, self.uncast = facts[6:]
+        # two layers may share a quantised x only if nothing but x decides its elements
         self.shares_x = not ("x_f" in self.random or "x_f" in self.state or "x_f" in self.untouched)
         self.runs, self._programs = 0, Programs()
         self._counters: dict[torch.device, Tensor] = {}
@@ -115,6 +117,7 @@ class Layer:
             return drawn(drawn_numbers, stream, like.device)
         if isinstance(stream, int):
             return key_tensor(drawn_key(stream, _HOST))
+        # a node of the graph: it draws when the compiled code runs
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
 
     def memory(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
@@ -126,6 +129,7 @@ class Layer:
         tensors: list[Tensor] = []
         for state in self.state.values():
             direct = state.direct() if isinstance(state, LearningScale) else state
+            # a frozen scale reads the memory of the scale that it froze
             held = direct.memory if isinstance(direct, FrozenScale) else direct
             if held is None or (isinstance(held, DelayedScale) and held.group is not None):
                 return None
@@ -138,6 +142,7 @@ class Layer:
         keys = self._counted.get((name, device))
         if keys is None:
             index = OPERANDS.index(name)
+            # elements and scales of each operand have streams of their own; signs one a pass
             uses = index, SCALES + index, SIGNS + (name not in FORWARD)
             elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]
             keys = self._counted[name, device] = Keys(elements, scales, signs, self.counter(device))
@@ -211,17 +216,21 @@ def _facts_of(config: LinearConfig) -> _Facts:
     """Return the derived facts of a layer, which Layer documents."""
     quantizers = config.operands
     random = frozenset(name for name, q in quantizers.items() if q.is_stochastic or q.has_random_signs)
+    # 1. operands whose scales stay apart, because the product that takes them, or a later one, has a unit
     for_units = set()
     for name, (product, later, side) in _PRODUCTS_OF.items():
         gemm = getattr(config, later)
         if getattr(config, product).emulated or (gemm.emulated and getattr(gemm, side).source != "original"):
             for_units.add(name)
+    # 2. sizes: operands with groups, and the rows of x that all groups along rows divide
     sized = any(q.transforms or (q.scaling is not None and q.scaling.eden) for q in quantizers.values())
     rows = math.lcm(*(size for name, q in quantizers.items() for size in _groups_of_rows(name, q)))
+    # 3. what the targets multiply, which operands stay as they are, and which rotations gradients undo
     routes = {name: config.route(name) for name in PRODUCTS if getattr(config, name).emulated}
     untouched = frozenset(name for name, q in quantizers.items() if is_untouched(q))
     befores = {"dgrad": config.fprop.a, "wgrad": config.fprop.b}
     rotations = {name: rotations_to_undo(getattr(config, name).a, before) for name, before in befores.items()}
+    # 4. operands that autocast leaves in their dtype, and those whose scales may be multiplied in
     uncast = frozenset() if config.casts_weight else frozenset({"w_f", "w_d"}) - untouched
     folded = frozenset(quantizers) - for_units
     return _Facts(quantizers, random, folded, sized, rows, routes, untouched, rotations, uncast)
@@ -245,6 +254,7 @@ def rotations_to_undo(first: Quantizer, before: Quantizer) -> tuple[list[Hadamar
 
 def _groups_of_rows(name: str, quantizer: Quantizer) -> Iterator[int]:
     """Yield the sizes of an operand's groups that run along the rows of x."""
+    # the axis of an operand along which the rows of x lie
     along = {"x_f": "outer", "g_d": "outer", "g_w": "inner", "x_w": "inner"}.get(name)
     for transform in quantizer.transforms:
         if isinstance(transform, Hadamard) and transform.size is not None and transform.axis == along:
@@ -267,6 +277,7 @@ def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
     if not random or isinstance(layer.generator, int) or any(size % _GROUP for size in sizes):
         return False
     engine = fused_engine(x) if x.dtype == torch.bfloat16 else None
+    # all random operands, or none: a pass has one way to draw
     return engine is not None and all(map(engine.counts_keys, random))
 
 

@@ -137,6 +137,7 @@ class EmulatedGEMM:
                 f"EmulatedGEMM takes a LinearConfig, not {shown(config)}; build one with linear_config(x=, w=, g=)"
             )
         if torch.compiler.is_dynamo_compiling():
+            # the operator takes the name of a layer that lives as long as the compiled code
             if observer is not None or state:
                 raise ArgumentError(_COMPILED)
             return torch.ops.fmtsim.layer(x, w, bias, _compiled_layer(config, generator))  # type: ignore[no-any-return]
@@ -165,6 +166,7 @@ def run_layer(
             check_dense("bias", bias)
     if (x.is_inference() or w.is_inference()) and torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
+    # the common case: eager code, plain tensors, nobody looks on
     if plain and not watchers:
         return _apply_plain(x, w, bias, layer, ())  # type: ignore[no-any-return]
 
@@ -173,6 +175,7 @@ def run_layer(
             return _apply_plain(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
         return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
 
+    # a watcher may run the layer several times, or on other tensors; modes that look for products do not see these
     with without_own_modes() if torch._C._len_torch_function_stack() else nullcontext():
         for watcher in watchers:
             run = partial(watcher.layer, run, layer)
@@ -385,6 +388,7 @@ class _Pass:
         """
         if t.dtype == self._dtype or all(name in self._layer.uncast for name, _ in uses):
             return t
+        # kernels of a GPU read float32 and round to bfloat16 first, which saves the cast's pass over memory
         watched, dtypes, layer = self._traced or self.watchers, (t.dtype, self._dtype), self._layer
         engine = None if watched or dtypes != (torch.float32, torch.bfloat16) else fused_engine(t)
         if engine is None or not all(
@@ -443,6 +447,7 @@ class _Pass:
             return None
         if dgrad.b.is_stochastic or wgrad.b.is_stochastic or (self.counted and quantizer.is_stochastic):
             return None  # the operands draw in their order
+        # both draw, each from the stream of its operand
         uses = OPERANDS.index("g_d"), OPERANDS.index("g_w")
         keys = [self._layer.key(use, g, traced=self._traced) if quantizer.is_stochastic else None for use in uses]
         both = (traced_both if self._traced else quantize_both)(g, quantizer, *keys)
@@ -464,6 +469,7 @@ class _Pass:
         forward = Operand(elements, before, scale, tensor_scale, block_sizes(block_of(before), elements.shape))
         if quantizer.source == "forward":
             return forward.transposed()
+        # values are quantised once more: elements times a factor in kernels, else in float32
         factor = tensor_scale if scale is None else scale
         blocks = scale is not None and tensor_scale is None and quantizer.scaling is not None
         whole = blocks and not any(n % size for n, size in zip(elements.shape, forward.block, strict=True))
@@ -628,6 +634,7 @@ def _run_backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, .
     run = partial(backward, ctx, g, tensors[1], w, (tensors[3:7], tensors[7:11]), lane)
     if plain and bare and is_on_gpu(g) and not ctx.watchers:
         run = partial(ctx.layer.repeat, (ctx.needs_input_grad, ctx.x_shape), tensors, run)
+    # gradients of gradients are refused by a node that raises when it is differentiated
     again = torch.is_grad_enabled()  # with create_graph=True alone
     if again or autocasts(g.device.type):
         with torch.no_grad(), without_autocast(g.device):

@@ -285,6 +285,7 @@ def _padded(x: Tensor, rows: int, multiple: int) -> Tensor:
 
 def _integer_sums(a: Operand, b: Operand) -> Tensor:
     """Return the product of integer elements, float32, rounded once, by a GPU's int8 units: in digits of 8 bits."""
+    # 1. each operand as whole numbers of steps, in signed digits of 8 bits, the lowest first
     sides, unit = [], 1.0
     for x in (a, b):
         fmt = x.quantizer.format
@@ -301,6 +302,7 @@ def _integer_sums(a: Operand, b: Operand) -> Tensor:
             digits.append(_digit(low))
             whole = (whole - low) >> 8
         sides.append(digits)
+    # 2. the products of all pairs of digits, each with its power of 256; one rounding to float32 at the end
     parts = [_digit_sums(x, y, 8 * (i + j)) for (i, x), (j, y) in pairs(*map(enumerate, sides))]
     total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     sums = total.to(torch.float32)
@@ -319,6 +321,7 @@ def _digit_sums(a: Tensor, b: Tensor, shift: int) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     # what cuBLASLt takes: rows of 8 numbers, and more than 16 of them
     a, b = (x if not k % 8 | len(x) % 32 else F.pad(x, (0, -k % 8, 0, -len(x) % 32)) for x in (a, b))
+    # int32 holds 2^16 products of 8-bit integers; further pieces are added as int64
     pieces = zip(a.split(_WITHIN_INT32, 1), b.split(_WITHIN_INT32, 1), strict=True)
     sums = [torch._int_mm(x.contiguous(), y.contiguous().mT)[:m, :n] for x, y in pieces]
     if len(sums) == 1 and not shift:
@@ -333,6 +336,7 @@ def finish_sums(
     """Return ``((y * columns) * rows + rest) + bias`` in a dtype; what is None is left out. y may be used up."""
     if columns is rows is rest is bias is None:
         return y if y.dtype == dtype else y.to(dtype)
+    # one pass over y where a kernel has the same steps
     engine = cpu_engine(y) if y.is_cpu and rest is None and dtype == torch.float32 and not traced else None
     if engine is not None and engine.finish_(y, columns, rows, bias):
         return y
@@ -347,6 +351,7 @@ def _finished(y, columns, rows, rest, bias, dtype):  # type: ignore[no-untyped-d
     fused = None if engine is None else engine.finish(y, columns, rows, bias, dtype)
     if fused is not None:
         return fused
+    # the order of docs/semantics.md: b's scales, a's scales, the rest, the bias, the dtype
     y = y if columns is None else y * columns.mT
     y = y if rows is None else y * rows
     y = y if rest is None else y + rest
@@ -382,11 +387,13 @@ def unrotated(
         texts = text_of(first), text_of(before)
         run = with_keys(torch.ops.fmtsim.unrotate, signs)
         return run(y, *texts, slope, key_tensor(signs), dtype, was_rotated, *scales)  # type: ignore[no-any-return]
+    # 1. rotations of the outer axis, which the product's own operand had
     outer, inner = rotations_to_undo(first, before)
     if outer:
         y, scales = _scaled(y, scales), (None, None)
     for transform in reversed(outer):
         y = rotated(y, transform, signs, inverse=True)
+    # 2. the slope of the rounding, then rotations of the inner axis: in one kernel where there is one
     if was_rotated and before.transforms:
         engine = fused_engine(y) if is_on_gpu(y) else None
         fused = None if engine is None else engine.unrotate(y, before.transforms, slope, dtype, scales)
@@ -407,6 +414,7 @@ def _scaled(y: Tensor, scales: tuple[Tensor | None, Tensor | None]) -> Tensor:
 
 def round_output(y: Tensor, out: Quantizer, dtype: torch.dtype, generator: Generator) -> Tensor:
     """Round a product to its output format, unless it lies there already, then to the dtype that it becomes."""
+    # the unit wrote the format itself where it has that dtype
     if out.format is not None and (unit_dtype(out) is None or unit_dtype(out) != y.dtype):
         random = generator if out.rounding.mode == "stochastic" else None
         y = quantize(

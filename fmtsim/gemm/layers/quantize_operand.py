@@ -174,6 +174,7 @@ def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, o
     """Resolve the cast of a quantiser without a scale rule for matrices of a dtype."""
     fmt = quantizer.format
     overflow = quantizer.overflow or (fmt and fmt.default_overflow)
+    # the tensor's own dtype already: nothing to do unless infinities saturate or the result is folded
     is_own_dtype = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype and overflow == "ieee"
     if fmt is None or (is_own_dtype and not folded):  # a cast to the tensor's own dtype, infinities included
         return _Cast(quantizer, "", dtype)
@@ -240,8 +241,10 @@ def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folde
         in_dtype = all(isinstance(t, Clamp | Sparsity) for t in quantizer.transforms)
         keeps = only_cast or (quantizer.then is None and in_dtype)
         return dtype if keeps else torch.float32
+    # a GPU's 16-bit units multiply bfloat16
     if on_gpu and is_bfloat16(last, folded):
         return torch.bfloat16
+    # elements alone, in the smallest dtype of engines that holds them
     if last.scaling is not None or keeps_scales(last, folded, on_gpu):
         return holder(fmt.element if isinstance(fmt, BlockFormat) else fmt)  # type: ignore[arg-type]
     wide = torch.promote_types(dtype, torch.float32) if only_cast else torch.float32
@@ -269,6 +272,7 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
             raise ArgumentError(
                 "delayed scaling needs a state to remember in; run the layer inside a model that fmtsim.convert made"
             )
+        # 1. delayed scaling: the scale follows from earlier steps, the statistic of x joins the history
         nothing = torch.zeros((), device=x.device)  # an empty batch counts as one of zeros
         scale = state.advance(statistic(x, (None, None), "amax") if x.numel() else nothing)
         if scaling.tensor is not None:  # what is remembered is the scale of the tensor: blocks have theirs from x
@@ -276,9 +280,11 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
             scale = scales(statistic(x, scaling.block, "amax"), scaling, float(element.max), fixed_factor=factor)
     overflow = quantizer.overflow or element.default_overflow
     sizes = block_sizes(scaling.block, x.shape)
+    # 2. scales of the blocks, then elements under them
     dtype = torch.bfloat16 if on_gpu and is_bfloat16(quantizer, folded) else holder(element)  # nothing is rounded
     straight = isinstance(quantizer.gradient, StraightThrough)
     result = cast(x, element, scaling, quantizer.rounding, overflow, keys[:2], scale, dtype, keeps_scaled=not straight)
+    # 3. what the gradient of each element is multiplied with; None passes it straight through
     slopes = None if straight else slope(quantizer.gradient, result, element)
     return Operand(result.elements, quantizer, result.scales.scale, result.scales.tensor, sizes, slopes)
 

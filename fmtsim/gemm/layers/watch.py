@@ -50,13 +50,16 @@ class Seen(NamedTuple):
 
         The values are in a dtype that holds them.
         """
+        # 1. values in a dtype that holds them; elements as they are where no scale is apart
         x, operand = self.original, self.quantized
         scaled = operand.scale is not None or operand.tensor_scale is not None
         plain = not scaled and operand.elements.element_size() > 1 and x.dtype != torch.float64
         values = operand.elements if plain else operand.values(wide_dtype(x.dtype))
+        # 2. a cast alone rounds the tensor itself, along dim
         if self.quantized.quantizer.is_cast and self.factor is None:
             return x, values if self.dim == -1 else values.mT, self.dim
         x = multiplied(x, self.factor)
+        # 3. else what was rounded is the tensor times its factor, transposed and rotated
         x = x if self.dim == -1 else x.mT
         for transform in self.quantized.quantizer.transforms:
             x, _ = transformed(x, transform, self.keys.signs)
@@ -67,10 +70,12 @@ class Seen(NamedTuple):
         operand, quantizer = self.quantized, self.quantized.quantizer
         if quantizer.scaling is None:
             return None
+        # kernels that multiplied scales into elements kept none: quantise again, scales apart
         if operand.scale is None and quantizer.scaling.history is None:  # kernels multiplied it in
             operand = quantize_operand(self.original, quantizer, self.keys, dim=self.dim, factor=self.factor)
         if operand.scale is None:
             return operand.tensor_scale
+        # one scale for each element, times that of the tensor
         scale = spread(operand.scale, operand.block, operand.elements.shape)
         return scale if operand.tensor_scale is None else scale * operand.tensor_scale
 

@@ -79,10 +79,12 @@ def explained(call: GemmCall, spec: GemmSpec, to_tf32: bool = False) -> MmExplan
     machine = str(getattr(target, "name", target)) if target is not None else spec.unit or "datapath"
     batch = f"{call.batch} of " if call.operation == "bmm" else ""
     out = dtype_name(call.out)
+    # 1. what was asked, and of what
     rows = [("call", f"{call.operation}: {batch}{factors(call.m, call.n, call.k, call.a, call.b)} -> {out}")]
     if target is not None:
         layouts = f"a {call.a_layout}-major, b {call.b_layout}-major along K"
         rows.append(("target", f"{machine}, {layouts}"))
+    # 2. how float32 operands became TF32, and the unit
     if call.a == "fp32" and spec.a.name == "tf32":
         rows.append(("operands", "float32, whose low 13 bits the unit ignores"))
     elif to_tf32:
@@ -95,6 +97,7 @@ def explained(call: GemmCall, spec: GemmSpec, to_tf32: bool = False) -> MmExplan
         modes = get_unit(spec.unit).modes
         mode = next((mode for mode in modes if mode.datapath == path and mode.takes(*names)), None)
         rows += [("evidence", f"{STRENGTHS[mode.strength]}: {mode.evidence}")] if mode is not None else []
+    # 3. the order of sums, what a library bug leaves out, and what follows the sums
     rows.append(("order", _order(call.k, spec)))
     if target is not None and call.plan is None and products_left_out(call.k, plan):
         left_out = bug_in_words(get_target(target), call.facts(), plan, guess=spec.basis == "guess")
@@ -113,6 +116,7 @@ def _order(k: int, spec: GemmSpec) -> str:
     plan, path = spec.plan, spec.datapath
     if isinstance(path, IntegerDatapath) and not path.saturate:
         return "of no consequence: sums are exact modulo 2^32"
+    # a chain, promoted every so many products, in instructions, in lanes of a tile
     promote = plan.promote_every or (path.promote_every if isinstance(path, Datapath) else None)
     chain = "one chain from +0, k in order"
     if promote is not None and promote < k:
@@ -132,6 +136,7 @@ def _parts(k: int, chain: str, plan: GemmPlan) -> str:
     """Return in words how K is cut into tiles and parts, and how parts are added."""
     if plan.k_tile is None or k == 0:
         return chain
+    # tiles of K, dealt to parts that are summed apart
     tiles = -(-k // plan.k_tile)
     residue = f", the incomplete one of {k % plan.k_tile} first" if plan.residue_first and k % plan.k_tile else ""
     text = f"{tiles} tiles of {plan.k_tile}{residue}"
@@ -147,6 +152,7 @@ def _parts(k: int, chain: str, plan: GemmPlan) -> str:
     if plan.part_k is not None:
         first = ", the incomplete one first" if plan.residue_first else ""
         text = f"{-(-k // plan.part_k)} parts of {plan.part_k} products, each cut into tiles of {plan.k_tile}{first}"
+    # how the parts become one sum
     if plan.reduce == "in_place":
         rounded = "" if plan.partial is None else f", rounded to {plan.partial.name} after every addition"
         return f"{text}, each {chain}; parts are added to the output in place{rounded}"
@@ -166,6 +172,7 @@ def _promotion(plan: GemmPlan) -> str:
 def _epilogue(call: GemmCall, plan: GemmPlan, out: str) -> str:
     steps = [] if call.scaling in ("none", *LARGE_BLOCKS) else [_STEPS[plan.epilogue]]
     steps += [f"rounded to {out}"] if call.bias and plan.bias_after_rounding and call.out.itemsize == 2 else []
+    # scales, rounding before the bias, the bias, rounding to the output
     begins = call.bias and plan.reduce == "in_place"
     steps += ["the bias is what parts are added to" if begins else "plus the bias"] if call.bias else []
     if call.out in (torch.float32, torch.float64, torch.int32):
@@ -186,6 +193,7 @@ def runs(
     converted: bool,
 ) -> str:  # fmt: skip
     """Return whether a target's product of operands in these dtypes runs natively on a device, and why not."""
+    # the same questions as a native product asks, in the same order
     unsupported = unsupported_reason(call, dtypes, call.out, converted=converted)
     reason = "native=False" if native is False else emulation_reason(call.target, call.plan, device, unsupported)
     if reason is None:

@@ -202,6 +202,7 @@ _MOST = 4096
 
 def _options(verb: str, keywords: Any) -> tuple[dict[str, Any], Any]:
     """Return all keywords of mm but the generator, with their defaults, and the generator."""
+    # TypedDict keywords are not checked by Python
     unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
         raise ArgumentError(f"{verb} has no argument {shown(unknown[0])}; it takes {', '.join(_DEFAULTS)}")
@@ -238,6 +239,7 @@ def check_call(
     Raises:
         ArgumentError, DtypeError, FormatError: As ``mm``.
     """
+    # the formats decide the result's dtype, and both decide the format of the sums
     formats, to_tf32 = operand_formats(verb, a, columns, options)
     dtype = output_dtype(verb, a, columns, options)
     if options["library"] or options["plan"] is not None:
@@ -320,6 +322,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, b = ctx.saved_tensors
+        # da = g b^T and db = a^T g on the same target; the bias has the sum of g over rows
         grads: list[Tensor | None] = [None, None, None]
         with torch.no_grad():
             if ctx.needs_input_grad[0]:
@@ -336,6 +339,7 @@ class _Product(torch.autograd.Function):
 def _gradient(g: Tensor, other: Tensor, ctx: Any, index: int, like: Tensor) -> Tensor:
     """Return the gradient of one operand: ``g b^T`` or ``a^T g``, in the orientation that torch chooses."""
     verb: Operation = "bmm" if g.dim() == 3 else "mm"
+    # the gradient draws words that neither the product nor the other gradient draws
     generator, options = _at_offset(ctx.generator, _OFFSETS[index]), {**ctx.options, "out_dtype": like.dtype}
     g = _cast(g, other.dtype)
     # torch multiplies the other way round for a column-major operand, so that its gradient is column-major as well.

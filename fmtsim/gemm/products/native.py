@@ -55,6 +55,7 @@ def why_not_native(target: str | Path | Target, device: torch.device | str | int
     Raises:
         ArgumentError: An unknown target.
     """
+    # no GPU at all, then another GPU than the target's, then settings of this process
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     record = get_target(target)
     index = _index_of(place)
@@ -92,9 +93,11 @@ def runs_natively(
     Raises:
         ArgumentError: ``native=True`` and something stands in the way.
     """
+    # on a CPU, or without a library, nothing is asked
     if native is False or (native is None and (target is None or _index_of(device) is None)):
         return False
     reason = None if target is None else unsupported()
+    # cached for compiled code; the reason is a setting of the process, or lies in the call
     reason, setting = _decided(target, plan is not None, device.type, device.index, reason)
     if reason is None:
         return True
@@ -137,13 +140,16 @@ def _index_of(device: torch.device) -> int | None:
 
 def _gpu_reason(target: Target, index: int) -> tuple[str | None, bool]:
     """Return why a GPU is not that of a target, and whether a setting is the reason; warn once of other versions."""
+    # 1. the GPU's name, compute capability and multiprocessors
     other = _other_gpu(target, index)
     if other is not None:
         return other, False
+    # 2. a target with products or settings of its own is never the plain library
     if target.overrides:
         return f"target {target.name} has products of another library than cuBLAS", False
     if target.settings != DEFAULT:
         return f"the target has the settings {target.settings.describe()}, and native products run with torch's", False
+    # 3. switches of the process that give cuBLAS other choices; versions only warn
     setting = load_engine("cuda").other_settings(index)
     if setting is None:
         _warn_of_versions(target.name, target.library)
@@ -228,6 +234,7 @@ def unsupported_reason(
     """
     operation, kind, formats = call.operation, call.scaling, call.formats
     assert formats is not None
+    # 1. each operand in the dtype of its format; a layer's values are cast to it, exactly
     for name, dtype_in, fmt in zip("ab", dtypes, formats, strict=True):
         fmt_dtype = own_dtype(fmt)
         if operation == "scaled_mm" and (
@@ -237,6 +244,7 @@ def unsupported_reason(
         if operation != "scaled_mm" and dtype_in != (torch.float32 if converted and fmt.name == "tf32" else fmt_dtype):
             return f"torch does not multiply {dtype_in} tensors as {fmt.name}"
     if operation == "scaled_mm":
+        # 2. torch._scaled_mm: sums, scales and results that cuBLASLt has
         if call.accumulate not in ("", "fp32"):
             return f"torch does not sum FP8 products in {call.accumulate}"
         if scales_result and kind not in ("tensor", "row"):
@@ -252,6 +260,7 @@ def unsupported_reason(
         if not any(set(operands) <= set(dtypes) for dtypes in allowed):
             return f"torch does not multiply {operands[0]} by {operands[1]} with {kind} scales"
         return None
+    # 3. torch.mm and its kin: equal dtypes, their sums and results
     a_dtype, b_dtype = dtypes
     if a_dtype != b_dtype:
         return f"torch does not multiply {a_dtype} by {b_dtype}"
@@ -269,10 +278,12 @@ def multiply_natively(call: GemmCall, operands: Operands, dtype: torch.dtype) ->
     assert formats is not None
     scale_a = scale_b = tensor_a = tensor_b = None
     if call.operation == "scaled_mm":
+        # a layer may hold FP8 values in wider dtypes: the cast back is exact
         a, b = (_in_dtype(x, own_dtype(fmt)) for x, fmt in zip((a, b), formats, strict=True))
         if call.scaling in ("tensor", "row"):
             scale_a, scale_b = operands.row, operands.column
         else:
+            # small scales as codes, one for each row; large ones as float32
             small = operands.scale_a, operands.scale_b
             if call.scaling in UNIT_SCALES:
                 small = operands.scales_of_rows(a.shape[0], b.shape[0])
@@ -309,6 +320,7 @@ _MOST_INSPECTED = 1 << 16
 
 def _warn_of_dropped_k(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple[Any, ...]) -> None:
     """Warn once for each native call of which the library drops the end of K; a repeated call costs one lookup."""
+    # once for each call: its sizes, strides, dtypes and facts
     target = _last_targets.get(a.device.index)
     key = (
         target, call.function, a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype, call.out_dtype, bias, facts,
@@ -323,6 +335,7 @@ def _warn_of_dropped_k(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple
 
 def _call_of(a: Tensor, b: Tensor, bias: bool, call: Any) -> GemmCall:
     """Return the GemmCall of a native call."""
+    # the facts that a target is asked by, read off the tensors
     names = ["tf32" if call.tf32 else get_format(x.dtype).name for x in (a, b)]
     sums = {torch.int8: "int32", torch.float64: "fp64"}.get(a.dtype, "fp16" if call.fp16_accumulation else "fp32")
     batch = a.shape[0] if call.function == "bmm" else 1

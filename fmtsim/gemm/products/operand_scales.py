@@ -41,6 +41,7 @@ def padded_scales(operands: Operands, n: int, rows: int) -> Operands:
     def repeated(scales: Tensor) -> Tensor:
         return torch.cat([scales, scales[-1:].expand(rows - n, *scales.shape[1:])])
 
+    # one scale for all needs no copy, nor do blocks that span several rows
     column, scale_b = operands.column, operands.scale_b
     if column is not None and column.numel() > 1:
         column = repeated(column)
@@ -51,6 +52,7 @@ def padded_scales(operands: Operands, n: int, rows: int) -> Operands:
 
 def product_kind(a: ScaleKind, b: ScaleKind) -> ScaleKind:
     """Return the kind of scales of a product; raise FormatError where no unit takes the two together."""
+    # a missing scale is 1, and a scale of the tensor serves every row
     if a == b or {a, b} <= {"none", "tensor", "row"}:
         return a if a == b else "row" if "row" in (a, b) else "tensor"
     names = ("no scales" if kind == "none" else f"{kind} scales" for kind in (a, b))
@@ -62,6 +64,7 @@ def check_unit_scales(path: Arithmetic, kind: ScaleKind) -> None:
     extent = SCALE_KINDS.get(kind)
     if extent is None or extent.unit_scale is None:
         return
+    # the unit's own scales: their format and how many products share one
     name, every = extent.unit_scale, extent.block
     scale, block = (path.scale, path.scale_block) if isinstance(path, Datapath) else (None, 0)
     if scale is not None and (scale.name, block) == (name, every):
@@ -91,6 +94,7 @@ def unit_scales(
     Raises:
         ArgumentError: The unit has no scales, or their shapes or values do not fit.
     """
+    # None: scales of the epilogue or of the promotion, no unit looks at them
     block = _scale_block(spec)
     if block is None:
         if scale_a is not None or scale_b is not None:
@@ -107,6 +111,7 @@ def unit_scales(
                 f"{name} has shape {tuple(scale.shape)}; pass [..., {x.shape[-2]}, {blocks}], a scale for every "
                 f"{block} products"
             )
+        # codes in torch's dtypes of scales, else floats on the format's grid
         if scale.dtype in _FORMATS:
             _require_own(scale.dtype, name, spec)
             scale = scale.view(torch.uint8)
@@ -139,12 +144,14 @@ def _unit_values(scale: Tensor, name: str, spec: str) -> Tensor:
     """Return scales inside a unit as float32 without their sign, which units ignore."""
     fmt = _scale_format(spec)
     rule = CastSpec(format=fmt, rounding=Rounding(), overflow="saturate")
+    # codes of fewer bits than a byte: the bits above are no part of them
     if scale.dtype == torch.uint8:
         parts = EncodedParts(scale & ((1 << fmt.bits) - 1))  # in the format now: nothing to check
         return ops.decode(parts, rule, torch.float32, validated=True)
     if scale.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
     wide = scale.abs().to(torch.float32)
+    # floats must be values of the format: nothing is rounded in silence
     rounded = ops.quantize(wide, rule.to_json(), torch.float32, None, None)
     lost = (rounded != wide) & ~wide.isnan()
     if bool(lost.any()):
@@ -252,6 +259,7 @@ def read_scales(
             raise ArgumentError("scale_a and scale_b belong together; pass a tensor scale for both or for none")
         scales = {"scale_a": codes[0], "scale_b": codes[1]}
         return kind, {**scales, "row": alpha[0], "column": alpha[1]} if alpha else scales
+    # 3. large blocks: 1x128, or 128x128, of which one scale serves 128 rows
     tall = [name == "BlockWise128x128" for name in firsts]
     a, b = (
         _large_blocks(name, levels[0], rows, k, recipe, large if named else name == "scale_b")
@@ -269,6 +277,7 @@ def _inferred(a: Tensor, b: Tensor, sizes: tuple[int, int, int]) -> tuple[tuple[
     if named is not None and a.dtype == b.dtype:
         kind = "BlockWise1x32" if named == "e8m0" else "BlockWise1x16"
         return (kind,), (kind,)
+    # by dtype for MX and NVFP4, else by shape
     shapes = tuple(a.shape), tuple(b.shape)
     # torch tries the simpler kinds first, which decides where shapes coincide.
     fitting = [
@@ -337,6 +346,7 @@ def _large_blocks(name: str, scale: Tensor, rows: int, k: int, recipe: str, k_fi
             ``torch.nn.functional.scaled_mm`` takes 128x128 scales so, K padded to a multiple of 4.
     """
     kb = -(-k // _BLOCK)
+    # rows of scales, and both orders of the two dimensions that torch's functions take
     groups = rows if recipe == "BlockWise1x128" else -(-rows // _BLOCK)
     orders: dict[tuple[int, ...], Tensor] = {(groups, kb): scale}
     if scale.dim() == 2:
@@ -357,6 +367,7 @@ def _codes(name: str, scale: Tensor, rows: int, blocks: int, swizzle: str) -> Te
         if tuple(codes.shape) != (rows, blocks):
             raise ArgumentError(f"{name} has shape {tuple(codes.shape)}; without swizzle pass {(rows, blocks)}")
         return codes
+    # cuBLAS's tiles of 128 rows by 4 scales, whole ones
     padded = -(-rows // 128) * 128 * -(-blocks // 4) * 4
     if codes.numel() != padded:
         raise ArgumentError(

@@ -86,6 +86,7 @@ def check_operands(verb: Operation, a: Tensor, b: Tensor, bias: Tensor | None, l
             hint = f"; {other[x.dim()]}" if x.dim() in other else ""
             raise ArgumentError(f"{verb}: {name} has shape {tuple(x.shape)}; pass a and b of shape {shape}{hint}")
     check_together(a=a, b=b)
+    # K as numbers: a float4 element holds two
     a_k, b_k = inner_length(a), inner_length(b.mT)
     if a_k != b_k:
         raise ArgumentError(
@@ -113,6 +114,7 @@ def operand_format(name: str, x: Tensor, declared: Any = None) -> OperandFormat:
                 f"{name} has dtype {x.dtype}; pass one of {names}, or say what its codes are with formats="
             )
         return _FORMATS[x.dtype]
+    # a declared format: floats hold its values, integers its codes
     fmt = get_format(declared)
     if not isinstance(fmt, FloatFormat | IntFormat | LogFormat):
         raise FormatError(
@@ -172,6 +174,7 @@ def operand_formats(
     operation: Operation, a: Tensor, columns: Tensor, options: dict[str, Any]
 ) -> tuple[tuple[OperandFormat, OperandFormat], bool]:
     """Return the formats of both operands, and whether float32 operands are rounded to TF32."""
+    # 1. a library knows formats by dtypes alone, and multiplies equal ones
     declared = pair_of("formats", options["formats"])
     plain = all(fmt is None for fmt in declared)  # an array compares by element
     if options["library"] and plain and operation != "scaled_mm":
@@ -184,10 +187,12 @@ def operand_formats(
             if not a.dtype.is_floating_point:
                 step = "convert it with .float(), or multiply int8 by fmtsim.int_mm"
             raise DtypeError(f"torch.{operation} does not take {a.dtype}; {step}")
+    # 2. float32 becomes TF32 only where the caller allows it, as torch does
     tf32 = allows(options, "tf32") and plain and a.dtype == columns.dtype == torch.float32
     if tf32:
         declared = ("tf32", "tf32")
     formats = operand_format("a", a, declared[0]), operand_format("b", columns, declared[1])
+    # 3. a unit that has TF32 and no float32 multiplies float32 only where the caller allows the rounding
     unit = options["target"]
     single = not options["library"] and formats[0].name == formats[1].name == "fp32"
     if single and not unit_takes(unit, "fp32") and unit_takes(unit, "tf32"):
@@ -206,6 +211,7 @@ def output_dtype(operation: Operation, a: Tensor, b: Tensor, options: dict[str, 
         return a.dtype if plain else None
     if not isinstance(dtype, torch.dtype):
         raise DtypeError(f"out_dtype={shown(dtype)} is not a dtype; pass for example torch.float32")
+    # torch's products of 16 bits may give float32; a unit gives every dtype
     widened = a.dtype in _HALVES and dtype == torch.float32
     if options["library"] and plain and dtype != a.dtype and not widened:
         raise DtypeError(
@@ -276,6 +282,7 @@ def _fp8_of_fp4(x: Tensor) -> Tensor:
 
 def unpack_fp4(x: Tensor, out: Tensor) -> None:
     """Unpack a float4 tensor into a contiguous float8_e4m3fn tensor."""
+    # one look-up a byte gives both numbers of it
     codes, pairs = x.view(torch.uint8).reshape(-1), out.view(-1).view(torch.int16)
     if x.is_cpu:
         ops.load_engine("cpu").look_up(codes, _FP8_PAIRS, pairs)
@@ -298,6 +305,7 @@ def _fp8_pairs(device: torch.device) -> Tensor:
 
 def fp4_of_fp8(x: Tensor) -> Tensor:
     """Pack E2M1 values held in float8_e4m3fn to a float4 tensor, the even one of a pair in the low nibble."""
+    # the inverse of the table: E4M3 codes of E2M1 values to their nibbles
     table = torch.zeros(256, dtype=torch.uint8)
     table[_FP8_OF_FP4] = torch.arange(16, dtype=torch.uint8)
     nibbles = table.to(x.device)[x.view(torch.uint8).int()]
@@ -346,6 +354,7 @@ def gemm_converting_slices(
     For units without stochastic rounding: a slice would draw other random words than the whole product.
     """
     m, n = out.shape
+    # a slice of b is converted once for all slices of a
     (a_buffer, a_rows), (b_buffer, b_rows) = _slice_buffer(a, "a slice"), _slice_buffer(b, "b slice")
     for n_start in range(0, n, b_rows):
         n_slice = slice(n_start, min(n_start + b_rows, n))

@@ -233,6 +233,7 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
 
     ``record``, part of the cache's key, is the Target, or how often units were registered.
     """
+    # a target asks its books and rules; formats that no name stands for go along
     if not isinstance(record, int):
         spec = record.resolve(call.facts(), strict=call.strict)
         if call.formats is not None and (call_name(spec.a), call_name(spec.b)) == (call.a, call.b):
@@ -243,6 +244,7 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
         formats: Any = call.formats or (get_format(call.a), get_format(call.b))
         plan = call.plan or CHAINS.get(call.scaling, ONE_CHAIN)
         a, b = formats
+        # a unit by name has a mode for the formats, sums and scales
         if not isinstance(call.target, Arithmetic):
             unit = get_unit(call.target)
             extent = SCALE_KINDS.get(call.scaling)
@@ -250,6 +252,7 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
             spec = GemmSpec(datapath=mode.datapath, plan=plan, a=a, b=b, unit=unit.name, accumulate=mode.accumulate)
         else:
             path = call.target
+            # a datapath takes every format of its kind
             kind, words = _TAKES.get(type(path), (FloatFormat, "floating-point formats"))
             if not all(isinstance(fmt, kind) for fmt in formats):
                 raise FormatError(
@@ -295,6 +298,7 @@ def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
     """Refuse an accumulation order that the unit or the call cannot follow."""
     if isinstance(path, LogDatapath) and plan != ONE_CHAIN:
         raise ArgumentError("a LogDatapath adds its blocks one after another; leave plan= out")
+    # what each kind of datapath has no order for, then scales that a plan's tiles must hold whole
     schedule(1, path, plan)  # promotions of unit and plan that disagree
     if isinstance(path, IntegerDatapath) and (plan.scaled_promotion or plan.partial or plan.reduce == "in_place"):
         raise ArgumentError(

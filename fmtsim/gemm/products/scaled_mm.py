@@ -114,6 +114,7 @@ def scaled_mm(
     >>> y[0, 0].item()
     64.0
     """
+    # TypedDict keywords are not checked by Python
     unknown = [name for name in options if name not in Sums.__annotations__]
     if unknown:
         raise TypeError(f"scaled_mm() got an unexpected keyword argument {unknown[0]!r}")
@@ -125,6 +126,7 @@ def scaled_mm(
         a, b, scale_a, scale_b, bias, out_dtype, library, scale_result=scale_result, scale_recipes=scale_recipes,
         swizzles=swizzles, formats=formats,
     )  # fmt: skip
+    # a library's choice depends on layouts, a unit's result does not
     facts: dict[str, Any] = {"bias": bias is not None, "strict": strict, "fast_accum": use_fast_accum}
     if library or plan is not None:
         facts["layouts"] = matrix_layout(a), matrix_layout(b, transposed=True)
@@ -142,6 +144,7 @@ def read_scaled(
     library: bool, *, scale_result: Tensor | None = None, scale_recipes: Any, swizzles: Any, formats: Any,
 ) -> tuple[tuple[OperandFormat, OperandFormat], torch.dtype, ScaleKind, Operands]:  # fmt: skip
     """Return the formats, the dtype of the result, the kind of scales and the operands of a ``scaled_mm``, checked."""
+    # 1. tensors of the right kinds, together on one device, without a gradient
     check_scales(scale_a=scale_a, scale_b=scale_b)  # first: torch's other function has recipes in their place
     check_tensor("a", a, "2")
     check_tensor("b", b, "2")
@@ -158,15 +161,18 @@ def read_scaled(
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"scaled_mm has no gradient, but {name} requires one; pass {name}.detach()")
     columns = b.mT
+    # 2. formats and sizes
     a_format, b_format = pair_of("formats", formats)
     operand_formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
     m, k, n = a.shape[0], inner_length(a), b.shape[1]
     if k != inner_length(columns):
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
     check_together(a=a, b=b, **_by_name(scale_a=scale_a, scale_b=scale_b))
+    # 3. the kind of scales, by recipes or by dtypes and shapes as torch infers it
     recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in pair_of("scale_recipes", scale_recipes))
     swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in pair_of("swizzles", swizzles))
     scaling, scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
+    # 4. the dtype of the result: torch's two functions have different defaults
     recipes = recipe_a is not None
     dtype = out_dtype if out_dtype is not None else torch.bfloat16 if recipes else a.dtype
     if not isinstance(dtype, torch.dtype) or dtype == torch.float4_e2m1fn_x2:
@@ -194,6 +200,7 @@ def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, library: bool) 
         raise DtypeError(
             "torch._scaled_mm adds no bias to a float32 output; choose torch.bfloat16, or add it afterwards"
         )
+    # cuBLAS adds a bias of the output's 16 bits, or of either to FP8
     allowed = (dtype,) if dtype in _HALVES else _HALVES
     if bias.dtype not in allowed:
         raise DtypeError(f"bias has dtype {bias.dtype}; a {dtype} output takes {' or '.join(map(str, allowed))}")
@@ -249,6 +256,7 @@ def mma(
             check_tensor(name, extra, "2+")
     check_together(a=a, b=b, c=c, scale_a=scale_a, scale_b=scale_b)
     _refuse_gradient(a=a, b=b, c=c)
+    # 1. a unit or datapath, and its mode by formats, sums and scales
     unit = check_target("mma", target, accumulate=accumulate)
     if not is_unit(unit):
         raise ArgumentError(
@@ -257,6 +265,7 @@ def mma(
         )
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
     chosen, truncated = _formats(a, b, unit, *pair_of("formats", formats))
+    # 2. operands as values, then the definition of the instruction
     a_values = read_operand(a, chosen[0], tf32="truncate" if truncated[0] else "")
     b_values = read_operand(b, chosen[1], tf32="truncate" if truncated[1] else "")
     if a_values.shape[-1] != b_values.shape[-1]:
@@ -269,6 +278,7 @@ def mma(
     call = gemm_call("mm", chosen, (0, 0, 0), torch.float32, target=unit, accumulate=accumulate, scaling=kind)
     spec = resolve(call)
     dtype = ACCUMULATE_DTYPES[spec.accumulate]
+    # 3. leading dimensions broadcast; c is a value of the accumulator
     shapes = [t.shape[:-2] for t in (a_values, b_values, c, scale_a, scale_b) if t is not None]
     try:
         batch = torch.broadcast_shapes(*shapes)
@@ -292,6 +302,7 @@ def mma(
         stack = (rows[0], b_values, rows[1], rows[2], scales[1])
     else:
         stack = [None if t is None else t.expand(*batch, *t.shape[-2:]).flatten(0, -3) for t in stack]
+    # matrices of a stack draw in their order, the rows of one product by their places
     key = random_keys(spec.stochastic, generator, math.prod(batch) if batch and not together else None, a.device)
     operands = Operands(stack[0], stack[1], c=stack[2], scale_a=stack[3], scale_b=stack[4])
     return run_gemm(operands, spec, dtype, random=key, validated=validated).reshape(*batch, m, n)
@@ -317,6 +328,7 @@ def _formats(
 ) -> tuple[tuple[OperandFormat, OperandFormat], tuple[bool, bool]]:
     """Return both formats, and which operands are float32 words whose low bits a TF32 unit ignores."""
     formats, truncated = [], []
+    # float32 words in a unit without float32 are TF32 with ignored low bits
     only_tf32 = not unit_takes(unit, "fp32") and unit_takes(unit, "tf32")
     for name, x, declared in (("a", a, a_format), ("b", b, b_format)):
         is_fp32 = x.dtype == torch.float32
@@ -333,6 +345,7 @@ def _addend(c: Tensor, text: str) -> Tensor:
         return c
     if isinstance(path, LogDatapath):
         raise ArgumentError("a LogDatapath starts its sums at zero; leave c out, and add it to the result")
+    # the dtype of the sums holds every number of c's
     wide = c.to(sum_dtype(path))  # exact
     if not isinstance(path, Datapath) or is_exactly(path.accumulator, c.dtype):
         return wide
@@ -340,6 +353,7 @@ def _addend(c: Tensor, text: str) -> Tensor:
     dropped = path.fraction_bits is not None and path.fraction_bits <= path.accumulator.mantissa_bits
     rounding = Rounding(mode="toward_zero") if dropped and path.term_rounding == "toward_zero" else Rounding()
     spec = CastSpec(format=path.accumulator, rounding=rounding, overflow="ieee")
+    # a c that the accumulator lacks is refused, unless the unit would drop the same bits
     rounded = quantize(wide, spec.to_json(), wide.dtype, None, None)
     if rounding.mode != "toward_zero" and bool(((rounded != wide) & ~(rounded.isnan() & wide.isnan())).any()):
         raise ArgumentError(
@@ -352,6 +366,7 @@ def is_exactly(fmt: FloatFormat, dtype: torch.dtype) -> bool:
     """Return True if every number of a dtype is a value of a format."""
     dtype_fmt = get_format(dtype)
     assert isinstance(dtype_fmt, FloatFormat)
+    # range and precision of the dtype within those of the format
     in_range = dtype_fmt.max <= fmt.max and dtype_fmt.min_subnormal >= fmt.min_subnormal
     return in_range and dtype_fmt.mantissa_bits <= fmt.mantissa_bits
 
