@@ -25,7 +25,6 @@ from fmtsim.nn.conversion import PRODUCTS as RAW
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, OperatorMode
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 
@@ -241,23 +240,22 @@ class _Run:
                 f"nothing is multiplied for M, N, K = {sizes.sizes(product)}; pass inputs with rows, or their number"
             )
         # products of what a clamp cut off an operand come before the product itself
-        *before, (call, spec) = ((self._sized(call, sizes, product), spec) for call, spec in calls.items())
+        m, n, k = sizes.sizes(product)
+        # a call of a unit alone has no sizes, on which its order does not depend
+        sized = [(call if call.m else replace(call, m=m, n=n, k=k), spec) for call, spec in calls.items()]
+        *before, (call, spec) = sized
         explanation = explained(call, spec)
-        if (call.m, call.n, call.k) != sizes.sizes(product):
-            rows.append(("padded", f"with zeros, from {factors(*sizes.sizes(product), a, b)}"))
-        rows += [("first", _rest(a, b, rest)) for rest in before]
+        if (call.m, call.n, call.k) != (m, n, k):
+            rows.append(("padded", f"with zeros, from {factors(m, n, k, a, b)}"))
+        for rest in (explained(*asked_before) for asked_before in before):
+            unit, text = rest.unit or "own datapath", f"what was clamped off {a}, times {b}: {rest.rows[0][1]}"
+            rows.append(("first", f"{text}; {unit}, {rest.order}"))
         last = steps.words(a, b, call, gemm.out.format and gemm.out, sizes.dtype)  # what follows the sum
         rows += [("then", last)] if last else []
         if call.target is not None and (gemm.native is not None or self._device.type == "cuda"):
             dtypes = own_dtype(spec.a) or torch.float32, own_dtype(spec.b) or torch.float32
             rows.append(("runs", runs(call, dtypes, self._device, gemm.native, converted=True)))
         return replace(explanation, rows=(explanation.rows[0], *rows[:1], *explanation.rows[1:], *rows[1:]))
-
-    @staticmethod
-    def _sized(call: GemmCall, sizes: _Part, product: str) -> GemmCall:
-        """Return a call of a unit alone, whose order depends on no sizes, with them."""
-        m, n, k = sizes.sizes(product)
-        return call if call.m else replace(call, m=m, n=n, k=k)
 
     def _stand_in(self, change: Callable[[str, LinearConfig], LinearConfig]) -> EmulatedModule:
         """Return the layer with fake tensors, other configs, and no observer; its hooks are not called."""
@@ -349,10 +347,3 @@ class _Steps(OperatorMode):
             steps.append("the rotation undone" if undone[3] is None else "times the slope of the rounding")
         steps += [f"to {dtype_name(dtype)}"] if steps or out_dtype != dtype else []
         return "; ".join([*steps, *["plus the bias, rounded again"] * ("bias" in self._done)])
-
-
-def _rest(a: str, b: str, asked: tuple[GemmCall, GemmSpec]) -> str:
-    """Return the product of what was cut off an operand in words."""
-    explanation = explained(*asked)
-    unit, order = explanation.unit or "own datapath", explanation.order
-    return f"what was clamped off {a}, times {b}: {explanation.rows[0][1]}; {unit}, {order}"

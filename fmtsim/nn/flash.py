@@ -24,7 +24,7 @@ from fmtsim.recipes.attention_config import AttentionConfig, Exp2, Tile, element
 from fmtsim.recipes.build import HIGH
 from fmtsim.scaling.scaled_cast import rotated
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.operand import Keys, Operand, last_cast, spread
+from fmtsim.spec.operand import Keys, last_cast, spread
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 
@@ -273,7 +273,12 @@ def quantised(
     apart = apart and not any(isinstance(transform, Clamp) for transform in quantizer.transforms)
     if apart and isinstance(quantizer.format, FloatFormat | None):
         x, heads = x.reshape(1, heads * rows, inner), 1
-    operands = [_prepared(name, x[head], quantizer, draws(), watchers) for head in range(heads)]
+    operands = []
+    for head in x:
+        keys = draws()
+        operands.append(quantize_operand(head, quantizer, keys))
+        for watcher in watchers:
+            watcher.operand(Seen(name, head, operands[-1], keys))
     shape = (-1, rows, inner)
     slopes = [one.slope for one in operands if one.slope is not None]  # all heads have what the first has
     slope = torch.stack(slopes).reshape(shape) if slopes else None
@@ -284,13 +289,6 @@ def quantised(
         return Heads(elements, None, slope, quantizer=quantizer)
     scale = torch.stack([spread(one.scale, one.block, one.elements.shape) for one in operands]).reshape(shape)  # type: ignore[arg-type]
     return Heads(elements, scale, slope, operands[0].block, quantizer)
-
-
-def _prepared(name: str, x: Tensor, quantizer: Quantizer, draws: Keys, watchers: Watchers) -> Operand:
-    operand = quantize_operand(x, quantizer, draws)
-    for watcher in watchers:
-        watcher.operand(Seen(name, x, operand, draws))
-    return operand
 
 
 def _part(heads: Heads, keys: slice, dim: int) -> Heads:

@@ -25,7 +25,7 @@ from fmtsim.nn.conversion import STATE, hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.scaling.hadamard_matrix import base_of
-from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
+from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.scaling.repeats import Calls
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError
@@ -230,8 +230,18 @@ class EmulatedModule(nn.Module):
         if memory is None:
             return {}
         keys = {name: _state_key(part, name) for name in OPERANDS}  # one scale an operand of each part
-        scales = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
-        return {name: _call(scale, name, learns, compiled) for name, scale in scales.items()}  # type: ignore[arg-type]
+        state: dict[str, DelayedScale | FrozenScale | StoredScale] = {}
+        for name, scale in ((name, memory[key]) for name, key in keys.items() if key in memory):  # type: ignore[index, operator]
+            if isinstance(scale, StoredScale):
+                state[name] = scale
+                continue
+            assert isinstance(scale, DelayedScale)
+            assert scale.scaling.history is not None
+            if not learns or scale.scaling.history.fixed:
+                state[name] = scale.frozen()
+            else:  # a checkpoint may run the forward pass again
+                state[name] = scale.learning(compiled=compiled) if name in FORWARD else scale
+        return state
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; around a forward, which hides the class's, put the check that the layer's products run."""
@@ -280,19 +290,6 @@ def _check_run(_: None, module: nn.Module, forward: Callable[..., Any], *args: A
 def _kind(part: str, learns: bool, compiled: bool) -> str:
     """Return a part's key in ``Emulation.products``: part, without gradients, compiled."""
     return " ".join([part, *([] if learns else ["frozen"]), *(["compiled"] if compiled else [])])
-
-
-def _call(
-    scale: RememberedScale, operand: str, learns: bool, compiled: bool
-) -> DelayedScale | FrozenScale | StoredScale:
-    """Return what calls of an operand read of its scale's memory, and whether they change it."""
-    if isinstance(scale, StoredScale):
-        return scale
-    assert isinstance(scale, DelayedScale)
-    assert scale.scaling.history is not None
-    if not learns or scale.scaling.history.fixed:
-        return scale.frozen()
-    return scale.learning(compiled=compiled) if operand in FORWARD else scale
 
 
 def _state_key(part: str, operand: str) -> str:

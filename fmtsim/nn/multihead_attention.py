@@ -21,7 +21,7 @@ from fmtsim.nn.conversion import settings, unwrap_all, wrap
 from fmtsim.nn.forward import forward_names
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
-from fmtsim.nn.sdpa import AttentionCall, attend, call_of
+from fmtsim.nn.sdpa import AttentionCall, attend, attention_call
 from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.support.errors import ArgumentError, FmtsimError
 
@@ -162,7 +162,7 @@ class QuantisedAttention(ModelMode):
 
     def __init__(self, config: AttentionConfig | AttentionCall, generator: Generator = None) -> None:
         super().__init__()
-        self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
+        self._call = config if isinstance(config, AttentionCall) else attention_call(config, generator)
         self.used = False  # whether the function was called, which strict modules have to
 
     multi_head = ModelMode.opened_multi_head  # calls torch's function where no weights are asked for

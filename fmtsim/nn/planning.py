@@ -4,6 +4,7 @@
 Rules of a recipe choose layers by name, kind, block (``find_blocks``) and step of training (``Selector``).
 """
 
+import itertools
 import math
 import re
 import warnings
@@ -73,7 +74,7 @@ def configure(config: LinearConfig | Configure | None, format: str | Format | No
     return config
 
 
-def machine_of(
+def machine_options(
     target: Any, plan: GemmPlan | None, native: bool | None, verb: str = "convert"
 ) -> dict[str, Any] | None:  # fmt: skip
     """Return the machine of ``convert``, or of another verb, as keywords of Gemm, None where none is named.
@@ -88,7 +89,7 @@ def machine_of(
     return {"target": target, "plan": plan, "native": native}  # "recipe" is known once the recipe is
 
 
-def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
+def recipe_planner(recipe: Recipe, model: nn.Module) -> Planner:
     """Return what gives each layer its plan under a recipe, whose rules are checked against the model."""
     selector = Selector(model)
     selector.check(recipe)
@@ -278,7 +279,7 @@ class Selector:
         }
         self._blocks = find_blocks(model)  # their names
         numbers = {name: i for i, name in enumerate(self._blocks)}  # by name, which layers begin with
-        self._places = {name: block_of(name, numbers) for name in self._layers}
+        self._places = {name: block_number(name, numbers) for name in self._layers}
         # Heads: the last linear layer and those that share its weight, unless it is in a block, and products that the
         # model writes with the weight of an embedding.
         tied = {name for name, matrix in self._raw.items() if matrix.head}
@@ -318,22 +319,20 @@ class Selector:
                     f"{' ...' if len(self._layers) > 4 else ''}; correct it, or pass Rule(optional=True)"
                 )
 
-        for rule in recipe.rules:
-            for which in ("first", "last"):
-                self._check_share(recipe.name, rule, which)
-
-    def _check_share(self, recipe: str, rule: Rule, which: str) -> None:
-        share, count = getattr(rule, f"{which}_blocks"), len(self._blocks)
-        if not isinstance(share, float) or rule.use is not None or not count:
-            return
-        number = _number(share, count)
-        if number > 2 * share * count:  # two of three blocks for a share of 0.3
-            warnings.warn(
-                f"recipe {recipe} leaves the {which} {share:.0%} of the blocks in high precision, which is {number} of "
-                f"{count} in {self._model}; where that is not meant, give rules= of your own by dataclasses.replace",
-                CoverageWarning,
-                stacklevel=caller_level(),
-            )
+        count = len(self._blocks)
+        for rule, which in itertools.product(recipe.rules, ("first", "last")):
+            share = getattr(rule, f"{which}_blocks")
+            if not isinstance(share, float) or rule.use is not None or not count:
+                continue
+            number = _number(share, count)
+            if number > 2 * share * count:  # one of two blocks for a share of 0.2
+                warnings.warn(
+                    f"recipe {recipe.name} leaves the {which} {share:.0%} of the blocks in high precision, which is "
+                    f"{number} of {count} in {self._model}; where that is not meant, give rules= of your own by "
+                    "dataclasses.replace",
+                    CoverageWarning,
+                    stacklevel=caller_level(),
+                )
 
     def plan(self, name: str, recipe: Recipe) -> LayerPlan:
         """Return what a layer of the model runs under a recipe."""
@@ -388,7 +387,7 @@ def find_blocks(model: nn.Module) -> list[str]:
     return [f"{name}.{i}" if name else str(i) for name in stacks if name in outer for i in range(len(stacks[name]))]
 
 
-def block_of(layer: str, blocks: dict[str, int]) -> int | None:
+def block_number(layer: str, blocks: dict[str, int]) -> int | None:
     """Return the number of the block that a layer belongs to, None for one outside; blocks are numbered by name."""
     parts = layer.split(".")
     names = (".".join(parts[: i + 1]) for i in range(len(parts)))

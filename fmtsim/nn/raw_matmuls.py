@@ -62,8 +62,12 @@ def raw_matrices(model: nn.Module) -> dict[str, RawMatrix]:
         parameters = raw_parameters(module)
         if isinstance(module, _LISTS) and _matrices(module) and _writes(_holder(modules, name)[1]):
             parameters = tuple(_matrices(module))
-        elif _multiplied_elsewhere(modules, name):
-            parameters = ("weight",)
+        elif isinstance(module, nn.Embedding):  # a head that is tied to it multiplies by its weight
+            parameters = ("weight",) if any(_reads(above, "weight") for above in _above(modules, name)) else ()
+        elif name.endswith("out_proj"):  # attention of a user's class may multiply with out_proj.weight
+            around = modules[name.rpartition(".")[0]]
+            written = isinstance(around, nn.MultiheadAttention) and raw_parameters(around)
+            parameters = ("weight",) if written else parameters
         for parameter in parameters:
             head = id(module._parameters[parameter]) in embeddings
             rule_name = ".".join(filter(None, (name, parameter))) if len(parameters) > 1 else name
@@ -116,14 +120,6 @@ def writers(model: nn.Module, owned: list[RawMatrix]) -> dict[nn.Module, list[tu
             if read:
                 by_writer.setdefault(module, []).extend(read)
     return by_writer
-
-
-def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
-    """Return True if the code of modules around another one multiplies by its weight."""
-    if isinstance(modules[name], nn.Embedding):
-        return any(_reads(above, "weight") for above in _above(modules, name))
-    around = modules[name.rpartition(".")[0]]  # attention of a user's class may multiply with out_proj.weight
-    return name.endswith("out_proj") and isinstance(around, nn.MultiheadAttention) and bool(raw_parameters(around))
 
 
 def _matrices(module: nn.Module) -> list[str]:

@@ -19,19 +19,19 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.conversion import conversion, root, settings
-from fmtsim.nn.convert import summary_of
+from fmtsim.nn.convert import summary_line
 from fmtsim.nn.coverage import (
     ADDED,
     COMPUTED,
     PLAIN,
     Coverage,
-    coverage_of,
     estimated,
     is_meant,
+    make_coverage,
     numbered,
     plain_products,
-    reason_of,
     together,
+    why_not_simulated,
 )
 from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.forward import names_in_forward, running_modules, undisturbed
@@ -85,7 +85,7 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
             with watching(count), recorded_calls(), count:
                 call()
     names = {name: tuple(sorted(getattr(count, name))) for name in ("uncounted", "dtypes")}
-    return coverage_of(count.simulated, count.backward, count.rows(), **count.activations, **names)
+    return make_coverage(count.simulated, count.backward, count.rows(), **count.activations, **names)
 
 
 class Count(OperatorMode, Watcher):
@@ -142,7 +142,11 @@ class Count(OperatorMode, Watcher):
             meant = is_meant(self._reasons.get(owner, ""))  # a choice of the recipe or of the caller
             runs = raw_products(module).get(parameter, layer)
             computed = isinstance(runs, ParameterProduct) and runs.computed
-            reason = _OUTSIDE if outside and not meant else reason_of(owner, runs if computed else layer, self._reasons)
+            reason = (
+                _OUTSIDE
+                if outside and not meant
+                else why_not_simulated(owner, runs if computed else layer, self._reasons)
+            )
         self._raw[name, parameter, reason] += count
 
     def _note_activations(self, a: Tensor, b: Tensor, out: Any, count: int, is_attention: bool) -> None:
@@ -417,10 +421,17 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
             row = dataclasses.replace(row, detail=f"same module as {first[module]}")
         first.setdefault(module, row.name)
         rows.append(dataclasses.replace(row, multiplies=row.converted or name in raw))
-    products = tuple(row for count in counts for row in _products(model, count))
+    products = []
+    for count, (layer, product, explanation) in ((n, found) for n in counts for found in model_products(model, n)):
+        if isinstance(explanation, str):
+            columns = {"call": explanation, "unit": "", "order": "", "basis": "refused"}
+        else:
+            columns = {"call": explanation.rows[0][1], "unit": explanation.unit or ""}
+            columns |= {"order": explanation.order, "basis": explanation.basis}
+        products.append(ProductRow(layer=layer, product=product, tokens=count, **columns))
     notes = (*facts.notes, *_not_reached(model))
-    line = summary_of(model, facts.recipe, coverage, notes, products)
-    return Report(rows=tuple(rows), notes=notes, products=products, coverage=coverage, summary=line)
+    line = summary_line(model, facts.recipe, coverage, notes, products)
+    return Report(rows=tuple(rows), notes=notes, products=tuple(products), coverage=coverage, summary=line)
 
 
 def _not_reached(model: nn.Module) -> Iterator[str]:
@@ -435,17 +446,6 @@ def _not_reached(model: nn.Module) -> Iterator[str]:
     count, names = sum(map(len, alike.values())), ", ".join(map(together, alike.values()))
     if 0 < count < len(layers):
         yield f"{count} of {len(layers)} converted layers not reached so far: {names}"
-
-
-def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
-    """Yield the products of converted layers."""
-    for layer, product, explanation in model_products(model, tokens):
-        if isinstance(explanation, str):
-            facts = {"call": explanation, "unit": "", "order": "", "basis": "refused"}
-        else:
-            facts = {"call": explanation.rows[0][1], "unit": explanation.unit or ""}
-            facts |= {"order": explanation.order, "basis": explanation.basis}
-        yield ProductRow(layer=layer, product=product, tokens=tokens, **facts)
 
 
 def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:

@@ -76,14 +76,13 @@ class SavingMode(ModelMode):
 
     def multiply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Save both factors of a gated product."""
-        if kwargs or not self._is_gated(*args):
+        a, b = args if len(args) == 2 else (None, None)
+        activated = self._activated is not None and (a is self._activated or b is self._activated)
+        gated = activated and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
+        if kwargs or not gated:
             return func(*args, **kwargs)
         self._activated = None  # its gate is found
         return self._saved("gated products", torch.mul, args)
-
-    def _is_gated(self, a: Any, b: Any) -> bool:
-        activated = self._activated is not None and (a is self._activated or b is self._activated)
-        return activated and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
 
     def _saved(self, name: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         if not torch.compiler.is_compiling():

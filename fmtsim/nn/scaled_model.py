@@ -145,7 +145,7 @@ class ScaledOperations(ModelMode):
         for skip, branch in ((a, b), (b, a)):  # models write both orders
             if skip in self._skips and skip.shape == branch.shape:
                 return "residual", skip, branch
-        summands = all(isinstance(base_of(t), nn.Parameter) or t in self._summands for t in (a, b))  # tokens, positions
+        summands = all(isinstance(view_base(t), nn.Parameter) or t in self._summands for t in (a, b))
         return "embeddings" if summands and a.dim() > 1 and b.dim() > 1 else "other", a, b
 
     def _residual(self, norm: nn.Module, skip: Tensor, branch: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class ScaledOperations(ModelMode):
         )  # fmt: skip
 
 
-def base_of(t: Tensor) -> Tensor:
+def view_base(t: Tensor) -> Tensor:
     """Return the tensor that another one is a view of, or itself."""
     return t if t._base is None else t._base
 
@@ -239,8 +239,10 @@ class _Trace(ScaledOperations):
             kind, skip, _ = self.kind(args, kwargs)  # as in the passes that scale
             if kind == "residual":
                 self.branches.append(self._skips.pop(skip))
-            elif kind == "other" and _activations(args) == 2 and not all(t in self._products for t in args):
-                self._refuse_sum()
+            sums = kind == "other" and _activations(args) == 2 and not all(t in self._products for t in args)
+            # an activation function is a module without Parameters, and may add
+            if sums and (not self._modules or next(self._modules[-1].parameters(), None) is not None):
+                self._refuse("an addition", "of which a norm layer read no operand")
         elif self._unit and _activations(args) and getattr(func, "__name__", "") in _UNSCALED:
             self._refuse(func.__name__, "which has no scaled form")
         elif meaning == "cross_entropy":
@@ -263,11 +265,6 @@ class _Trace(ScaledOperations):
         finally:
             self._inside -= 1
 
-    def _refuse_sum(self) -> None:
-        """Refuse an addition, except one inside an activation function (a module without Parameters)."""
-        if not self._modules or next(self._modules[-1].parameters(), None) is not None:
-            self._refuse("an addition", "of which a norm layer read no operand")
-
     def _refuse(self, what: str, why: str) -> None:
         module = self._modules[-1] if self._modules else self._root
         name = self._names.get(module)
@@ -278,7 +275,7 @@ class _Trace(ScaledOperations):
 
 def _activations(args: Any) -> int:
     """Return how many of the arguments are tensors with a gradient, of more than one element, and no Parameters."""
-    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(base_of(t), nn.Parameter))  # no weights
+    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(view_base(t), nn.Parameter))  # no weights
     return sum(t.requires_grad and t.numel() > 1 for t in tensors)
 
 
@@ -303,28 +300,24 @@ _UNSCALED: Final = (PRODUCT_NAMES - {"linear"}) | {
 
 def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> None:
     """Scale a model whose layers are converted, and give its weights unit variance."""
-    _rescale(model, generator)
+    # 1. divide weights by their standard deviation, draw those that are zero, and set biases to zero
+    drawn = generator if isinstance(generator, torch.Generator) else None
+    for name, p in model.named_parameters():
+        with torch.no_grad():
+            if name.endswith("bias") and p.dim() == 1:
+                p.zero_()
+            elif p.dim() > 1 and p.numel() > 1:
+                std = p.float().std()
+                nn.init.normal_(p, generator=drawn) if std == 0 else p.div_(std.to(p.dtype))
+    # 2. factors of converted layers, which replace those of their operations
     for module in model.modules():
         if isinstance(module, EmulatedModule) and module.emulation is not None:
             owner = getattr(module, "owner", module)  # of a ParameterProduct, the module with its Parameter
             module.emulation.factors = Factors(how.by, head=owner in how.heads)
+    # 3. the operations of norms, and of everything else while the model runs
     for norm in how.names:
         wrap(norm, "scaled", _normalise, how)
     wrap(model, "scaled", _scaled, how)
-
-
-@torch.no_grad()
-def _rescale(model: nn.Module, generator: Generator) -> None:
-    """Divide weights by their standard deviation, draw those that are zero, and set biases to zero."""
-    for name, p in model.named_parameters():
-        if name.endswith("bias") and p.dim() == 1:
-            p.zero_()
-        elif p.dim() > 1 and p.numel() > 1:
-            std = p.float().std()
-            if std == 0:
-                nn.init.normal_(p, generator=generator if isinstance(generator, torch.Generator) else None)
-            else:
-                p.div_(std.to(p.dtype))
 
 
 def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -479,27 +472,22 @@ def mu_parameter_groups(model: nn.Module, lr: float, base_width: int = 256) -> I
     [0.25, 0.5]
     """
     hidden: dict[Tensor, int] = {}
+    how: ScaledModel | None = settings(model, "scaled")
     for module in model.modules():
-        hidden |= dict(_hidden(module, settings(model, "scaled")))
+        if isinstance(module, ScaledLinear):
+            hidden |= {} if module.rule.head else {module.weight: module.in_features}
+        elif how is None or module in how.heads or getattr(module, "owner", None) in how.heads:
+            continue  # heads learn at lr; without a recipe only layers with factors are hidden ones
+        elif isinstance(module, EmulatedModule):
+            fan_in = next(iter(module.matrices(module)))[1]
+            hidden |= {p: fan_in for _, p in module.named_parameters("", False) if p.dim() > 1}
+        elif isinstance(module, nn.Linear):
+            hidden[module.weight] = module.in_features
+        elif isinstance(module, nn.Embedding) and how.by == "UnitScaled":
+            hidden[module.weight] = module.embedding_dim
     for parameter in model.parameters():
         factor = math.sqrt(base_width / hidden[parameter]) if parameter in hidden else 1.0
         yield {"params": [parameter], "lr": lr * factor}
-
-
-def _hidden(module: nn.Module, how: ScaledModel | None) -> Iterator[tuple[Tensor, int]]:
-    """Yield the weights of a module that are of a hidden layer, with their fan-in."""
-    if isinstance(module, ScaledLinear):
-        if not module.rule.head:
-            yield module.weight, module.in_features
-    elif how is None or module in how.heads or getattr(module, "owner", None) in how.heads:
-        return
-    elif isinstance(module, EmulatedModule):
-        width = next(iter(module.matrices(module)))[1]  # fan-in
-        yield from ((p, width) for _, p in module.named_parameters("", False) if p.dim() > 1)
-    elif isinstance(module, nn.Linear):
-        yield module.weight, module.in_features
-    elif isinstance(module, nn.Embedding) and how.by == "UnitScaled":
-        yield module.weight, module.embedding_dim
 
 
 class _EmulatedScaled(EmulatedModule, ScaledLinear):
@@ -511,10 +499,6 @@ class _EmulatedScaled(EmulatedModule, ScaledLinear):
         return y if bias is None else y + bias.to(y.dtype)
 
 
-def _emulated(original: type[ScaledLinear]) -> type[EmulatedModule]:
-    fields = {"original_class": original, "__doc__": original.__doc__, "__module__": __name__}
-    return type(f"Emulated{original.__name__}", (_EmulatedScaled, original), fields)
-
-
 for _original in (UnitLinear, UnitReadout, MuLinear, MuReadout):
-    register_emulated(_emulated(_original))
+    _fields = {"original_class": _original, "__doc__": _original.__doc__, "__module__": __name__}
+    register_emulated(type(f"Emulated{_original.__name__}", (_EmulatedScaled, _original), _fields))

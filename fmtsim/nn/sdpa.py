@@ -27,7 +27,7 @@ from fmtsim.support.dispatch import autocasts, constant_in_graphs, is_readable, 
 from fmtsim.support.errors import ArgumentError, DtypeError, shown
 from fmtsim.support.records import checked
 
-__all__ = ["AttentionCall", "attend", "call_of", "flash_attention_3", "quantised_attention", "run_attention"]
+__all__ = ["AttentionCall", "attend", "attention_call", "flash_attention_3", "quantised_attention", "run_attention"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE: Final = (
@@ -63,7 +63,7 @@ class AttentionCall:
         return AttentionCall, (self.config, self.generator)  # a copy has a name of its own
 
 
-def call_of(config: AttentionConfig, generator: Generator) -> AttentionCall | str:
+def attention_call(config: AttentionConfig, generator: Generator) -> AttentionCall | str:
     """Return what ``attend`` takes: in compiled code the name of an object that lives as long as the code."""
     return _name_of(config, generator) if torch.compiler.is_compiling() else AttentionCall(config, generator)
 
@@ -139,7 +139,7 @@ def quantised_attention(
             operands that a unit does not take: a dtype that it lacks, scales that change along the sums of elements.
         DtypeError: Dtypes that differ or are not floating point.
     """
-    call = call_of(config, generator)
+    call = attention_call(config, generator)
     return attend(call, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -185,8 +185,12 @@ def attend(
         check_saved("quantised attention", q, k, v)
     if not (q.numel() and k.numel() and v.numel()):
         return q @ k.mT @ v  # nothing is added up
-    mask = _additive(attn_mask, is_causal, (q.shape[-2], k.shape[-2]), q.device)  # 0 and -inf for a boolean one
-    hides = mask is not None and (is_causal or (attn_mask is not None and attn_mask.dtype == torch.bool))
+    # what is added to the scores, float32: of a boolean mask 0 and -inf
+    mask = torch.ones(whole[-2:], dtype=torch.bool, device=q.device).tril() if is_causal else attn_mask
+    hides = mask is not None and mask.dtype == torch.bool
+    if mask is not None:
+        mask = torch.where(mask, torch.zeros((), device=q.device), -math.inf) if hides else mask.float()
+        mask = mask.expand(*mask.shape[:-2], *whole[-2:])
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)  # of the scores
     return run_attention(Inputs(q, k, v, mask, hides, factor), call)
 
@@ -208,16 +212,6 @@ def _lowered(t: Tensor) -> Tensor:
     if t.dtype not in _FLOATS or t.dtype == torch.float64 or not autocasts(device):
         return t
     return t.to(torch.get_autocast_dtype(device))
-
-
-def _additive(mask: Tensor | None, causal: bool, sizes: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Return what is added to the scores, float32, or None."""
-    if causal:
-        mask = torch.ones(sizes, dtype=torch.bool, device=device).tril()  # query i sees keys up to i
-    if mask is None or mask.dtype != torch.bool:
-        return None if mask is None else mask.float().expand(*mask.shape[:-2], *sizes)
-    empty = torch.zeros((), device=device)
-    return torch.where(mask, empty, -math.inf).expand(*mask.shape[:-2], *sizes)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> None:

@@ -173,7 +173,8 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     group = dist.group.WORLD if group is None else group
     assert group is not None
     swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
-    layers = {name: _runs(module) + swaps.pop(name, "") for name, module in modules} | swaps
+    runs = {name: _digest((module.emulation.config, module.emulation.plan)) for name, module in modules}  # type: ignore[union-attr]
+    layers = {name: digest + swaps.pop(name, "") for name, digest in runs.items()} | swaps  # what runs, and when
     facts = (root(model).recipe, layers)  # what ranks have to agree on
     everyone, what = Ranks(group), "the comparison of recipes"
     everyone.present(what)  # a rank that left is named, instead of waited for
@@ -190,13 +191,6 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
         for memory in module._modules[STATE].children() if STATE in module._modules else ():  # type: ignore[union-attr]
             if isinstance(memory, DelayedScale):
                 memory.group = group  # reduces one amax an operand over these ranks from now on
-
-
-def _runs(module: EmulatedModule) -> str:
-    """Return a digest of what a layer runs, and when."""
-    how = module.emulation
-    assert how is not None
-    return _digest((how.config, how.plan))
 
 
 def _digest(value: Any) -> str:

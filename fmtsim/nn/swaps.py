@@ -71,16 +71,15 @@ def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -
     if not v.dim() or not v.shape[-1]:
         raise ArgumentError(f"v has shape {tuple(v.shape)}; pass [..., channels]")
     size = v.detach().abs()  # a scale is a constant for the gradient
-    amax = size.amax(-1, keepdim=True) if per == "token" else _largest(size.reshape(-1, v.shape[-1]))
+    if per == "token":
+        amax = size.amax(-1, keepdim=True)
+    else:
+        rows = size.reshape(-1, v.shape[-1])
+        amax = (rows if len(rows) else rows.new_zeros(1, rows.shape[1])).amax(0)  # amax of no rows is an error
     amax = torch.where(amax == 0, torch.ones_like(amax), amax)  # the source divides by zero there
     if not power_of_two:
         return amax
     return torch.where(amax.isfinite(), to_power_of_two(amax.float().nan_to_num(), up=True), amax.float())
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Return the largest of each column, 0 where there are no rows."""
-    return torch.cat([x, x.new_zeros(1, x.shape[1])]).amax(0) if not len(x) else x.amax(0)
 
 
 def smooth_swiglu(
@@ -441,8 +440,3 @@ def _filtered(
 def _refused(swaps: Swaps) -> str:
     names = list(swaps.reasons)
     return f" ({', '.join(names[:3])}: {FILTERED})" if names else ""
-
-
-def one_generator(generator: Generator) -> Generator:
-    """Return the source of random numbers of a whole model: an int makes one torch.Generator."""
-    return torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
