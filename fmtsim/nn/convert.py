@@ -230,7 +230,7 @@ def summary_line(
     running = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
     if not running and not coverage.simulated:
         return f"{type(model).__name__} is not converted: {coverage}"
-    formats = list(Counter(str(config.on()) for config in running))  # without the machine, the first layer's first
+    formats = list(Counter(str(config.on()) for config in running))  # without their machines, which the line names once
     name = recipe or (formats[0] + (f" and {len(formats) - 1} other configs" if formats[1:] else "") if formats else "")
     machines = list(dict.fromkeys(machine for config in running for machine in config.machines))
     where = f" on {' and '.join(machines)}" if machines else ""
@@ -246,10 +246,10 @@ def _remind(model: nn.Module, inputs: Any) -> None:
     if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again
         return
     facts = root(model)
-    facts.forwards += 1  # of training
+    facts.forwards += 1
     if facts.forwards < 2:
         return
-    facts.hooks.pop("schedule").remove()  # it warns once, or never
+    facts.hooks.pop("schedule").remove()  # one warning is enough
     scheduled = [
         how for m in model.modules() if (how := m.__dict__.get("emulation")) is not None and how.plan is not None
     ]
@@ -267,7 +267,7 @@ def _warn_computed(model: nn.Module, inputs: Any, out: Any) -> None:
     if torch.compiler.is_compiling():
         return
     facts = root(model)
-    facts.hooks.pop("computed").remove()  # one forward tells
+    facts.hooks.pop("computed").remove()  # one forward pass shows every product
     if not computed_products(model):
         return
     coverage = estimated(model, facts.reasons)

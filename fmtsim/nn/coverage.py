@@ -22,7 +22,7 @@ from fmtsim.nn.planning import FILTERED, NO_CONFIG, NO_MATRIX, projections, why_
 from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_matrices, raw_products
 from fmtsim.recipes.layer_plan import HIGH
 
-PLAIN = "it runs in high precision here"  # of a layer whose config has no quantiser and no target
+PLAIN = "it runs in high precision here"  # the config has no quantiser and no target
 COMPUTED = "its model computes it before the product; emulated are products with a Parameter, its views and casts"
 _MEANT = (FILTERED, NO_CONFIG, HIGH, PLAIN)
 _ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that are added, not multiplied
@@ -112,7 +112,7 @@ class Coverage:
             more = len(largest) - most
             others = f" and {more} other{'s' * (more > 1)}" if more > 0 else ""
             words.append(f"{', '.join(names)}{others} {percent(sizes[why], self.total)} ({why})")
-        rest = sum(sizes[why] for why in order[most:])  # of reasons that are not named
+        rest = sum(sizes[why] for why in order[most:])
         return ", ".join([*words, *([f"others {percent(rest, self.total)}"] if rest else [])])
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ def together(names: Sequence[str]) -> str:
     if len(places) > 1:
         return numbered(names[0])  # they differ at several depths
     numbers = sorted({int(part) for part in parts[places[0]]})
-    ends = [i for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]  # of runs
+    ends = [i for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]  # ends of runs
     runs = [(numbers[a], numbers[b]) for a, b in zip([0, *(i + 1 for i in ends)], ends, strict=False)]
     which = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return ".".join(which if i == places[0] else part[0] for i, part in enumerate(parts))
@@ -200,7 +200,7 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
             ):
                 plain = plain_products(runs.emulation.config)
                 simulated += p.numel() * (1 - plain["fprop"])
-                backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])  # two products of the forward one's size
+                backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])  # dgrad and wgrad have fprop's size
             if plain["fprop"]:
                 raw.append((name, parameter, p.numel(), why_not_simulated(owner, runs, reasons)))
     return make_coverage(simulated, backward, raw, estimated=True, uncounted=("attention",) * bool(attentions(model)))
@@ -226,7 +226,7 @@ def _matrices(module: nn.Module, written: set[tuple[nn.Module, str]]) -> Iterato
     for name, p in module.named_parameters(recurse=False):
         if isinstance(p, UninitializedParameter):
             continue
-        wide = p.dim() >= 2 and (can_be_emulated or sum(size > 1 for size in p.shape) >= 2)  # not [1, 1, C], a bias
+        wide = p.dim() >= 2 and (can_be_emulated or sum(size > 1 for size in p.shape) >= 2)  # a [1, 1, C] is a bias
         if ((module, name) in written or (wide and not looked_up)) and not _ADDED.search(name):
             yield name, p
 

@@ -325,7 +325,7 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
         first = second = wide
         (a_elements, a_scale), (b_elements, b_scale) = a.row_scale(wide), b.row_scale(wide)
     y = bmm(a_elements.to(first), b_elements.to(second).mT, **options)
-    y = y if b_scale is None else y * b_scale.mT  # scales of columns, then of rows: one rounding each
+    y = y if b_scale is None else y * b_scale.mT  # b's scales first, then a's: one rounding each
     return y if a_scale is None else y * a_scale
 
 
@@ -336,7 +336,7 @@ def check_call(config: AttentionConfig, inputs: Inputs, dtype: torch.dtype) -> N
         ArgumentError: A scale changes inside the sums of a product of elements, or a unit lacks the dtype.
     """
     queries, keys, features = inputs.q.shape[-2], inputs.k.shape[-2], inputs.v.shape[-1]
-    lengths = {"s": inputs.q.shape[-1], "dv": queries, "dp": features, "dq": keys, "dk": queries}  # of the sums
+    lengths = {"s": inputs.q.shape[-1], "dv": queries, "dp": features, "dq": keys, "dk": queries}
     for name, (unit, operands, quantizers, inner) in config.products.items():
         if unit is None:
             continue
@@ -405,7 +405,7 @@ def flash_gradients(
         return product(first, second, gemm.target, dtype)
 
     dv = run("dv", _Source(forward.weights.mT, Heads(forward.rounded.mT)), g.mT)
-    dv = dv if forward.v.slope is None else dv * forward.v.slope.mT  # gradient of v's rounding
+    dv = dv if forward.v.slope is None else dv * forward.v.slope.mT  # the quantiser of v has a gradient of its own
     dp = run("dp", g, _Source(v, forward.v.transposed()))
     ds = forward.weights * (dp - (g * forward.out).sum(-1, keepdim=True))
     dq = run("dq", ds, _Source(k.mT, forward.k.transposed())) * factor

@@ -37,7 +37,7 @@ def converted_root(model: nn.Module, verb: str) -> nn.Module:
     Raises:
         ArgumentError: Several parts of the model were converted, each by itself.
     """
-    roots: dict[str, nn.Module] = {}  # by the prefix of the names inside
+    roots: dict[str, nn.Module] = {}  # keys are prefixes of the names inside
     for name, module in model.named_modules():
         if conversion(module).root is not None and not any(f"{name}.".startswith(root) for root in roots):
             roots[f"{name}." if name else ""] = module
@@ -123,7 +123,7 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
     if not _is_state(state["layers"]):
         raise ArgumentError("the state's layers are not what fmtsim.state returned: tensors by layer and operand")
     having = {name for name, module in modules.items() if STATE in module._modules}  # the layers with delayed scales
-    for name in sorted(having ^ set(state["layers"])):  # layers that one of the two lacks
+    for name in sorted(having ^ set(state["layers"])):  # only the model or only the state has these layers
         where = "state" if name in having else "model"
         raise ArgumentError(f"layer {shown(name)} has delayed scales, but the {where} has none of it; convert alike")
     pairs = []
