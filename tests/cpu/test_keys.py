@@ -68,24 +68,24 @@ ALL = {*BLOCKS, *SCALARS, *ROUNDED, "convert_rows", "multiply_add", "_ln"}
 EDITS = [
     ("cpu/cast/elements.py", "(bits & g.sign)", "(bits | g.sign)", {*SCALARS, "directed_flat"}, {*LOOKUPS, *ROUNDED}),
     # an overload, an intrinsic
-    ("cpu/gemm/fma_chain.py", "kind(number(raw, table))", "kind(2 * number(raw, table))", {"convert_rows"},
+    ("cpu/gemm/ieee_chains.py", "kind(number(raw, table))", "kind(2 * number(raw, table))", {"convert_rows"},
      {"multiply_add", "pack_rows"}),
     ("cpu/runtime/simd.py", "align=1", "align=4", {"truncate_panels", "multiply_add", "_floats"}, {"_exp", "_ln"}),
     # not what runs outside kernels, nor moved lines
-    ("cpu/gemm/fma_chain.py", "scratch(\"rows\", height * k", "scratch(\"rows\",\n k * height", set(), ALL),
+    ("cpu/gemm/ieee_chains.py", "scratch(\"rows\", height * k", "scratch(\"rows\",\n k * height", set(), ALL),
 ]  # fmt: skip
 MORE_EDITS = [
     # through four functions
-    ("cpu/runtime/numbers.py", "0x9E3779B9", "0x9E3779BB",
+    ("cpu/runtime/kernel_numbers.py", "0x9E3779B9", "0x9E3779BB",
      {*STOCHASTIC, "quantize_stochastic", "truncate_panels", *ROUNDED},
      {"quantize_binary", "nearest_special", "pack_rows", "_exp"}),
     # a constant
     ("cpu/cast/scaled_kernels.py", "AMAX = range(5)", "AMAX = range(1, 6)", BLOCKS - {"quantize_real"},
      {*SCALARS, *ROUNDED}),
     # a function that kernels share with the host, and an overload that they reach through others
-    ("cpu/gemm/operands.py", "return block if", "return 2 * block if", {"truncate_panels", "pack_rows", "two_stage"},
+    ("cpu/gemm/operand_layouts.py", "return block if", "return 2 * block if", {"truncate_panels", "pack_rows", "two_stage"},
      {*SCALARS, "convert_rows"}),
-    ("cpu/runtime/numbers.py", "float32(2.0**112)", "float32(2.0**111)", {"pack_rows", "round_panels", "convert_rows"},
+    ("cpu/runtime/kernel_numbers.py", "float32(2.0**112)", "float32(2.0**111)", {"pack_rows", "round_panels", "convert_rows"},
      {*SCALARS, "two_stage"}),
     ("rounding/elementary.py", "SQRT_HALF = ", "SQRT_HALF = 1 + ", {"_ln"}, {*SCALARS, "_exp", "truncate_panels"}),
     # an option

@@ -64,7 +64,7 @@ def test_both_axes_have_the_bits_of_two_casts(name, dtype, mode, shape, device):
     [((130, 256), torch.bfloat16), ((5, 136), torch.float32), pytest.param((256, 8), torch.float16, marks=SLOW)],
 )
 def test_both_axes_under_a_scale_rule(power, shape, dtype, device):
-    quantizer = Quantizer(format=E4M3, scaling=Scaling(block_casts=(1, 128), eps=1e-4, power_of_two=power))
+    quantizer = Quantizer(format=E4M3, scaling=Scaling(block=(1, 128), eps=1e-4, power_of_two=power))
     x = numbers(shape, dtype)
     assert scaled_operands.covers_both(x.to(device), quantizer)
     for fold in {False, power is not None}:
@@ -79,7 +79,7 @@ def test_both_axes_under_a_scale_rule(power, shape, dtype, device):
 
 
 def test_rules_that_are_cast_along_both_axes(device):
-    rule = Scaling(block_casts=(1, 128), power_of_two="ceil")
+    rule = Scaling(block=(1, 128), power_of_two="ceil")
     quantizer = Quantizer(format=E4M3, scaling=rule)
     x = torch.zeros(130, 64, dtype=torch.bfloat16, device=device)
     assert scaled_operands.covers_both(x, quantizer) and not scaled_operands.covers_both(x[:, :60], quantizer)
@@ -93,9 +93,7 @@ def test_rules_that_are_cast_along_both_axes(device):
 
 @pytest.mark.parametrize("rounding", [Rounding(), pytest.param(Rounding(mode="stochastic"), marks=SLOW)])
 def test_elements_that_are_cast_again_with_their_scales(rounding, device):
-    quantizer = Quantizer(
-        format=E4M3, rounding=rounding, scaling=Scaling(block_casts=(1, 128), arithmetic="reciprocal")
-    )
+    quantizer = Quantizer(format=E4M3, rounding=rounding, scaling=Scaling(block=(1, 128), arithmetic="reciprocal"))
     x, factor = numbers((130, 256), torch.bfloat16), torch.rand(130, 2) + 0.1
     factor[3], factor[4, 1] = 2.0**-140, 1e38
     there, numbers_there = x.to(device).mT, factor.to(device)

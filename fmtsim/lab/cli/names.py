@@ -116,9 +116,9 @@ checkpoints = Files("pass weights in .safetensors, .pt, .pth or .bin")
 shapes = Files("pass a text file with a line 'outputs inputs [bias]' for each layer")
 formats = Catalogue(("formats.registry:list_formats",), metavar="FORMAT")
 roundings = Catalogue(("rounding.modes:MODES", "rounding.modes:ALIASES"), others=("all",), metavar="MODE")
-overflows = Catalogue(("formats.spec:OVERFLOWS",), metavar="RULE")
+overflows = Catalogue(("formats.element:OVERFLOWS",), metavar="RULE")
 scale_rules = Catalogue(("formats.scaling:SCALE_RULES",), metavar="RULE")
-models = Catalogue(("gemm.models:list_models",), "fmtsim memory --model list has the names", others=("list",))
+models = Catalogue(("gemm.model_layers:list_models",), "fmtsim memory --model list has the names", others=("list",))
 _ANY = ("recipes", "recipe_aliases", "schemes", "scheme_aliases", "widths", "list")
 _RECIPES = "fmtsim train --recipe list has the names; a file ends in .json"
 _GPU = "choose a GPU with its library, such as h200, a plan file (.json)"
