@@ -193,10 +193,10 @@ def wrap(module: nn.Module, kind: Kind, run: Callable[..., Any], settings: Any =
     change = Change(settings=settings, recipe=recipe, run=run)
     slot = SLOTS["_old_forward" in module.__dict__]  # inside Accelerate's hook, which loads weights
     before = module.__dict__.get(slot)
-    before = None if is_own(module, before) else before  # found by the class when it runs, which may change
+    before = None if is_own(module, before) else before  # looked up at each call: the class may change
     change.forward = module.__dict__[slot] = Wrapped(_run, module, before, change)
     changes = record(module).changes
-    changes.pop(kind, None)  # a second check is the outermost forward again
+    changes.pop(kind, None)  # a second change of the kind is the outermost one again
     changes[kind] = change
 
 
@@ -204,13 +204,13 @@ def unwrap(module: nn.Module, kind: Kind) -> None:
     """Undo a change; where another forward was put around its own since, that one stays and calls the inner forward."""
     left = record(module)
     change = left.changes.pop(kind)
-    change.run = None  # for whoever still holds its forward
+    change.run = None  # its forward may stay inside another one, and then only passes calls on
     inner = None if change.forward is None else change.forward.args[1]
     for slot in SLOTS:
         if change.forward is not None and module.__dict__.get(slot) is change.forward:
             module.__dict__[slot] = inner or MethodType(type(module).forward, module)
     if is_own(module, module.__dict__.get("forward")):
-        del module.__dict__["forward"]  # the class has it
+        del module.__dict__["forward"]  # the class's own forward runs without it
     if change.hook is not None:
         change.hook.remove()
     if not left.changes and not left.attributes and left.root is None:

@@ -27,15 +27,15 @@ from fmtsim.nn.planning import (
     configure,
     constant_planner,
     idle_shares,
-    machine_of,
+    machine_options,
     plan_layers,
     plan_products,
-    planner_of,
+    recipe_planner,
     with_rules,
 )
 from fmtsim.nn.raw_matmuls import ParameterProduct, attach_products, computed_products
 from fmtsim.nn.state import attach_name, converted_modules, is_converted
-from fmtsim.nn.swaps import find_swaps, one_generator
+from fmtsim.nn.swaps import find_swaps
 from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.recipe import Recipe, Rule
@@ -130,14 +130,14 @@ def convert(
             f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
             "write filter_fn=lambda module, name: 'mlp' in name"
         )
-    machine = machine_of(target, plan, native)
+    machine = machine_options(target, plan, native)
     recipe, named = recipe if attention is None else _with_attention(recipe, attention, format), None
     if recipe is not None:
         check_alone(format, fast_accum)
     if isinstance(recipe, str | Path | Recipe | PtqRecipe):
         named = get_recipe(recipe, kind="training")  # type: ignore[call-overload]  # which refuses a PtqRecipe
         named = named if machine is None else named.on(**machine)
-        planner = planner_of(named, model)
+        planner = recipe_planner(named, model)
     else:
         planner = constant_planner(configure(recipe, format, fast_accum), machine)
     planner = with_rules(planner, rules, model, machine, named) if rules else planner  # rules of this call come first
@@ -151,7 +151,7 @@ def convert(
         named_reasons = "; ".join(f"{name or type(model).__name__}: {reasons[name]}" for name in leaves)
         text = f"convert found nothing to convert in {type(model).__name__}"
         raise ArgumentError(f"{text} ({named_reasons})" if named_reasons else text)
-    keys = one_generator(generator)  # of the whole model
+    keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator  # of the whole model
     for module, name, layer_plan in layers:
         changed = emulated_class(type(module))
         assert changed is not None  # plan_layers only lists modules that have one
@@ -191,7 +191,7 @@ def convert(
     warn = bool(layers or products) and not chosen_by_name
     coverage = estimated(model, facts.reasons)
     if _LOG.isEnabledFor(logging.INFO):
-        _LOG.info("%s", summary_of(model, facts.recipe, coverage, facts.notes))
+        _LOG.info("%s", summary_line(model, facts.recipe, coverage, facts.notes))
     raw_weights = tuple(row for row in coverage.raw if not is_meant(row.reason))  # left by a limit of fmtsim
     count = sum(row.multiply_adds for row in raw_weights)
     if warn and count * 100 > coverage.total:
@@ -215,7 +215,7 @@ def _with_attention(recipe: Any, attention: Any, format: Any) -> Recipe:
     return dataclasses.replace(get_recipe(base, kind="training"), attention=how)
 
 
-def summary_of(
+def summary_line(
     model: nn.Module, recipe: str | None, coverage: Coverage, notes: Sequence[str] = (), products: Sequence[Any] = ()
 ) -> str:
     """Return one line: what a model was converted with, on which machine, its coverage, guesses, and what was not done.
@@ -230,7 +230,7 @@ def summary_of(
     running = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
     if not running and not coverage.simulated:
         return f"{type(model).__name__} is not converted: {coverage}"
-    formats = list(Counter(str(config.on()) for config in running))  # without the machine, the first layer's first
+    formats = list(Counter(str(config.on()) for config in running))  # without their machines, which the line names once
     name = recipe or (formats[0] + (f" and {len(formats) - 1} other configs" if formats[1:] else "") if formats else "")
     machines = list(dict.fromkeys(machine for config in running for machine in config.machines))
     where = f" on {' and '.join(machines)}" if machines else ""
@@ -246,10 +246,10 @@ def _remind(model: nn.Module, inputs: Any) -> None:
     if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again
         return
     facts = root(model)
-    facts.forwards += 1  # of training
+    facts.forwards += 1
     if facts.forwards < 2:
         return
-    facts.hooks.pop("schedule").remove()  # it warns once, or never
+    facts.hooks.pop("schedule").remove()  # one warning is enough
     scheduled = [
         how for m in model.modules() if (how := m.__dict__.get("emulation")) is not None and how.plan is not None
     ]
@@ -267,7 +267,7 @@ def _warn_computed(model: nn.Module, inputs: Any, out: Any) -> None:
     if torch.compiler.is_compiling():
         return
     facts = root(model)
-    facts.hooks.pop("computed").remove()  # one forward tells
+    facts.hooks.pop("computed").remove()  # one forward pass shows every product
     if not computed_products(model):
         return
     coverage = estimated(model, facts.reasons)

@@ -15,7 +15,7 @@ from fmtsim.gemm.layers.quantize_operand import wide_dtype
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.support.errors import ArgumentError
 
-_AXES = {1: "L", 2: "H, W", 3: "D, H, W"}  # how messages name what follows [N, channels
+_AXES = {1: "L", 2: "H, W", 3: "D, H, W"}  # the dimensions behind [N, channels, in error messages
 Sizes = tuple[int, ...]
 
 
@@ -42,7 +42,7 @@ class _Convolution(EmulatedModule):
     def batched(self, input: Tensor) -> Tensor:
         """Return the input with a batch dimension; raise ArgumentError where its shape does not fit."""
         dims = len(self.kernel_size)
-        x = input if input.dim() == dims + 2 else input.unsqueeze(0)  # torch takes one image without N, too
+        x = input if input.dim() == dims + 2 else input.unsqueeze(0)  # torch's layers also take one image without N
         if x.dim() != dims + 2 or x.shape[1] != self.in_channels:
             raise ArgumentError(
                 f"{self._kind} input of shape {tuple(input.shape)} does not fit; "
@@ -89,7 +89,7 @@ class EmulatedConv(_Convolution):
 
     def input_shapes(self, rows: int) -> tuple[Sizes, ...]:
         """Return the shape of padded inputs of one position each."""
-        extents = (d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))  # of a window
+        extents = (d * (k - 1) + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))  # of one window
         return ((rows, self.in_channels, *extents),)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class EmulatedConv(_Convolution):
     def _padded(self, x: Tensor) -> Tensor:
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         padding = self._reversed_padding_repeated_twice  # the last dimension first; "same" and "valid" resolved
-        return F.pad(x, padding, mode=mode) if any(padding) else x  # pad would copy
+        return F.pad(x, padding, mode=mode) if any(padding) else x  # F.pad copies even if there is nothing to pad
 
 
 class EmulatedConv2d(EmulatedConv, nn.Conv2d):
@@ -169,9 +169,9 @@ class EmulatedConvTranspose(_Convolution):
         rows = x.flatten(2).transpose(1, 2)  # [N, positions, channels]
         y = self.grouped(rows, (w.flatten(1).t() for w in self.weight.chunk(self.groups)), (None,) * self.groups)
         # 3. overlapping windows are added, what padding= cuts off goes, and the bias follows
-        dtype = y.dtype  # of the products; their sums are wider
+        dtype = y.dtype  # the products have this dtype; sums of windows are float32 or float64
         y = _Fold.apply(y, x.shape[2:], sizes, self.kernel_size, self.stride, self.dilation)  # type: ignore[no-untyped-call]
-        y = F.pad(y, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else y  # at the ends
+        y = F.pad(y, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else y  # behind the ends
         y = self._padded(y)
         self.check_sizes(input, y.shape[2:])
         if self.bias is not None:

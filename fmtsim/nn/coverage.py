@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import is_untouched
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.multihead_attention import attentions
 from fmtsim.nn.planning import FILTERED, NO_CONFIG, NO_MATRIX, projections, why_not
 from fmtsim.nn.raw_matmuls import ParameterProduct, computed_products, raw_matrices, raw_products
 from fmtsim.recipes.layer_plan import HIGH
-from fmtsim.spec.quantizer import Quantizer
 
-PLAIN = "it runs in high precision here"  # of a layer whose config has no quantiser and no target
+PLAIN = "it runs in high precision here"  # the config has no quantiser and no target
 COMPUTED = "its model computes it before the product; emulated are products with a Parameter, its views and casts"
 _MEANT = (FILTERED, NO_CONFIG, HIGH, PLAIN)
 _ADDED = re.compile("embed|position|token|^pos_|_pos$")  # names of Parameters that are added, not multiplied
@@ -105,8 +104,15 @@ class Coverage:
             for why, weights_by_name in groups.items()
         }
         order = sorted(groups, key=lambda why: -sizes[why])  # the largest first
-        words = [f"{_named(groups[why], most)} {percent(sizes[why], self.total)} ({why})" for why in order[:most]]
-        rest = sum(sizes[why] for why in order[most:])  # of reasons that are not named
+        words = []
+        for why in order[:most]:
+            by_name = groups[why]
+            largest = sorted(by_name, key=lambda name: -sum(row.multiply_adds for row in by_name[name]))  # noqa: B023
+            names = [together(list(dict.fromkeys(row.name for row in by_name[name]))) for name in largest[:most]]
+            more = len(largest) - most
+            others = f" and {more} other{'s' * (more > 1)}" if more > 0 else ""
+            words.append(f"{', '.join(names)}{others} {percent(sizes[why], self.total)} ({why})")
+        rest = sum(sizes[why] for why in order[most:])
         return ", ".join([*words, *([f"others {percent(rest, self.total)}"] if rest else [])])
 
     def __str__(self) -> str:
@@ -134,14 +140,6 @@ class Coverage:
             yield f"other products without a weight, {percent(self.others, everything)} of all, stay {stay}"
 
 
-def _named(groups: dict[str, list[RawWeight]], most: int) -> str:
-    """Return the names of weights, those of numbered layers as one, the largest first."""
-    order = sorted(groups, key=lambda pattern: -sum(row.multiply_adds for row in groups[pattern]))
-    names = [together(list(dict.fromkeys(row.name for row in groups[pattern]))) for pattern in order[:most]]
-    rest = len(order) - most
-    return ", ".join(names) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
-
-
 def numbered(name: str) -> str:
     """Return a module's name with a star for each number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -160,7 +158,7 @@ def together(names: Sequence[str]) -> str:
     if len(places) > 1:
         return numbered(names[0])  # they differ at several depths
     numbers = sorted({int(part) for part in parts[places[0]]})
-    ends = [i for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]  # of runs
+    ends = [i for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]  # ends of runs
     runs = [(numbers[a], numbers[b]) for a, b in zip([0, *(i + 1 for i in ends)], ends, strict=False)]
     which = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     return ".".join(which if i == places[0] else part[0] for i, part in enumerate(parts))
@@ -202,13 +200,13 @@ def estimated(model: nn.Module, reasons: Mapping[str, str]) -> Coverage:
             ):
                 plain = plain_products(runs.emulation.config)
                 simulated += p.numel() * (1 - plain["fprop"])
-                backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])  # two products of the forward one's size
+                backward += p.numel() * (2 - plain["dgrad"] - plain["wgrad"])  # dgrad and wgrad have fprop's size
             if plain["fprop"]:
-                raw.append((name, parameter, p.numel(), reason_of(owner, runs, reasons)))
-    return coverage_of(simulated, backward, raw, estimated=True, uncounted=("attention",) * bool(attentions(model)))
+                raw.append((name, parameter, p.numel(), why_not_simulated(owner, runs, reasons)))
+    return make_coverage(simulated, backward, raw, estimated=True, uncounted=("attention",) * bool(attentions(model)))
 
 
-def coverage_of(simulated: int, backward: int, raw: list[tuple[str, str, int, str]], **more: Any) -> Coverage:
+def make_coverage(simulated: int, backward: int, raw: list[tuple[str, str, int, str]], **more: Any) -> Coverage:
     """Return the record of counts; ``raw`` has layer, parameter, multiply-adds and reason of each weight."""
     total = simulated + sum(count for _, _, count, _ in raw)
     rows = [
@@ -228,7 +226,7 @@ def _matrices(module: nn.Module, written: set[tuple[nn.Module, str]]) -> Iterato
     for name, p in module.named_parameters(recurse=False):
         if isinstance(p, UninitializedParameter):
             continue
-        wide = p.dim() >= 2 and (can_be_emulated or sum(size > 1 for size in p.shape) >= 2)  # not [1, 1, C], a bias
+        wide = p.dim() >= 2 and (can_be_emulated or sum(size > 1 for size in p.shape) >= 2)  # a [1, 1, C] is a bias
         if ((module, name) in written or (wide and not looked_up)) and not _ADDED.search(name):
             yield name, p
 
@@ -243,22 +241,19 @@ def is_meant(reason: str) -> bool:
 
 def plain_products(config: LinearConfig) -> dict[str, int]:
     """Return 1 for each product of a layer that is neither quantised nor on a target, else 0."""
-    first = {"fprop": (None, None), "dgrad": (None, config.fprop.b), "wgrad": (config.dgrad.a, config.fprop.a)}
-    return {name: int(not _changes(getattr(config, name), before)) for name, before in first.items()}
+    # of each product, the quantisers whose results its own operands may be made from
+    sources = {"fprop": (None, None), "dgrad": (None, config.fprop.b), "wgrad": (config.dgrad.a, config.fprop.a)}
+    plain = {}
+    for name, before in sources.items():
+        gemm = getattr(config, name)
+        pairs = zip((gemm.a, gemm.b), before, strict=True)
+        reused = [source for by, source in pairs if source is not None and by.source in ("forward", "requantised")]
+        untouched = all(map(is_untouched, (gemm.a, gemm.b, *reused)))
+        plain[name] = int(untouched and not gemm.emulated and gemm.out.format is None)
+    return plain
 
 
-def _changes(gemm: Gemm, before: tuple[Quantizer | None, ...]) -> bool:
-    """Return True if a product is quantised or on a target.
-
-    ``before`` has the quantisers of the operands that its own may be made from.
-    """
-    operands = [(gemm.a, before[0]), (gemm.b, before[1])]
-    sources = [source for quantizer, source in operands if quantizer.source in ("forward", "requantised")]
-    reused = [source for source in sources if source is not None]
-    return gemm.emulated or gemm.out.format is not None or not all(map(is_untouched, (gemm.a, gemm.b, *reused)))
-
-
-def reason_of(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
+def why_not_simulated(name: str, module: nn.Module, reasons: Mapping[str, str]) -> str:
     """Return why a module's weights are not simulated, to the best of what is known."""
     if isinstance(module, EmulatedModule):
         computed = isinstance(module, ParameterProduct) and module.computed and not module.seen

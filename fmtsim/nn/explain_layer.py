@@ -25,13 +25,12 @@ from fmtsim.nn.conversion import PRODUCTS as RAW
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import COUNTS, OperatorMode
 from fmtsim.spec.call import GemmCall
-from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 
 _NO_UNIT = "none: float32 in no particular order; convert with target= for a machine"
 _GEMM = "fmtsim::gemm"
-_FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")  # operators behind a product of the target
+_FOLLOWS = ("fmtsim::finish", "fmtsim::unrotate")  # operators that finish a target's product
 MOST_ROWS = 1 << 26  # torch counts the bytes of attention scores, which are not made here, in 64 bits
 Inputs = int | Tensor | Sequence[Tensor]
 
@@ -150,7 +149,7 @@ def layer_products(module: Any, x: Inputs) -> Iterator[tuple[str, str, MmExplana
             f"{type(module).__name__} is not a converted layer; convert the model, and pass one of its layers "
             "(fmtsim.report(model) lists them)"
         )
-    run = _Run(module, x)  # refuses what is no input
+    run = _Run(module, x)  # raises ArgumentError for what is no input
     try:
         parts = run.parts()
     except FmtsimError as error:  # sizes that do not fit
@@ -203,7 +202,7 @@ class _Run:
 
     def parts(self) -> dict[str, _Part]:
         """Return the parts of the layer that an input reaches, in their order."""
-        stand_in = self._stand_in(lambda part, config: config.on())  # without a target, which may refuse sizes
+        stand_in = self._stand_in(lambda part, config: config.on())  # no target, because a target may refuse the sizes
         multiply, by_part = stand_in.gemm, dict[str, _Part]()
 
         def noted(x: Tensor, w: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
@@ -212,8 +211,8 @@ class _Run:
             entry.times += 1
             return y
 
-        stand_in.__dict__["gemm"] = noted  # hides the method of the class
-        self._pass(stand_in, backward=False)  # reaches each product with a weight
+        stand_in.__dict__["gemm"] = noted  # found before the method of the class
+        self._pass(stand_in, backward=False)  # noted sees each product with a weight
         return by_part
 
     def explain(self, part: str, sizes: _Part, product: str) -> MmExplanation:
@@ -221,7 +220,7 @@ class _Run:
         how = self._module.emulation
         assert how is not None
         gemm = getattr(how.config, product)
-        a, b = (name[0] for name in OPERANDS if product_of(name) == product)  # x, w or g
+        a, b = (name[0] for name in OPERANDS if product_of(name) == product)
         rows = [("operands", f"{a} {gemm.a}; {b} {gemm.b}")]
         rows += [("groups", f"{sizes.times}, a product each")] if sizes.times > 1 else []
         if not gemm.emulated:
@@ -233,7 +232,7 @@ class _Run:
             bare = config.on()  # other products run without the machine
             return replace(bare, **{product: replace(gemm, native=False)}) if other == part else bare
 
-        stand_in = self._stand_in(alone)  # so that each call which is recorded is of this product
+        stand_in = self._stand_in(alone)  # only this product asks the target
         with recorded_calls() as calls, _Steps(how.config.bias_after_rounding) as steps:
             self._pass(stand_in, backward=product != "fprop")
         if not calls:
@@ -241,23 +240,22 @@ class _Run:
                 f"nothing is multiplied for M, N, K = {sizes.sizes(product)}; pass inputs with rows, or their number"
             )
         # products of what a clamp cut off an operand come before the product itself
-        *before, (call, spec) = ((self._sized(call, sizes, product), spec) for call, spec in calls.items())
+        m, n, k = sizes.sizes(product)
+        # a call of a unit alone has no sizes, on which its order does not depend
+        sized = [(call if call.m else replace(call, m=m, n=n, k=k), spec) for call, spec in calls.items()]
+        *before, (call, spec) = sized
         explanation = explained(call, spec)
-        if (call.m, call.n, call.k) != sizes.sizes(product):
-            rows.append(("padded", f"with zeros, from {factors(*sizes.sizes(product), a, b)}"))
-        rows += [("first", _rest(a, b, rest)) for rest in before]
+        if (call.m, call.n, call.k) != (m, n, k):
+            rows.append(("padded", f"with zeros, from {factors(m, n, k, a, b)}"))
+        for rest in (explained(*asked_before) for asked_before in before):
+            unit, text = rest.unit or "own datapath", f"what was clamped off {a}, times {b}: {rest.rows[0][1]}"
+            rows.append(("first", f"{text}; {unit}, {rest.order}"))
         last = steps.words(a, b, call, gemm.out.format and gemm.out, sizes.dtype)  # what follows the sum
         rows += [("then", last)] if last else []
         if call.target is not None and (gemm.native is not None or self._device.type == "cuda"):
             dtypes = own_dtype(spec.a) or torch.float32, own_dtype(spec.b) or torch.float32
             rows.append(("runs", runs(call, dtypes, self._device, gemm.native, converted=True)))
         return replace(explanation, rows=(explanation.rows[0], *rows[:1], *explanation.rows[1:], *rows[1:]))
-
-    @staticmethod
-    def _sized(call: GemmCall, sizes: _Part, product: str) -> GemmCall:
-        """Return a call of a unit alone, whose order depends on no sizes, with them."""
-        m, n, k = sizes.sizes(product)
-        return call if call.m else replace(call, m=m, n=n, k=k)
 
     def _stand_in(self, change: Callable[[str, LinearConfig], LinearConfig]) -> EmulatedModule:
         """Return the layer with fake tensors, other configs, and no observer; its hooks are not called."""
@@ -285,7 +283,7 @@ class _Run:
 
     def _pass(self, stand_in: EmulatedModule, *, backward: bool) -> None:
         """Call the layer, and go back from gradients laid out as its output."""
-        whole = {id(t): self._fake(t).requires_grad_() for t in self._like}  # one fake tensor for inputs that are one
+        whole = {id(t): self._fake(t).requires_grad_() for t in self._like}  # attention may get one tensor thrice
         inputs = [whole[id(t)] for t in self._like]
         with (
             torch.inference_mode(False),
@@ -293,9 +291,9 @@ class _Run:
             torch.autograd.set_multithreading_enabled(False),
             self._mode,
         ):
-            y = type(stand_in).forward(stand_in, *inputs)  # no hooks, and no forward of the instance
+            y = type(stand_in).forward(stand_in, *inputs)  # the class's forward, without hooks or wrappers
             if backward:
-                y = y if isinstance(y, Tensor) else y[0]  # attention returns its weights, too, an LSTM its states
+                y = y if isinstance(y, Tensor) else y[0]  # attention also returns weights, an LSTM its states
                 y.backward(torch.empty_like(y))
 
 
@@ -330,7 +328,7 @@ class _Steps(OperatorMode):
         """Note scales, biases and rotations of the machine's last product."""
         name = func._schema.name
         if name in (_GEMM, "fmtsim::multiply_groups") or func.overloadpacket in COUNTS:
-            self._last = name  # whichever comes next finishes this one
+            self._last = name  # a finish or unrotate that follows belongs to it
         elif name in _FOLLOWS and self._last == _GEMM:
             adds_bias = self._bias_follows and name == "fmtsim::finish" and args[4] is not None
             self._done["bias" if adds_bias else name] = args
@@ -349,10 +347,3 @@ class _Steps(OperatorMode):
             steps.append("the rotation undone" if undone[3] is None else "times the slope of the rounding")
         steps += [f"to {dtype_name(dtype)}"] if steps or out_dtype != dtype else []
         return "; ".join([*steps, *["plus the bias, rounded again"] * ("bias" in self._done)])
-
-
-def _rest(a: str, b: str, asked: tuple[GemmCall, GemmSpec]) -> str:
-    """Return the product of what was cut off an operand in words."""
-    explanation = explained(*asked)
-    unit, order = explanation.unit or "own datapath", explanation.order
-    return f"what was clamped off {a}, times {b}: {explanation.rows[0][1]}; {unit}, {order}"

@@ -23,7 +23,7 @@ from fmtsim.recipes.attention_config import AttentionConfig, Exp2, Tile, element
 from fmtsim.recipes.build import HIGH
 from fmtsim.scaling.scaled_cast import rotated
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.operand import Keys, Operand, last_cast, spread
+from fmtsim.spec.operand import Keys, last_cast, spread
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 
@@ -272,7 +272,12 @@ def quantised(
     apart = apart and not any(isinstance(transform, Clamp) for transform in quantizer.transforms)
     if apart and isinstance(quantizer.format, FloatFormat | None):
         x, heads = x.reshape(1, heads * rows, inner), 1
-    operands = [_prepared(name, x[head], quantizer, draws(), watchers) for head in range(heads)]
+    operands = []
+    for head in x:
+        keys = draws()
+        operands.append(quantize_operand(head, quantizer, keys))
+        for watcher in watchers:
+            watcher.operand(Seen(name, head, operands[-1], keys))
     shape = (-1, rows, inner)
     slopes = [one.slope for one in operands if one.slope is not None]  # all heads have what the first has
     slope = torch.stack(slopes).reshape(shape) if slopes else None
@@ -283,13 +288,6 @@ def quantised(
         return Heads(elements, None, slope, quantizer=quantizer)
     scale = torch.stack([spread(one.scale, one.block, one.elements.shape) for one in operands]).reshape(shape)  # type: ignore[arg-type]
     return Heads(elements, scale, slope, operands[0].block, quantizer)
-
-
-def _prepared(name: str, x: Tensor, quantizer: Quantizer, draws: Keys, watchers: Watchers) -> Operand:
-    operand = quantize_operand(x, quantizer, draws)
-    for watcher in watchers:
-        watcher.operand(Seen(name, x, operand, draws))
-    return operand
 
 
 def _part(heads: Heads, keys: slice, dim: int) -> Heads:
@@ -326,7 +324,7 @@ def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
         first = second = wide
         (a_elements, a_scale), (b_elements, b_scale) = a.row_scale(wide), b.row_scale(wide)
     y = bmm(a_elements.to(first), b_elements.to(second).mT, **options)
-    y = y if b_scale is None else y * b_scale.mT  # scales of columns, then of rows: one rounding each
+    y = y if b_scale is None else y * b_scale.mT  # b's scales first, then a's: one rounding each
     return y if a_scale is None else y * a_scale
 
 
@@ -337,7 +335,7 @@ def check_call(config: AttentionConfig, inputs: Inputs, dtype: torch.dtype) -> N
         ArgumentError: A scale changes inside the sums of a product of elements, or a unit lacks the dtype.
     """
     queries, keys, features = inputs.q.shape[-2], inputs.k.shape[-2], inputs.v.shape[-1]
-    lengths = {"s": inputs.q.shape[-1], "dv": queries, "dp": features, "dq": keys, "dk": queries}  # of the sums
+    lengths = {"s": inputs.q.shape[-1], "dv": queries, "dp": features, "dq": keys, "dk": queries}
     for name, (unit, operands, quantizers, inner) in config.products.items():
         if unit is None:
             continue
@@ -406,7 +404,7 @@ def flash_gradients(
         return product(first, second, gemm.target, dtype)
 
     dv = run("dv", _Source(forward.weights.mT, Heads(forward.rounded.mT)), g.mT)
-    dv = dv if forward.v.slope is None else dv * forward.v.slope.mT  # gradient of v's rounding
+    dv = dv if forward.v.slope is None else dv * forward.v.slope.mT  # the quantiser of v has a gradient of its own
     dp = run("dp", g, _Source(v, forward.v.transposed()))
     ds = forward.weights * (dp - (g * forward.out).sum(-1, keepdim=True))
     dq = run("dq", ds, _Source(k.mT, forward.k.transposed())) * factor

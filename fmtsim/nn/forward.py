@@ -51,7 +51,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     with torch.random.fork_rng(devices), torch.no_grad():
-        torch.backends.mha.set_fastpath_enabled(False)  # one fused kernel, which hides its products
+        torch.backends.mha.set_fastpath_enabled(False)  # the fused kernel would hide its products
         try:
             yield
         finally:
@@ -59,7 +59,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for generator, state in states:
                 generator.set_state(state)
             for buffer, value in buffers:
-                buffer.resize_(value.shape).copy_(value)  # a scale has no shape before its first call
+                buffer.resize_(value.shape).copy_(value)  # a delayed scale gets its shape in its first call
 
 
 @contextmanager
@@ -121,9 +121,9 @@ def _reached(cls: type[nn.Module], todo: list[Any]) -> frozenset[str]:
             names.update(GROUPED_NAMES & _reached(cls, held) if are_functions else GROUPED_NAMES)
         if not isinstance(function, FunctionType) or function.__code__ in seen:
             continue
-        seen.add(function.__code__)  # functions may call each other
+        seen.add(function.__code__)  # functions that call each other end here
         todo += [cell.cell_contents for cell in function.__closure__ or () if not _empty(cell)]
-        todo.append(getattr(function, "__wrapped__", None))  # what a decorator wraps
+        todo.append(getattr(function, "__wrapped__", None))  # functools.wraps keeps the decorated function there
         for code in _codes(function.__code__):
             names.update(code.co_names)
             names.update("matmul" for step in dis.get_instructions(code) if step.argrepr in ("@", "@="))

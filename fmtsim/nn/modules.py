@@ -23,7 +23,8 @@ from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.conversion import STATE, hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.layer_plan import LayerPlan
-from fmtsim.scaling.history import DelayedScale, FrozenScale, RememberedScale, StoredScale
+from fmtsim.scaling.hadamard_matrix import base_of
+from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.scaling.repeats import Calls
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError
 
@@ -78,7 +79,7 @@ class Emulation:
     def run(self, config: LinearConfig) -> None:
         """Take a config into force, one of those that ``layers`` has."""
         matching = [layers for layer_config, layers in self.layers if layer_config is config or layer_config == config]
-        self.config, self.products = config, matching[0]  # made by remember, with the same memory
+        self.config, self.products = config, matching[0]  # the scales of all configs are in one memory
 
     def changed(self, change: Callable[[str, LinearConfig], LinearConfig]) -> "Emulation":
         """Return what runs the products in force under other configs, with the same memory and generator.
@@ -170,8 +171,8 @@ class EmulatedModule(nn.Module):
 
     def emulate(self, name: str, plan: LayerPlan, generator: Generator, total_steps: int | None) -> None:
         """Take the quantisers of a plan; ``total_steps`` is the length of the run, where a schedule needs it."""
-        first = plan.at(0, total_steps) or LinearConfig()  # high precision where no rule and no default says else
-        scheduled = plan if plan.scheduled else None  # a plan that never changes is its config
+        first = plan.at(0, total_steps) or LinearConfig()  # high precision without a rule or a default
+        scheduled = plan if plan.scheduled else None  # without a schedule the config of step 0 is all
         self.emulation = Emulation(name=name, config=first, usual=plan.default, generator=generator, plan=scheduled)
         self.remember()
 
@@ -179,7 +180,7 @@ class EmulatedModule(nn.Module):
         """Make what remembers the scales of this module, delayed or stored, where one of its configs has such."""
         how = self.emulation
         assert how is not None
-        configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs, LinearConfig())  # of all steps
+        configs = (how.config,) if how.plan is None else (how.config, *how.plan.configs, LinearConfig())
         memory = _Memory()
         for part in self.parts:
             for config in configs:
@@ -188,7 +189,7 @@ class EmulatedModule(nn.Module):
                         memory[_state_key(part, name)] = StoredScale()
                     elif quantizer.scaling is not None and quantizer.scaling.history is not None:
                         memory[_state_key(part, name)] = DelayedScale(quantizer)
-        if len(memory):  # a layer without has no submodule, and the state_dict of its original class
+        if len(memory):  # else the state_dict stays that of the original class
             device = next(self.parameters()).device
             hook = self.__dict__.get("_hf_hook")  # Accelerate's loads offloaded weights where it computes
             if device.type == "meta" and getattr(hook, "execution_device", None) is not None:
@@ -213,9 +214,19 @@ class EmulatedModule(nn.Module):
         memory = self._modules.get(STATE)
         if memory is None:
             return {}
-        keys = {name: _state_key(part, name) for name in OPERANDS}  # one scale an operand of each part
-        scales = {name: memory[key] for name, key in keys.items() if key in memory}  # type: ignore[index, operator]
-        return {name: _call(scale, name, learns, compiled) for name, scale in scales.items()}  # type: ignore[arg-type]
+        keys = {name: _state_key(part, name) for name in OPERANDS}
+        state: dict[str, DelayedScale | FrozenScale | StoredScale] = {}
+        for name, scale in ((name, memory[key]) for name, key in keys.items() if key in memory):  # type: ignore[index, operator]
+            if isinstance(scale, StoredScale):
+                state[name] = scale
+                continue
+            assert isinstance(scale, DelayedScale)
+            assert scale.scaling.history is not None
+            if not learns or scale.scaling.history.fixed:
+                state[name] = scale.frozen()
+            else:  # activation checkpointing may run the forward pass again
+                state[name] = scale.learning(compiled=compiled) if name in FORWARD else scale
+        return state
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; around a forward, which hides the class's, put the check that the layer's products run."""
@@ -253,7 +264,7 @@ def _check_run(_: None, module: nn.Module, forward: Callable[..., Any], *args: A
     how = module.__dict__.get("emulation")
     if how is None or how.not_run or torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    before, y = how.runs, forward(*args, **kwargs)  # calls of the layer's products so far
+    before, y = how.runs, forward(*args, **kwargs)  # runs counts calls of the layer's products
     if how.runs == before:
         how.not_run = f"a forward that was set on the instance after convert, {hidden_by(module)}, ran in its place"
         text = f"layer {how.name!r} ran, and was not emulated: {how.not_run}; call the converted layer's forward in it"
@@ -264,19 +275,6 @@ def _check_run(_: None, module: nn.Module, forward: Callable[..., Any], *args: A
 def _kind(part: str, learns: bool, compiled: bool) -> str:
     """Return a part's key in ``Emulation.products``: part, without gradients, compiled."""
     return " ".join([part, *([] if learns else ["frozen"]), *(["compiled"] if compiled else [])])
-
-
-def _call(
-    scale: RememberedScale, operand: str, learns: bool, compiled: bool
-) -> DelayedScale | FrozenScale | StoredScale:
-    """Return what calls of an operand read of its scale's memory, and whether they change it."""
-    if isinstance(scale, StoredScale):
-        return scale
-    assert isinstance(scale, DelayedScale)
-    assert scale.scaling.history is not None
-    if not learns or scale.scaling.history.fixed:
-        return scale.frozen()
-    return scale.learning(compiled=compiled) if operand in FORWARD else scale
 
 
 def _state_key(part: str, operand: str) -> str:
@@ -371,7 +369,7 @@ def _emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
     for base, emulated in _EMULATED.items():
         if original is base:
             return emulated
-        if issubclass(original, base) and _same_forward(original, base):  # a user's subclass
+        if issubclass(original, base) and _same_forward(original, base):  # a subclass with the original forward
             return type(f"Emulated{original.__name__}", (emulated, original), {"original_class": original})
     for base in original.__mro__:
         foreign = _FOREIGN.get((base.__module__, base.__qualname__))
@@ -381,7 +379,7 @@ def _emulated_class(original: type[nn.Module]) -> type[EmulatedModule] | None:
 
 
 def _same_forward(original: type[nn.Module], base: type[nn.Module]) -> bool:
-    names = ("forward", "_conv_forward")  # convolutions multiply in the second
+    names = ("forward", "_conv_forward")  # convolutions multiply in _conv_forward
     return all(getattr(original, name, None) is getattr(base, name, None) for name in names)
 
 
@@ -428,7 +426,7 @@ class EmulatedRecurrent(EmulatedModule, nn.RNNBase):
                 f"layer {self.emulation.name if self.emulation else ''!r}: an emulated {self.original_class.__name__} "
                 "takes no packed sequences; pass padded ones (torch.nn.utils.rnn.pad_packed_sequence)"
             )
-        dim, alone = (0 if self.batch_first else 1), input.dim() == 2  # a single sequence without a batch
+        dim, alone = (0 if self.batch_first else 1), input.dim() == 2  # one sequence without a batch dimension
         x = input.unsqueeze(dim) if alone else input
         several = self.mode == "LSTM"
         states = hx if several or hx is None else (hx,)  # an LSTM has a cell beside its state
@@ -461,7 +459,7 @@ class EmulatedRecurrent(EmulatedModule, nn.RNNBase):
         w_ih, w_hh, w_hr, b_ih, b_hh = (getattr(self, f"{name}{suffix}", None) for name in names)
         # 1. the inputs of all steps in one product
         inputs = self.gemm(steps, w_ih, b_ih, f"ih{suffix}").unbind(0)  # type: ignore[arg-type]
-        back = suffix.endswith("_reverse")  # the second direction begins at the last step
+        back = suffix.endswith("_reverse")  # the reverse direction begins at the last step
         outputs = []
         for gates in reversed(inputs) if back else inputs:
             # 2. the state's product, then the gates
@@ -481,7 +479,7 @@ def _suffixes(module: nn.RNNBase) -> list[str]:
 
 def _lstm(inputs: Tensor, hidden: Tensor, h: Tensor, c: Tensor) -> States:
     """Return state and cell from gates in the order input, forget, cell, output."""
-    i, f, g, o = (hidden + inputs).chunk(4, 1)  # one sum, as torch has it
+    i, f, g, o = (hidden + inputs).chunk(4, 1)  # torch's kernel adds both products before it splits them
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 

@@ -21,7 +21,7 @@ from fmtsim.nn.conversion import settings, unwrap_all, wrap
 from fmtsim.nn.forward import forward_names
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ModelMode
-from fmtsim.nn.sdpa import AttentionCall, attend, call_of
+from fmtsim.nn.sdpa import AttentionCall, attend, attention_call
 from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.support.errors import ArgumentError, FmtsimError
 
@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
 _FUNCTION: Final = "scaled_dot_product_attention"
-_NAME = re.compile(r"attention|attn", re.IGNORECASE)  # of classes
+_NAME = re.compile(r"attention|attn", re.IGNORECASE)  # in the names of classes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class EmulatedMultiheadAttention(EmulatedModule, nn.MultiheadAttention):
     @staticmethod
     def matrices(module: nn.MultiheadAttention) -> Iterator[tuple[int, int]]:
         """Yield the size of one projection from each width of input."""
-        for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):  # query, key and value may differ
+        for inputs in sorted({module.embed_dim, module.kdim, module.vdim}):  # key and value may have other widths
             yield module.embed_dim, inputs
 
     def input_shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
@@ -116,7 +116,7 @@ class _Projections(ModelMode):
 
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Replace a projection."""
-        if func is not F.linear:  # scores and weighted sums stay in high precision
+        if func is not F.linear:  # bmm and baddbmm: scores and weighted sums
             return func(*args, **kwargs)
         x, w, bias = (*args, None)[:3]
         return self._module.gemm(x, w, bias, self._parts.pop(0))  # each part has scales of its own
@@ -162,8 +162,8 @@ class QuantisedAttention(ModelMode):
 
     def __init__(self, config: AttentionConfig | AttentionCall, generator: Generator = None) -> None:
         super().__init__()
-        self._call = config if isinstance(config, AttentionCall) else call_of(config, generator)
-        self.used = False  # whether the function was called, which strict modules have to
+        self._call = config if isinstance(config, AttentionCall) else attention_call(config, generator)
+        self.used = False  # convert_attention refuses modules that never call the function
 
     multi_head = ModelMode.opened_multi_head  # calls torch's function where no weights are asked for
 
@@ -200,7 +200,7 @@ def convert_attention(
     """
     AttentionCall(config)  # refuses what is not a config
     if target is not None:
-        config = config.on(check_target("convert_attention", target))  # all six products
+        config = config.on(check_target("convert_attention", target))  # the target of all six products
     if filter_fn is None:
         chosen = attentions(model)
     else:
@@ -247,7 +247,7 @@ def check_attentions(chosen: list[tuple[str, nn.Module]]) -> None:
 
 def check_kind_of_attention(name: str, module: nn.Module) -> None:
     """Raise ArgumentError for a module of Hugging Face whose attention does not call torch's function."""
-    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")  # of transformers
+    runs = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")  # a field of transformers' configs
     if isinstance(runs, str) and runs != "sdpa" and attends(module):
         raise ArgumentError(
             f"the attention of {name!r} runs attn_implementation={runs!r}, which does not call "
@@ -260,7 +260,7 @@ def attach(
 ) -> None:
     """Give modules quantised attention."""
     for name, module in chosen:
-        call = AttentionCall(config, generator)  # one each: observers and random states are a module's own
+        call = AttentionCall(config, generator)  # each module has its own observer and random states
         wrap(module, "attention", _attended, Attended(name=name, call=call, strict=strict), recipe=recipe)
 
 

@@ -44,17 +44,17 @@ def linear(find: Find, input: Tensor, weight: Tensor, bias: Tensor | None = None
     multiply = find(weight)  # None where the weight is no Parameter of the model
     if multiply is not None and find(input) is None and weight.dim() == 2:
         return multiply(input, weight, bias)
-    y = matmul(find, input, weight.t()) if weight.dim() == 2 else None  # the Parameter may be the input
+    y = matmul(find, input, weight.t()) if weight.dim() == 2 else None  # a Parameter may stand on the left
     return y if y is None or bias is None else y + bias
 
 
 def matmul(find: Find, input: Tensor, other: Tensor) -> Tensor | None:
     """Compute ``torch.matmul``, mm, bmm and mv: matrices of a stack multiply one by one."""
-    by_input, by_other = find(input), find(other)  # exactly one side has to be a Parameter
+    by_input, by_other = find(input), find(other)  # exactly one of both has to be a Parameter
     if (by_input is None) == (by_other is None) or not input.dim() or not other.dim():
         return None
     x, w = (input, other) if by_input is None else (other, input)
-    lead = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])  # of the stack, named by letters
+    lead = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])  # leading dimensions of the result
     if len(lead) > w.dim() - 2 > 0 and x.dim() > 1:
         w = w[(None,) * (len(lead) - w.dim() + 2)]
     if w.dim() > 2 and x.dim() == 1:
@@ -63,11 +63,11 @@ def matmul(find: Find, input: Tensor, other: Tensor) -> Tensor | None:
     x = x.expand(*lead, *x.shape[-2:]) if w.dim() > 2 else x
     stacked = letters
     if w.dim() > 2:
-        # one matrix serves all of a dimension that w does not have
+        # along dimensions in which w is broadcast one matrix serves all of x
         ones = [i for i, size in enumerate(lead) if w.shape[i] != size or size == 1]
         w, stacked = w.squeeze(ones), "".join(c for i, c in enumerate(letters) if i not in ones)
     of_x = letters if x.dim() > 2 else ""
-    first, second = "m" * (input.dim() > 1) + "k", "k" + "n" * (other.dim() > 1)  # vectors have no rows or columns
+    first, second = "m" * (input.dim() > 1) + "k", "k" + "n" * (other.dim() > 1)  # a vector has no m or n
     lead_out = letters + first[:-1] + second[1:]
     if by_other is not None:
         return contract(by_other, x, w, of_x + first, (stacked if w.dim() > 2 else "") + second, lead_out)
@@ -85,7 +85,7 @@ def with_sum(
 ) -> Tensor | None:
     """Compute ``torch.addmm`` and ``baddbmm``; a row that is added as it is counts as the bias."""
     multiply = find(second)
-    fits = beta == alpha == 1 and second.dim() == 2 and input.shape == second.shape[1:]  # a bias [N]
+    fits = beta == alpha == 1 and second.dim() == 2 and input.shape == second.shape[1:]  # input is a bias [N]
     if multiply is not None and find(first) is None and fits:
         return multiply(first, second.t(), input)
     y = matmul(find, first, second)
@@ -132,7 +132,7 @@ def grouped(
     elif first.dim() != 2:
         return None
     else:
-        ends = offs.tolist()  # of the groups of rows
+        ends = offs.tolist()  # row numbers at which groups end
         parts = [
             multiply(first[start:end], second[i].t())
             for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
@@ -140,7 +140,7 @@ def grouped(
         ]
         y = torch.cat(
             [*parts, first.new_zeros(len(first) - (ends[-1] if ends else 0), second.shape[-1])]
-        )  # rows of no group
+        )  # rows of no group are 0
     return y if y is None or out_dtype is None else y.to(out_dtype)
 
 
@@ -149,8 +149,8 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
 
     Those that all three have are a stack: its matrices multiply one by one.
     """
-    stack = [c for c in of_w if c in of_x and c in of_y]  # one matrix each
-    inner = [c for c in of_w if c in of_x and c not in of_y]  # the sums: K
+    stack = [c for c in of_w if c in of_x and c in of_y]  # dimensions of the stack
+    inner = [c for c in of_w if c in of_x and c not in of_y]  # K
     rows, columns = [c for c in of_x if c not in of_w], [c for c in of_w if c not in of_x]  # M and N
     y_letters = stack + rows + columns
     if not inner or any(len(set(names)) != len(names) for names in (of_x, of_w, of_y)) or set(y_letters) != set(of_y):
@@ -159,7 +159,7 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
     x = x.permute([of_x.index(c) for c in stack + rows + inner])
     w = w.permute([of_w.index(c) for c in stack + columns + inner])
     if len(inner) > 1:
-        x, w = x.flatten(-len(inner)), w.flatten(-len(inner))  # one K
+        x, w = x.flatten(-len(inner)), w.flatten(-len(inner))  # several K dimensions become one
     if len(columns) != 1:
         w = w.flatten(len(stack), -2) if columns else w.unsqueeze(-2)
     if not stack:
@@ -168,7 +168,7 @@ def contract(multiply: Multiply, x: Tensor, w: Tensor, of_x: str, of_w: str, of_
         return None
     else:
         x, w = x.flatten(0, len(stack) - 1), w.flatten(0, len(stack) - 1)
-        y = torch.stack([multiply(x[i], w[i]) for i in range(len(w))])  # matrix by matrix, each with its own weight
+        y = torch.stack([multiply(x[i], w[i]) for i in range(len(w))])  # one product for each matrix of the stack
     y, order = y.reshape([sizes[c] for c in y_letters]), [y_letters.index(c) for c in of_y]
     if torch.compiler.is_dynamo_compiling() and order != sorted(order):
         return _Permuted.apply(y, order)  # type: ignore[no-any-return, no-untyped-call]
@@ -214,7 +214,7 @@ def _count_grouped(args: Any, out: Any) -> Counted:
 
 
 def _count_convolution(args: Any, out: Any) -> Counted:
-    x, w, transposed = args[0], args[1], args[6]  # of aten.convolution
+    x, w, transposed = args[0], args[1], args[6]  # the operator's arguments: input, weight, transposed
     return [(x, w, (x if transposed else out).numel() * math.prod(w.shape[1:]))]
 
 
@@ -231,7 +231,7 @@ def _count_recurrent(args: Any, out: Any) -> Counted:
 
 def _count_attention(args: Any, out: Any) -> Counted:
     q, k, v = args[:3]
-    rows = q[..., 0].numel() * k.shape[-2]  # scores, hidden by a mask or not
+    rows = q[..., 0].numel() * k.shape[-2]  # one score for each pair; masks hide none of the work
     return [(q, k, rows * q.shape[-1]), (q, v, rows * v.shape[-1])]
 
 
@@ -290,10 +290,10 @@ PRODUCTS: Final = (
     Product((), None, tuple(ATTENTIONS), _count_attention),
     Product((), None, (_aten.mkldnn_rnn_layer, _aten._cudnn_rnn, _aten.miopen_rnn), _count_recurrent),
 )  # fmt: skip
-RULES: Final = {func: row.rule for row in PRODUCTS for func in row.functions if row.rule is not None}  # emulated
+RULES: Final = {func: row.rule for row in PRODUCTS for func in row.functions if row.rule is not None}
 COUNTS: Final = {operator: row.counts for row in PRODUCTS for operator in row.operators if row.counts is not None}
-STACKED: Final = frozenset(func for func in RULES if func.__name__ in ("matmul", "__matmul__", "bmm"))  # of attention
-GROUPED_NAMES: Final = frozenset({"grouped_mm", "_grouped_mm"})  # in bytecode, where functions are names
+STACKED: Final = frozenset(func for func in RULES if func.__name__ in ("matmul", "__matmul__", "bmm"))
+GROUPED_NAMES: Final = frozenset({"grouped_mm", "_grouped_mm"})  # bytecode has names only
 PRODUCT_NAMES: Final = frozenset(func.__name__ for row in PRODUCTS for func in row.functions)
 EMULATED_NAMES: Final = frozenset(func.__name__ for func in RULES) | GROUPED_NAMES
 LOOK_UPS: Final = frozenset({_aten.embedding, _aten._embedding_bag, _aten._embedding_bag_forward_only})

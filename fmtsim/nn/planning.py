@@ -4,6 +4,7 @@
 Rules of a recipe choose layers by name, kind, block (``find_blocks``) and step of training (``Selector``).
 """
 
+import itertools
 import math
 import re
 import warnings
@@ -36,7 +37,7 @@ Filter = Callable[[nn.Module, str], bool]
 FILTERED = "filter_fn leaves it out"
 NO_CONFIG = "recipe(name) returned None"
 NO_MATRIX = "no matrix among its parameters"
-LOOKED_UP = "its rows are looked up, not multiplied"  # of embeddings
+LOOKED_UP = "its rows are looked up, not multiplied"  # of nn.Embedding
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -73,7 +74,7 @@ def configure(config: LinearConfig | Configure | None, format: str | Format | No
     return config
 
 
-def machine_of(
+def machine_options(
     target: Any, plan: GemmPlan | None, native: bool | None, verb: str = "convert"
 ) -> dict[str, Any] | None:  # fmt: skip
     """Return the machine of ``convert``, or of another verb, as keywords of Gemm, None where none is named.
@@ -85,10 +86,10 @@ def machine_of(
         return None
     if not isinstance(target, str) or target != "recipe":
         target = check_target(verb, target, plan)
-    return {"target": target, "plan": plan, "native": native}  # "recipe" is known once the recipe is
+    return {"target": target, "plan": plan, "native": native}  # Recipe.on resolves target="recipe"
 
 
-def planner_of(recipe: Recipe, model: nn.Module) -> Planner:
+def recipe_planner(recipe: Recipe, model: nn.Module) -> Planner:
     """Return what gives each layer its plan under a recipe, whose rules are checked against the model."""
     selector = Selector(model)
     selector.check(recipe)
@@ -118,11 +119,11 @@ def with_rules(
     selector.check(extra)  # a rule that fits no layer is an error
 
     def plan(name: str) -> LayerPlan | None:
-        layer_plan, rules = planner(name), selector.plan(name, extra).rules  # rules up to the first without steps
+        layer_plan, rules = planner(name), selector.plan(name, extra).rules  # up to a rule without steps
         if layer_plan is None or not rules:
             return layer_plan
         if rules[-1].steps is None:
-            return LayerPlan(rules=rules, default=None)  # the last one always counts: no other is asked
+            return LayerPlan(rules=rules, default=None)  # a rule without steps decides every step
         return LayerPlan(rules=(*rules, *layer_plan.rules), default=layer_plan.default)
 
     return plan
@@ -167,7 +168,7 @@ def plan_layers(
         if reason is None and layer_plan is None:
             reason = NO_CONFIG
         elif layer_plan is not None and not layer_plan.configs:
-            reason = layer_plan.why_high  # a rule leaves it in high precision at every step
+            reason = layer_plan.why_high  # high precision at every step
         if reason is not None or layer_plan is None:
             reasons[name] = reason or ""
             continue
@@ -198,7 +199,7 @@ def plan_products(
 def _check_layer(name: str, module: nn.Module, layer_plan: LayerPlan, total_steps: int | None) -> None:
     """Refuse a schedule that contradicts itself or has no length, sizes that do not fit, and a hidden forward."""
     _check_schedule(name, layer_plan, total_steps)
-    hiding = hidden_by(module)  # torch would call it, and no product would be emulated
+    hiding = hidden_by(module)  # such a forward would run in place of the emulated one
     if hiding is not None:
         text = (
             f"layer {name!r} ({type(module).__name__}) has a forward of its own on the instance, {hiding}, which would"
@@ -232,7 +233,7 @@ def why_not(module: nn.Module) -> str | None:
     cls = type(module)
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return "its parameters are not initialised yet; run one batch through the model first"
-    emulated = emulated_class(cls)  # None for classes that are not known, and for a forward of the user's own
+    emulated = emulated_class(cls)  # None for unknown classes, and for subclasses with another forward
     if emulated is None:
         if isinstance(module, nn.RNNCellBase):
             return (
@@ -267,7 +268,7 @@ class Selector:
 
     def __init__(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
-        self._raw = raw_matrices(model)  # by the names that rules see
+        self._raw = raw_matrices(model)  # keys are the names that rules match
         first: dict[str, list[str]] = {}
         for name, matrix in self._raw.items():
             first.setdefault(matrix.owner, []).append(name)
@@ -276,9 +277,9 @@ class Selector:
             for name, module in modules.items()
             for layer in first.get(name, [name] if emulated_class(type(module)) else [])
         }
-        self._blocks = find_blocks(model)  # their names
-        numbers = {name: i for i, name in enumerate(self._blocks)}  # by name, which layers begin with
-        self._places = {name: block_of(name, numbers) for name in self._layers}
+        self._blocks = find_blocks(model)  # names of blocks in the model's order
+        numbers = {name: i for i, name in enumerate(self._blocks)}  # the number of each block
+        self._places = {name: block_number(name, numbers) for name in self._layers}
         # Heads: the last linear layer and those that share its weight, unless it is in a block, and products that the
         # model writes with the weight of an embedding.
         tied = {name for name, matrix in self._raw.items() if matrix.head}
@@ -286,7 +287,7 @@ class Selector:
         weights |= {name: getattr(matrix.module, matrix.parameter) for name, matrix in self._raw.items()}
         linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
         if not linear or self._places[linear[-1]] is not None:
-            self._heads = tied  # the last layer is a part of a block, or there is none
+            self._heads = tied  # the last linear layer is inside a block, or there is none
         else:
             self._heads = tied | {name for name in linear if weights[name] is weights[linear[-1]]}
         self._model = type(model).__name__
@@ -318,22 +319,20 @@ class Selector:
                     f"{' ...' if len(self._layers) > 4 else ''}; correct it, or pass Rule(optional=True)"
                 )
 
-        for rule in recipe.rules:
-            for which in ("first", "last"):
-                self._check_share(recipe.name, rule, which)
-
-    def _check_share(self, recipe: str, rule: Rule, which: str) -> None:
-        share, count = getattr(rule, f"{which}_blocks"), len(self._blocks)
-        if not isinstance(share, float) or rule.use is not None or not count:
-            return
-        number = _number(share, count)
-        if number > 2 * share * count:  # two of three blocks for a share of 0.3
-            warnings.warn(
-                f"recipe {recipe} leaves the {which} {share:.0%} of the blocks in high precision, which is {number} of "
-                f"{count} in {self._model}; where that is not meant, give rules= of your own by dataclasses.replace",
-                CoverageWarning,
-                stacklevel=caller_level(),
-            )
+        count = len(self._blocks)
+        for rule, which in itertools.product(recipe.rules, ("first", "last")):
+            share = getattr(rule, f"{which}_blocks")
+            if not isinstance(share, float) or rule.use is not None or not count:
+                continue
+            number = _number(share, count)
+            if number > 2 * share * count:  # a share of 0.2 of two blocks is one block, half of them
+                warnings.warn(
+                    f"recipe {recipe.name} leaves the {which} {share:.0%} of the blocks in high precision, which is "
+                    f"{number} of {count} in {self._model}; where that is not meant, give rules= of your own by "
+                    "dataclasses.replace",
+                    CoverageWarning,
+                    stacklevel=caller_level(),
+                )
 
     def plan(self, name: str, recipe: Recipe) -> LayerPlan:
         """Return what a layer of the model runs under a recipe."""
@@ -341,7 +340,7 @@ class Selector:
         for rule in recipe.rules:
             if self.fits(name, rule):
                 fitting.append(rule)
-                if rule.steps is None:  # it counts at every step: later rules never do
+                if rule.steps is None:  # a rule without steps decides every step
                     break
         return LayerPlan(rules=tuple(fitting), default=recipe.linear)
 
@@ -379,16 +378,16 @@ def find_blocks(model: nn.Module) -> list[str]:
     of different classes around such a stack is not one. Several stacks follow each other: the stages of a ResNet, or
     an encoder and a decoder; those whose elements are layers themselves count only where there are no others.
     """
-    stacks = {name: list(module) for name, module in model.named_modules() if _is_stack(module)}  # with their blocks
-    even = {name for name, blocks in stacks.items() if len({type(block) for block in blocks}) == 1}  # of equal blocks
-    outer = {name for name in even if not any(is_inside(name, other) for other in even)}  # others are parts of a block
+    stacks = {name: list(module) for name, module in model.named_modules() if _is_stack(module)}  # with their elements
+    even = {name for name, blocks in stacks.items() if len({type(block) for block in blocks}) == 1}  # of one class
+    outer = {name for name in even if not any(is_inside(name, other) for other in even)}  # others lie in a block
     if not outer:  # no stack of equals: whatever is outermost
         outer = {name for name in stacks if not any(is_inside(name, other) for other in stacks)}
-    outer = {name for name in outer if emulated_class(type(stacks[name][0])) is None} or outer  # stages, unless layers
+    outer = {name for name in outer if emulated_class(type(stacks[name][0])) is None} or outer  # layers only if alone
     return [f"{name}.{i}" if name else str(i) for name in stacks if name in outer for i in range(len(stacks[name]))]
 
 
-def block_of(layer: str, blocks: dict[str, int]) -> int | None:
+def block_number(layer: str, blocks: dict[str, int]) -> int | None:
     """Return the number of the block that a layer belongs to, None for one outside; blocks are numbered by name."""
     parts = layer.split(".")
     names = (".".join(parts[: i + 1]) for i in range(len(parts)))

@@ -30,7 +30,7 @@ from fmtsim.support.dispatch import constant_in_graphs
 
 _VERBS: Final = EMULATED_NAMES | {"multi_head_attention_forward"}
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LISTS: Final = (nn.ParameterList, nn.ParameterDict)  # whose Parameters the module around them multiplies with
+_LISTS: Final = (nn.ParameterList, nn.ParameterDict)  # the module around them multiplies with their Parameters
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -62,8 +62,12 @@ def raw_matrices(model: nn.Module) -> dict[str, RawMatrix]:
         parameters = raw_parameters(module)
         if isinstance(module, _LISTS) and _matrices(module) and _writes(_holder(modules, name)[1]):
             parameters = tuple(_matrices(module))
-        elif _multiplied_elsewhere(modules, name):
-            parameters = ("weight",)
+        elif isinstance(module, nn.Embedding):  # a head that is tied to it multiplies by its weight
+            parameters = ("weight",) if any(_reads(above, "weight") for above in _above(modules, name)) else ()
+        elif name.endswith("out_proj"):  # attention of a user's class may multiply with out_proj.weight
+            around = modules[name.rpartition(".")[0]]
+            written = isinstance(around, nn.MultiheadAttention) and raw_parameters(around)
+            parameters = ("weight",) if written else parameters
         for parameter in parameters:
             head = id(module._parameters[parameter]) in embeddings
             rule_name = ".".join(filter(None, (name, parameter))) if len(parameters) > 1 else name
@@ -80,7 +84,7 @@ def raw_parameters(module: nn.Module) -> tuple[str, ...]:
         return ()
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
         return ()
-    names = _matrices(module)  # matrices, and stacks of them
+    names = _matrices(module)  # two or three dimensions
     return tuple(names) if names and _writes(module) else ()
 
 
@@ -95,7 +99,7 @@ def writers(model: nn.Module, owned: list[RawMatrix]) -> dict[nn.Module, list[tu
     modules = dict(model.named_modules())
     by_writer: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for matrix in owned:
-        at = [matrix.module]  # the modules whose code may multiply with it
+        at = [matrix.module]  # modules whose code may multiply with the matrix
         if isinstance(matrix.module, _LISTS):
             at = [_holder(modules, matrix.owner)[1]]
         elif isinstance(matrix.module, nn.Embedding):
@@ -116,14 +120,6 @@ def writers(model: nn.Module, owned: list[RawMatrix]) -> dict[nn.Module, list[tu
             if read:
                 by_writer.setdefault(module, []).extend(read)
     return by_writer
-
-
-def _multiplied_elsewhere(modules: dict[str, nn.Module], name: str) -> bool:
-    """Return True if the code of modules around another one multiplies by its weight."""
-    if isinstance(modules[name], nn.Embedding):
-        return any(_reads(above, "weight") for above in _above(modules, name))
-    around = modules[name.rpartition(".")[0]]  # attention of a user's class may multiply with out_proj.weight
-    return name.endswith("out_proj") and isinstance(around, nn.MultiheadAttention) and bool(raw_parameters(around))
 
 
 def _matrices(module: nn.Module) -> list[str]:
@@ -156,7 +152,7 @@ def _writes(module: nn.Module) -> bool:
     cls = type(module)
     if cls.__module__.startswith("torch."):
         return False
-    names = names_in_forward(cls)  # of its code and of the functions that it names
+    names = names_in_forward(cls)  # names in its code and in the functions that it calls
     return not _VERBS.isdisjoint(names) or any(
         callable(value) and (getattr(value, "__name__", "") in _VERBS or not is_of_torch(value))
         for name, value in vars(module).items()
@@ -218,7 +214,7 @@ class ParameterProduct(EmulatedModule):
         """Return the product with the matrix, or with the first of a stack: what ``explain_mm`` looks at."""
         w = self.weight.detach()
         w = w if w.dim() == 2 else w[0]  # matrices of a stack are alike
-        w = w if self.shape in (None, tuple(w.shape)) else w.t()  # as the model multiplied last
+        w = w if self.shape in (None, tuple(w.shape)) else w.t()  # the orientation of the model's last product
         return self.gemm(input, w.requires_grad_(), None)
 
     def extra_repr(self) -> str:
@@ -242,7 +238,7 @@ class RawMatmuls(ModelMode):
     def __init__(self, module: nn.Module, read: list[tuple[nn.Module, str]]) -> None:
         super().__init__()
         self._module, self._read = module, read
-        self._known: dict[Tensor, Multiply] = {}  # Parameters, and views, copies and casts of them
+        self._known: dict[Tensor, Multiply] = {}  # keys: Parameters, their views, copies and casts
         for owner, name in read:
             multiplies = owner if isinstance(owner, EmulatedModule) else owner._modules[PRODUCTS][name]  # type: ignore[index]
             self._known[getattr(owner, name)] = partial(_gemm, multiplies)
@@ -255,7 +251,7 @@ class RawMatmuls(ModelMode):
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a product, emulated where one side is one of the Parameters."""
         y = RULES[func](self.find, *args, **kwargs)
-        if y is None:  # no side, or both, or arguments that the rule does not know
+        if y is None:  # neither side or both are Parameters, or the rule lacks an argument
             return self.other_product(func, *args, **kwargs)
         if not torch.compiler.is_compiling():
             repeat_under(self._module, partial(RawMatmuls, self._module, self._read))
@@ -272,7 +268,7 @@ class RawMatmuls(ModelMode):
         if self._follows and isinstance(y, Tensor) and not torch.compiler.is_compiling():
             tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
             sources = [self.find(t) or self._made.get(t) for t in tensors if t.numel() > 1]
-            if sources and sources[0] is not None and None not in sources:  # an activation among them makes it one
+            if sources and sources[0] is not None and None not in sources:  # made of Parameters alone
                 self._made[y] = sources[0]
         return y
 
@@ -282,7 +278,7 @@ class RawMatmuls(ModelMode):
         """Remember for the report which Parameters a function reads that is not emulated."""
         for t in () if torch.compiler.is_compiling() else tree_iter((args, kwargs)):
             made = self._made.get(t) if isinstance(t, Tensor) else None
-            multiply = made or self.find(t)  # what was computed of a Parameter, or the Parameter
+            multiply = made or self.find(t)  # what was computed from a Parameter counts as reading it
             module = None if multiply is None else multiply.args[0]  # type: ignore[attr-defined]
             if isinstance(module, ParameterProduct) and made is not None:
                 module.computed = True
@@ -304,7 +300,7 @@ class RawMatmuls(ModelMode):
         if not isinstance(t, Tensor):
             return None
         multiply = self._known.get(t)
-        return multiply if multiply is not None or t._base is None else self._known.get(t._base)  # a view
+        return multiply if multiply is not None or t._base is None else self._known.get(t._base)
 
 
 def _gemm(module: EmulatedModule, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -316,7 +312,7 @@ def attach_products(
 ) -> None:
     """Emulate products with a model's own matrices, and those with weights of converted layers that it writes."""
     for name, matrix, plan in chosen:
-        product = ParameterProduct(matrix.module, matrix.parameter)  # quantisers and their memory
+        product = ParameterProduct(matrix.module, matrix.parameter)  # the owner keeps the Parameter
         product.emulate(name, plan, generator, total_steps)
         matrix.module.add_module(PRODUCTS, nn.ModuleDict(raw_products(matrix.module) | {matrix.parameter: product}))
     for module, read in writers(model, [matrix for _, matrix, _ in chosen]).items():

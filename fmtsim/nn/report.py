@@ -19,19 +19,19 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.gemm.products.resolver import recorded_calls
 from fmtsim.nn.conversion import conversion, root, settings
-from fmtsim.nn.convert import summary_of
+from fmtsim.nn.convert import summary_line
 from fmtsim.nn.coverage import (
     ADDED,
     COMPUTED,
     PLAIN,
     Coverage,
-    coverage_of,
     estimated,
     is_meant,
+    make_coverage,
     numbered,
     plain_products,
-    reason_of,
     together,
+    why_not_simulated,
 )
 from fmtsim.nn.explain_layer import MOST_ROWS, model_products
 from fmtsim.nn.forward import names_in_forward, running_modules, undisturbed
@@ -85,7 +85,7 @@ def measured(model: nn.Module, batch: Any, reasons: Mapping[str, str]) -> Covera
             with watching(count), recorded_calls(), count:
                 call()
     names = {name: tuple(sorted(getattr(count, name))) for name in ("uncounted", "dtypes")}
-    return coverage_of(count.simulated, count.backward, count.rows(), **count.activations, **names)
+    return make_coverage(count.simulated, count.backward, count.rows(), **count.activations, **names)
 
 
 class Count(OperatorMode, Watcher):
@@ -98,8 +98,8 @@ class Count(OperatorMode, Watcher):
         self.uncounted, self.dtypes = set[str](), set[str]()
         self._scores = 0  # columns of the last product in a module of attention
         self._reasons = reasons
-        self._raw: Counter[tuple[str, str, str]] = Counter()  # multiply-adds by module, parameter and reason
-        self._attention = projections(model)  # whose weights another module multiplies with
+        self._raw: Counter[tuple[str, str, str]] = Counter()  # multiply-adds by module name, parameter and reason
+        self._attention = projections(model)  # out_proj layers: nn.MultiheadAttention multiplies with their weights
         self._names = {module: name for name, module in model.named_modules()}
         self._stack = running
         self._stored: dict[int, dict[tuple[int, int], list[Place]]] = {}  # by storage and bytes there
@@ -117,7 +117,7 @@ class Count(OperatorMode, Watcher):
         key = _storage(t)
         if key is None:
             return []
-        at = int(t.storage_offset()) * t.element_size()  # a view begins inside its Parameter
+        at = int(t.storage_offset()) * t.element_size()  # a view's first byte lies inside its Parameter
         for (start, end), places in self._stored.get(key, {}).items():
             if start <= at < end:
                 return places
@@ -129,7 +129,7 @@ class Count(OperatorMode, Watcher):
 
     def _note(self, places: list[Place], count: int, reason: str | None) -> None:
         """Add a raw product to the weight it reads: of several names the one of the module that runs."""
-        inner = {module: i for i, module in enumerate(self._stack)}  # the innermost module that runs has the largest
+        inner = {module: i for i, module in enumerate(self._stack)}  # depths of running modules
         module, name, parameter = max(
             places, key=lambda place: (inner.get(place[0], -1), not isinstance(place[0], nn.Embedding))
         )
@@ -139,10 +139,14 @@ class Count(OperatorMode, Watcher):
             outside = layer not in inner and not isinstance(layer, ParametrizationList)
             never = why_not(layer) is not None and emulated_class(type(layer)) is None  # depthwise has that reason
             outside = outside and (isinstance(layer, EmulatedModule) or never)
-            meant = is_meant(self._reasons.get(owner, ""))  # a choice of the recipe or of the caller
+            meant = is_meant(self._reasons.get(owner, ""))  # the recipe or the caller chose high precision
             runs = raw_products(module).get(parameter, layer)
             computed = isinstance(runs, ParameterProduct) and runs.computed
-            reason = _OUTSIDE if outside and not meant else reason_of(owner, runs if computed else layer, self._reasons)
+            reason = (
+                _OUTSIDE
+                if outside and not meant
+                else why_not_simulated(owner, runs if computed else layer, self._reasons)
+            )
         self._raw[name, parameter, reason] += count
 
     def _note_activations(self, a: Tensor, b: Tensor, out: Any, count: int, is_attention: bool) -> None:
@@ -157,7 +161,7 @@ class Count(OperatorMode, Watcher):
         self.activations["attention"] += count
         if is_attention or a.shape[-1] == self._scores:  # the second product sums over the keys
             self.activations["keys"] = max(self.activations["keys"], b.shape[-2])
-        self._scores = 0 if is_attention else out.shape[-1]  # keys, if this product makes scores
+        self._scores = 0 if is_attention else out.shape[-1]  # the number of keys, if this product makes scores
 
     def attention(self, run: Callable[..., Tensor], call: Any, *inputs: Any) -> Tensor:
         """Count quantised attention, and run it without this mode."""
@@ -175,7 +179,7 @@ class Count(OperatorMode, Watcher):
         if places:
             plain, count = plain_products(layer.config), x.numel() * w.shape[0]
             self.simulated += count * (1 - plain["fprop"])
-            self.backward += count * (2 - plain["dgrad"] - plain["wgrad"])  # each of the forward product's size
+            self.backward += count * (2 - plain["dgrad"] - plain["wgrad"])  # dgrad and wgrad have fprop's size
             if plain["fprop"]:
                 self._note(places, count, PLAIN)
         with _disable_current_modes():
@@ -186,7 +190,7 @@ class Count(OperatorMode, Watcher):
         products = COUNTS.get(func.overloadpacket)
         if products is None:
             with self:
-                parts = func.decompose(*args, **kwargs)  # a composite operator ends in others, which are counted
+                parts = func.decompose(*args, **kwargs)  # the operators that a composite one calls are counted
             if parts is not NotImplemented:
                 return parts
         out = func(*args, **kwargs)
@@ -198,7 +202,7 @@ class Count(OperatorMode, Watcher):
                     self._note(places, count, None)
                 elif a.is_floating_point() and (is_attention or a.shape[-1] > 1):  # rotary angles are sums of one term
                     self._note_activations(a, b, out, count, is_attention)
-        elif func.overloadpacket not in LOOK_UPS:  # a row that is looked up is an activation
+        elif func.overloadpacket not in LOOK_UPS:  # rows of an embedding are activations from here on
             self._follow(func, args, kwargs, out)
         return out
 
@@ -207,10 +211,10 @@ class Count(OperatorMode, Watcher):
         operands = args[1:] if func.overloadpacket is torch.ops.aten.copy_ else (args, kwargs)
         tensors = [t for t in tree_iter(operands) if isinstance(t, Tensor) and t.is_floating_point() and t.numel() > 1]
         sources = [self.places(t) for t in tensors]
-        whole = bool(sources) and all(sources)  # of Parameters alone: such a result counts as one of them
+        whole = bool(sources) and all(sources)  # a result of Parameters alone counts as a Parameter
         if not whole and any(sources) and func.namespace not in ("aten", "prims", "fmtsim"):
             self.uncounted.add(str(func.overloadpacket))
-        places = sources[max(range(len(tensors)), key=lambda i: tensors[i].numel())] if whole else []  # of the largest
+        places = sources[max(range(len(tensors)), key=lambda i: tensors[i].numel())] if whole else []
         for t in tree_iter(out):
             key = _storage(t) if isinstance(t, Tensor) else None
             if key is None or key in self._stored:
@@ -219,7 +223,7 @@ class Count(OperatorMode, Watcher):
                 # A weak reference keeps torch from giving the key to another storage.
                 self._made[key] = StorageWeakRef(t.untyped_storage()), places
             elif tensors:
-                self._made.pop(key, None)  # the storage holds an activation now
+                self._made.pop(key, None)  # the storage now holds an activation
 
 
 def _storage(t: Tensor) -> int | None:
@@ -318,7 +322,7 @@ class Report(Result):
         rows = [row for row in self.rows if row.multiplies]
         for row in rows:
             kind = row.type, "yes" if row.converted else "no", row.detail
-            alike.setdefault((numbered(row.name), *kind), []).append(row.name)  # blocks in one line
+            alike.setdefault((numbered(row.name), *kind), []).append(row.name)  # numbered layers share a line
         cells += [(together(names), *kind) for (_, *kind), names in alike.items()]  # type: ignore[misc]
         total = f"{len(self.converted)} of {len(rows)} modules with a weight matrix converted"
         rest = len(self.rows) - len(rows)
@@ -393,7 +397,7 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
     reasons = {".".join(filter(None, (prefix, name))): why for name, why in facts.reasons.items()}
     first: dict[nn.Module, str] = {}
     attention = projections(model)
-    shapes = estimated(model, reasons)  # finds weights that the batch does not reach
+    shapes = estimated(model, reasons)  # also lists weights that the batch does not reach
     coverage = shapes if batch is None else measured(model, batch, reasons)  # first: it sees products
     raw = {weight.layer for weight in (*coverage.raw, *shapes.raw)}
     run = any(isinstance(m, ParameterProduct) and (m.seen or m.computed) for m in model.modules())
@@ -417,10 +421,17 @@ def conversion_report(model: nn.Module, batch: Any = None, tokens: int | Sequenc
             row = dataclasses.replace(row, detail=f"same module as {first[module]}")
         first.setdefault(module, row.name)
         rows.append(dataclasses.replace(row, multiplies=row.converted or name in raw))
-    products = tuple(row for count in counts for row in _products(model, count))
+    products = []
+    for count, (layer, product, explanation) in ((n, found) for n in counts for found in model_products(model, n)):
+        if isinstance(explanation, str):
+            columns = {"call": explanation, "unit": "", "order": "", "basis": "refused"}
+        else:
+            columns = {"call": explanation.rows[0][1], "unit": explanation.unit or ""}
+            columns |= {"order": explanation.order, "basis": explanation.basis}
+        products.append(ProductRow(layer=layer, product=product, tokens=count, **columns))
     notes = (*facts.notes, *_not_reached(model))
-    line = summary_of(model, facts.recipe, coverage, notes, products)
-    return Report(rows=tuple(rows), notes=notes, products=products, coverage=coverage, summary=line)
+    line = summary_line(model, facts.recipe, coverage, notes, products)
+    return Report(rows=tuple(rows), notes=notes, products=tuple(products), coverage=coverage, summary=line)
 
 
 def _not_reached(model: nn.Module) -> Iterator[str]:
@@ -437,21 +448,10 @@ def _not_reached(model: nn.Module) -> Iterator[str]:
         yield f"{count} of {len(layers)} converted layers not reached so far: {names}"
 
 
-def _products(model: nn.Module, tokens: int) -> Iterator[ProductRow]:
-    """Yield the products of converted layers."""
-    for layer, product, explanation in model_products(model, tokens):
-        if isinstance(explanation, str):
-            facts = {"call": explanation, "unit": "", "order": "", "basis": "refused"}
-        else:
-            facts = {"call": explanation.rows[0][1], "unit": explanation.unit or ""}
-            facts |= {"order": explanation.order, "basis": explanation.basis}
-        yield ProductRow(layer=layer, product=product, tokens=tokens, **facts)
-
-
 def _row(name: str, module: nn.Module, reason: str, run: bool) -> ReportRow:
     details = swap_details(module)
     cls = module.original_class if isinstance(module, EmulatedModule) else type(module)
-    products = {p: product for p, product in raw_products(module).items() if product.seen or not run}  # once it ran
+    products = {p: product for p, product in raw_products(module).items() if product.seen or not run}
     by_label: dict[str, list[str]] = {}
     for parameter, product in products.items():
         assert product.emulation is not None

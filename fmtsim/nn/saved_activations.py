@@ -23,7 +23,7 @@ from fmtsim.recipes.build import SavedActivations
 from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import without_own_modes
 
-_ACTIVATIONS: Final = (F.silu, F.gelu)  # whose outputs gates multiply
+_ACTIVATIONS: Final = (F.silu, F.gelu)  # gated products multiply their outputs
 _ONCE: Final = (
     "activations saved in low precision cannot be differentiated twice: the gradient of a rounded tensor is not "
     "defined; compute second derivatives on the unconverted model (fmtsim.revert)"
@@ -76,14 +76,13 @@ class SavingMode(ModelMode):
 
     def multiply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Save both factors of a gated product."""
-        if kwargs or not self._is_gated(*args):
-            return func(*args, **kwargs)
-        self._activated = None  # its gate is found
-        return self._saved("gated products", torch.mul, args)
-
-    def _is_gated(self, a: Any, b: Any) -> bool:
+        a, b = args if len(args) == 2 else (None, None)
         activated = self._activated is not None and (a is self._activated or b is self._activated)
-        return activated and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
+        gated = activated and isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape
+        if kwargs or not gated:
+            return func(*args, **kwargs)
+        self._activated = None  # one output of an activation has one gate
+        return self._saved("gated products", torch.mul, args)
 
     def _saved(self, name: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -132,7 +131,7 @@ class _Saved(torch.autograd.Function):
             inputs = [ctx.how.decode(*parts[i : i + 2]).requires_grad_() for i in range(0, len(parts), 2)]
             if not ctx.how.flows:
                 inputs = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, ctx.dtypes, strict=True)]
-            y = ctx.run(*inputs)  # once more, on what the codes decode to
+            y = ctx.run(*inputs)  # runs again on the decoded inputs
         wanted = [t for t, needed in zip((*inputs, *ctx.parameters), needs, strict=True) if needed]
         grads = iter(torch.autograd.grad(y, wanted, g.to(y.dtype)))
         dtypes = [*ctx.dtypes, *(p.dtype for p in ctx.parameters)]
@@ -169,7 +168,7 @@ def _normalised(
     if not module.training or args or kwargs:
         return forward(x, *args, **kwargs)
     parameters = tuple(module.parameters(recurse=False))
-    wide = how.how.flows and any(p.dtype != torch.float32 for p in parameters)  # the decoded input is float32
+    wide = how.how.flows and any(p.dtype != torch.float32 for p in parameters)  # decoded inputs are float32
     return saved(how.how, partial(_in_float32, module, forward) if wide else forward, (x,), parameters)
 
 

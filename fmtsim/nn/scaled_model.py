@@ -67,7 +67,7 @@ class ScaledModel:
         return f"operations of {self.by}, weights rescaled to unit variance"
 
 
-_MU: Final = frozenset({"product", "embedding", "add", "multiply"})  # meanings that muS replaces
+_MU: Final = frozenset({"product", "embedding", "add", "multiply"})  # operations that muS replaces
 _UNIT: Final = _MU | {"activation", "attention", "dropout", "cross_entropy", "divide"}
 
 
@@ -84,7 +84,7 @@ class ScaledOperations(ModelMode):
         super().__init__()
         self._root, self._how = root, how
         self._unit = self._how.by == "UnitScaled"
-        self._scaled = _UNIT if self._unit else _MU  # other operations run as they are
+        self._scaled = _UNIT if self._unit else _MU
         self._skips: dict[Tensor, nn.Module] = {}  # what norms read, with the norm
         self._summands: set[Tensor] = set()  # embeddings and their sums
         self.loss: Tensor | None = None  # the last cross entropy
@@ -111,7 +111,7 @@ class ScaledOperations(ModelMode):
         """Return what a norm layer makes of x, which may begin a residual branch."""
         assert self._how.taus is not None
         tau = self._how.taus.get(module)
-        if tau is None:  # a norm that begins no branch: the last one of a model, or of queries
+        if tau is None:  # this norm begins no branch: a final norm, or one of queries
             return self._normalised(module, forward, x)
         self._skips[x] = module  # until an addition to x closes the branch
         if not self._unit:
@@ -142,10 +142,10 @@ class ScaledOperations(ModelMode):
         if kwargs or len(args) != 2 or not all(isinstance(t, Tensor) for t in args):
             return "other", None, None
         a, b = args
-        for skip, branch in ((a, b), (b, a)):  # models write both orders
+        for skip, branch in ((a, b), (b, a)):  # models write x + f(x) and f(x) + x
             if skip in self._skips and skip.shape == branch.shape:
                 return "residual", skip, branch
-        summands = all(isinstance(base_of(t), nn.Parameter) or t in self._summands for t in (a, b))  # tokens, positions
+        summands = all(isinstance(view_base(t), nn.Parameter) or t in self._summands for t in (a, b))
         return "embeddings" if summands and a.dim() > 1 and b.dim() > 1 else "other", a, b
 
     def _residual(self, norm: nn.Module, skip: Tensor, branch: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class ScaledOperations(ModelMode):
 
     def multiply(self, func: Any, a: Any, b: Any) -> Tensor:
         """Multiply; a number by which a model multiplies its embeddings is left out."""
-        number = not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad)  # such as sqrt(width)
+        number = not isinstance(b, Tensor) or (b.numel() == 1 and not b.requires_grad)  # a factor such as sqrt(width)
         if number and isinstance(a, Tensor) and a in self._summands:
             return a
         return func(a, b)  # type: ignore[no-any-return]
@@ -196,7 +196,7 @@ class ScaledOperations(ModelMode):
 
     def divide(self, func: Any, a: Any, b: Any, **how: Any) -> Tensor:
         """Divide; of a sum of losses, which becomes a mean, the gradient is not divided."""
-        if self.loss is None or a is not self.loss or how:  # how: rounding_mode=
+        if self.loss is None or a is not self.loss or how:  # how is rounding_mode=
             return func(a, b, **how)  # type: ignore[no-any-return]
         return unit.scale_forward(a, 1 / b)
 
@@ -212,7 +212,7 @@ class ScaledOperations(ModelMode):
         )  # fmt: skip
 
 
-def base_of(t: Tensor) -> Tensor:
+def view_base(t: Tensor) -> Tensor:
     """Return the tensor that another one is a view of, or itself."""
     return t if t._base is None else t._base
 
@@ -236,22 +236,24 @@ class _Trace(ScaledOperations):
             return func(*args, **kwargs)
         kind, meaning = "other", MEANINGS.get(func, "other")
         if meaning == "add" and len(args) == 2:
-            kind, skip, _ = self.kind(args, kwargs)  # as in the passes that scale
+            kind, skip, _ = self.kind(args, kwargs)  # the same decision as while the model is scaled
             if kind == "residual":
                 self.branches.append(self._skips.pop(skip))
-            elif kind == "other" and _activations(args) == 2 and not all(t in self._products for t in args):
-                self._refuse_sum()
+            sums = kind == "other" and _activations(args) == 2 and not all(t in self._products for t in args)
+            # an activation function is a module without Parameters, and may add
+            if sums and (not self._modules or next(self._modules[-1].parameters(), None) is not None):
+                self._refuse("an addition", "of which a norm layer read no operand")
         elif self._unit and _activations(args) and getattr(func, "__name__", "") in _UNSCALED:
             self._refuse(func.__name__, "which has no scaled form")
         elif meaning == "cross_entropy":
             self.computes_loss = True
             if self._unit and (why := _loss_fault(*args, **kwargs)):
                 self._refuse("cross_entropy", why)
-        y = func(*args, **kwargs)  # the model as it is
+        y = func(*args, **kwargs)  # this pass scales nothing
         if meaning == "embedding" or kind == "embeddings":
             self._summands.add(y)
         elif meaning == "multiply" and all(isinstance(t, Tensor) and t.numel() > 1 for t in args[:2]):
-            self._products.add(y)  # gated products: a sum of them is no residual addition
+            self._products.add(y)  # a sum of two gated products is no residual addition
         return y
 
     def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -263,11 +265,6 @@ class _Trace(ScaledOperations):
         finally:
             self._inside -= 1
 
-    def _refuse_sum(self) -> None:
-        """Refuse an addition, except one inside an activation function (a module without Parameters)."""
-        if not self._modules or next(self._modules[-1].parameters(), None) is not None:
-            self._refuse("an addition", "of which a norm layer read no operand")
-
     def _refuse(self, what: str, why: str) -> None:
         module = self._modules[-1] if self._modules else self._root
         name = self._names.get(module)
@@ -278,7 +275,7 @@ class _Trace(ScaledOperations):
 
 def _activations(args: Any) -> int:
     """Return how many of the arguments are tensors with a gradient, of more than one element, and no Parameters."""
-    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(base_of(t), nn.Parameter))  # no weights
+    tensors = (t for t in args if isinstance(t, Tensor) and not isinstance(view_base(t), nn.Parameter))
     return sum(t.requires_grad and t.numel() > 1 for t in tensors)
 
 
@@ -303,28 +300,24 @@ _UNSCALED: Final = (PRODUCT_NAMES - {"linear"}) | {
 
 def attach_scales(model: nn.Module, how: ScaledModel, generator: Generator) -> None:
     """Scale a model whose layers are converted, and give its weights unit variance."""
-    _rescale(model, generator)
+    # 1. divide weights by their standard deviation, draw those that are zero, and set biases to zero
+    drawn = generator if isinstance(generator, torch.Generator) else None
+    for name, p in model.named_parameters():
+        with torch.no_grad():
+            if name.endswith("bias") and p.dim() == 1:
+                p.zero_()
+            elif p.dim() > 1 and p.numel() > 1:
+                std = p.float().std()
+                nn.init.normal_(p, generator=drawn) if std == 0 else p.div_(std.to(p.dtype))
+    # 2. factors of converted layers, which replace those of their operations
     for module in model.modules():
         if isinstance(module, EmulatedModule) and module.emulation is not None:
-            owner = getattr(module, "owner", module)  # of a ParameterProduct, the module with its Parameter
+            owner = getattr(module, "owner", module)  # a ParameterProduct belongs to its owner
             module.emulation.factors = Factors(how.by, head=owner in how.heads)
+    # 3. the operations of norms, and of everything else while the model runs
     for norm in how.names:
         wrap(norm, "scaled", _normalise, how)
     wrap(model, "scaled", _scaled, how)
-
-
-@torch.no_grad()
-def _rescale(model: nn.Module, generator: Generator) -> None:
-    """Divide weights by their standard deviation, draw those that are zero, and set biases to zero."""
-    for name, p in model.named_parameters():
-        if name.endswith("bias") and p.dim() == 1:
-            p.zero_()
-        elif p.dim() > 1 and p.numel() > 1:
-            std = p.float().std()
-            if std == 0:
-                nn.init.normal_(p, generator=generator if isinstance(generator, torch.Generator) else None)
-            else:
-                p.div_(std.to(p.dtype))
 
 
 def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -344,8 +337,8 @@ def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *ar
                 f"{how.recipe} cannot scale {type(model).__name__}: {'; '.join(refusals)}. Write these "
                 "with fmtsim.nn.unit_scaling in a model of UnitLinear or MuLinear layers, or choose another recipe"
             )
-        how.checked = how.by == "MuScaled" or trace.computes_loss  # muS scales no loss
-        count = len(trace.branches)  # two a block: attention and feed-forward
+        how.checked = how.by == "MuScaled" or trace.computes_loss  # muS does not scale the loss
+        count = len(trace.branches)  # an attention and a feed-forward branch for each block
         how.taus = {
             norm: how.tau if how.by == "MuScaled" else (count / 2 + i) ** -0.5 for i, norm in enumerate(trace.branches)
         }
@@ -353,7 +346,7 @@ def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *ar
         y = forward(*args, **kwargs)
     if not how.checked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         outputs = [t for t in tree_iter(y) if isinstance(t, Tensor) and t.requires_grad and t.numel() > 1]
-        how.checked = bool(outputs)  # one warning is enough
+        how.checked = bool(outputs)  # only the first gradient is checked
         for t in outputs[:1]:
             t.register_hook(partial(_check_gradient, type(model).__name__, how.recipe))
     return y
@@ -479,27 +472,22 @@ def mu_parameter_groups(model: nn.Module, lr: float, base_width: int = 256) -> I
     [0.25, 0.5]
     """
     hidden: dict[Tensor, int] = {}
+    how: ScaledModel | None = settings(model, "scaled")
     for module in model.modules():
-        hidden |= dict(_hidden(module, settings(model, "scaled")))
+        if isinstance(module, ScaledLinear):
+            hidden |= {} if module.rule.head else {module.weight: module.in_features}
+        elif how is None or module in how.heads or getattr(module, "owner", None) in how.heads:
+            continue  # heads learn at lr; without a recipe only layers with factors are hidden ones
+        elif isinstance(module, EmulatedModule):
+            fan_in = next(iter(module.matrices(module)))[1]
+            hidden |= {p: fan_in for _, p in module.named_parameters("", False) if p.dim() > 1}
+        elif isinstance(module, nn.Linear):
+            hidden[module.weight] = module.in_features
+        elif isinstance(module, nn.Embedding) and how.by == "UnitScaled":
+            hidden[module.weight] = module.embedding_dim
     for parameter in model.parameters():
         factor = math.sqrt(base_width / hidden[parameter]) if parameter in hidden else 1.0
         yield {"params": [parameter], "lr": lr * factor}
-
-
-def _hidden(module: nn.Module, how: ScaledModel | None) -> Iterator[tuple[Tensor, int]]:
-    """Yield the weights of a module that are of a hidden layer, with their fan-in."""
-    if isinstance(module, ScaledLinear):
-        if not module.rule.head:
-            yield module.weight, module.in_features
-    elif how is None or module in how.heads or getattr(module, "owner", None) in how.heads:
-        return
-    elif isinstance(module, EmulatedModule):
-        width = next(iter(module.matrices(module)))[1]  # fan-in
-        yield from ((p, width) for _, p in module.named_parameters("", False) if p.dim() > 1)
-    elif isinstance(module, nn.Linear):
-        yield module.weight, module.in_features
-    elif isinstance(module, nn.Embedding) and how.by == "UnitScaled":
-        yield module.weight, module.embedding_dim
 
 
 class _EmulatedScaled(EmulatedModule, ScaledLinear):
@@ -511,10 +499,6 @@ class _EmulatedScaled(EmulatedModule, ScaledLinear):
         return y if bias is None else y + bias.to(y.dtype)
 
 
-def _emulated(original: type[ScaledLinear]) -> type[EmulatedModule]:
-    fields = {"original_class": original, "__doc__": original.__doc__, "__module__": __name__}
-    return type(f"Emulated{original.__name__}", (_EmulatedScaled, original), fields)
-
-
 for _original in (UnitLinear, UnitReadout, MuLinear, MuReadout):
-    register_emulated(_emulated(_original))
+    _fields = {"original_class": _original, "__doc__": _original.__doc__, "__module__": __name__}
+    register_emulated(type(f"Emulated{_original.__name__}", (_EmulatedScaled, _original), _fields))

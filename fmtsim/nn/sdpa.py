@@ -27,14 +27,14 @@ from fmtsim.support.dispatch import autocasts, constant_in_graphs, is_readable, 
 from fmtsim.support.errors import ArgumentError, DtypeError, shown
 from fmtsim.support.records import checked
 
-__all__ = ["AttentionCall", "attend", "call_of", "flash_attention_3", "quantised_attention", "run_attention"]
+__all__ = ["AttentionCall", "attend", "attention_call", "flash_attention_3", "quantised_attention", "run_attention"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ONCE: Final = (
     "quantised attention cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
     "compute second derivatives on the unconverted model (fmtsim.revert)"
 )
-_calls: WeakValueDictionary[str, "AttentionCall"] = WeakValueDictionary()  # what operators look up, by name
+_calls: WeakValueDictionary[str, "AttentionCall"] = WeakValueDictionary()  # operators find calls by name here
 _numbers = itertools.count()
 # Compiled graphs are kept on disk by what they call: names of one process must mean nothing to the next.
 _PROCESS = f"attention.{uuid.uuid4().hex[:12]}"
@@ -56,14 +56,14 @@ class AttentionCall:
         self.config, self.generator = config, generator
         self.draws: Calls[Tensor] = Calls()  # states of the generator under activation checkpointing
         self.observer: Callable[[str], Observer | Watcher] | None = None  # as of a converted module, which has parts
-        self.name = f"{_PROCESS}.{next(_numbers)}"  # operators take strings, not objects
+        self.name = f"{_PROCESS}.{next(_numbers)}"  # operators take strings and no objects
         _calls[self.name] = self
 
     def __reduce__(self) -> Any:
         return AttentionCall, (self.config, self.generator)  # a copy has a name of its own
 
 
-def call_of(config: AttentionConfig, generator: Generator) -> AttentionCall | str:
+def attention_call(config: AttentionConfig, generator: Generator) -> AttentionCall | str:
     """Return what ``attend`` takes: in compiled code the name of an object that lives as long as the code."""
     return _name_of(config, generator) if torch.compiler.is_compiling() else AttentionCall(config, generator)
 
@@ -139,7 +139,7 @@ def quantised_attention(
             operands that a unit does not take: a dtype that it lacks, scales that change along the sums of elements.
         DtypeError: Dtypes that differ or are not floating point.
     """
-    call = call_of(config, generator)
+    call = attention_call(config, generator)
     return attend(call, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -162,13 +162,13 @@ def attend(
     for name, t in (named if attn_mask is None else {**named, "attn_mask": attn_mask}).items():
         check_dense(name, t)
     check_together(**named, attn_mask=attn_mask)
-    query, key, value = (_lowered(t) for t in (query, key, value))  # as autocast would for torch's function
+    query, key, value = (_lowered(t) for t in (query, key, value))  # autocast casts them for torch's function, too
     if not torch.compiler.is_compiling():
         check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
         checked("dropout_p", dropout_p, float), checked("scale", scale, float | None)
     _check(query, key, value, attn_mask, dropout_p, is_causal)
     if enable_gqa:
-        key, value = (t.repeat_interleave(_groups(query, t), -3) for t in (key, value))  # one copy a head of query
+        key, value = (t.repeat_interleave(_groups(query, t), -3) for t in (key, value))  # heads as many as query's
     # leading sizes of query, key and value together, with which a mask goes
     shapes = [t.shape[:-2] for t in (query, key, value)]
     try:
@@ -176,7 +176,7 @@ def attend(
     except RuntimeError:
         listed = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ArgumentError(f"leading sizes {listed} of query, key and value do not broadcast") from None
-    whole = (*lead, query.shape[-2], key.shape[-2])  # of the scores
+    whole = (*lead, query.shape[-2], key.shape[-2])
     sizes = () if attn_mask is None else attn_mask.shape
     if len(sizes) > len(whole) or any(a not in (1, b) for a, b in zip(sizes[::-1], whole[::-1], strict=False)):
         raise ArgumentError(f"attn_mask of shape {tuple(sizes)} does not broadcast to {whole}")
@@ -185,9 +185,13 @@ def attend(
         check_saved("quantised attention", q, k, v)
     if not (q.numel() and k.numel() and v.numel()):
         return q @ k.mT @ v  # nothing is added up
-    mask = _additive(attn_mask, is_causal, (q.shape[-2], k.shape[-2]), q.device)  # 0 and -inf for a boolean one
-    hides = mask is not None and (is_causal or (attn_mask is not None and attn_mask.dtype == torch.bool))
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)  # of the scores
+    # what is added to the scores, float32: of a boolean mask 0 and -inf
+    mask = torch.ones(whole[-2:], dtype=torch.bool, device=q.device).tril() if is_causal else attn_mask
+    hides = mask is not None and mask.dtype == torch.bool
+    if mask is not None:
+        mask = torch.where(mask, torch.zeros((), device=q.device), -math.inf) if hides else mask.float()
+        mask = mask.expand(*mask.shape[:-2], *whole[-2:])
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return run_attention(Inputs(q, k, v, mask, hides, factor), call)
 
 
@@ -208,16 +212,6 @@ def _lowered(t: Tensor) -> Tensor:
     if t.dtype not in _FLOATS or t.dtype == torch.float64 or not autocasts(device):
         return t
     return t.to(torch.get_autocast_dtype(device))
-
-
-def _additive(mask: Tensor | None, causal: bool, sizes: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Return what is added to the scores, float32, or None."""
-    if causal:
-        mask = torch.ones(sizes, dtype=torch.bool, device=device).tril()  # query i sees keys up to i
-    if mask is None or mask.dtype != torch.bool:
-        return None if mask is None else mask.float().expand(*mask.shape[:-2], *sizes)
-    empty = torch.zeros((), device=device)
-    return torch.where(mask, empty, -math.inf).expand(*mask.shape[:-2], *sizes)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> None:
@@ -251,7 +245,7 @@ def run_attention(inputs: Inputs, call: AttentionCall | str) -> Tensor:
             watchers = watchers_with(None if call.observer is None else call.observer(""))
             run = lambda *inputs: _Attention.apply(*inputs, (call, watchers))[0]  # type: ignore[no-untyped-call]  # noqa: E731
             for watcher in watchers:
-                run = partial(watcher.attention, run, call)  # each runs the one before, and may count or replace it
+                run = partial(watcher.attention, run, call)  # each watcher runs the one before
             return run(*inputs)  # type: ignore[no-any-return]
         if call.observer is not None:
             raise ArgumentError(
@@ -277,7 +271,7 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         """Keep the unrounded tensors."""
         *tensors, ctx.hides, ctx.factor, ctx.call = inputs
-        ctx.save_for_backward(*tensors, output[1])  # quantised again in backward, with the same key
+        ctx.save_for_backward(*tensors, output[1])  # backward quantises them again, with the same random key
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -298,7 +292,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     q, random, generator = inputs.q, call.config.is_random, call.generator
     if random and isinstance(generator, torch.Generator):
-        generator = call.draws.generator(generator, compiled=compiled)  # of a first run, where a checkpoint runs again
+        generator = call.draws.generator(generator, compiled=compiled)  # a checkpoint's second run draws alike
     keys = random_keys(True, generator, None, q.device) if random else None
     key = torch.zeros(0, dtype=torch.int64) if keys is None else torch.tensor(keys.tolist())
     y = _run(inputs, call.config, _call_keys(key), watchers=watchers).out
@@ -307,7 +301,7 @@ def _forward(
 
 def _gradients(g: Tensor, inputs: Inputs, key: Tensor, call: AttentionCall, watchers: Watchers = ()) -> list[Tensor]:
     call_keys, tensors = _call_keys(key), inputs[:3]
-    forward = _run(inputs, call.config, call_keys, keep=True)  # with its weights, which forward did not keep
+    forward = _run(inputs, call.config, call_keys, keep=True)  # runs again: forward did not keep the weights
     with without_autocast(g.device):
         heads = _flat(g), _flat(inputs.q), _flat(inputs.k), _flat(inputs.v)
         grads = flash_gradients(heads, inputs.factor, call.config, call_keys, forward, inputs.q.dtype, watchers)
@@ -342,7 +336,7 @@ def _find(name: str) -> AttentionCall:
 
 
 def _fake_forward(q, k, v, mask, hides, factor, name):  # type: ignore[no-untyped-def]
-    random = _find(name).config.is_random  # seed and offset, or nothing
+    random = _find(name).config.is_random  # the key is seed and offset, or empty
     return q.new_empty((*q.shape[:-1], v.shape[-1])), torch.empty(2 if random else 0, dtype=torch.int64)
 
 

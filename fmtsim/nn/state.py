@@ -37,7 +37,7 @@ def converted_root(model: nn.Module, verb: str) -> nn.Module:
     Raises:
         ArgumentError: Several parts of the model were converted, each by itself.
     """
-    roots: dict[str, nn.Module] = {}  # by the prefix of the names inside
+    roots: dict[str, nn.Module] = {}  # keys are prefixes of the names inside
     for name, module in model.named_modules():
         if conversion(module).root is not None and not any(f"{name}.".startswith(root) for root in roots):
             roots[f"{name}." if name else ""] = module
@@ -123,7 +123,7 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
     if not _is_state(state["layers"]):
         raise ArgumentError("the state's layers are not what fmtsim.state returned: tensors by layer and operand")
     having = {name for name, module in modules.items() if STATE in module._modules}  # the layers with delayed scales
-    for name in sorted(having ^ set(state["layers"])):  # layers that one of the two lacks
+    for name in sorted(having ^ set(state["layers"])):  # only the model or only the state has these layers
         where = "state" if name in having else "model"
         raise ArgumentError(f"layer {shown(name)} has delayed scales, but the {where} has none of it; convert alike")
     pairs = []
@@ -173,7 +173,8 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     group = dist.group.WORLD if group is None else group
     assert group is not None
     swaps = {name: _digest(swap_details(module)) for name, module in model.named_modules() if swap_details(module)}
-    layers = {name: _runs(module) + swaps.pop(name, "") for name, module in modules} | swaps
+    runs = {name: _digest((module.emulation.config, module.emulation.plan)) for name, module in modules}  # type: ignore[union-attr]
+    layers = {name: digest + swaps.pop(name, "") for name, digest in runs.items()} | swaps  # what runs, and when
     facts = (root(model).recipe, layers)  # what ranks have to agree on
     everyone, what = Ranks(group), "the comparison of recipes"
     everyone.present(what)  # a rank that left is named, instead of waited for
@@ -190,13 +191,6 @@ def share_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
         for memory in module._modules[STATE].children() if STATE in module._modules else ():  # type: ignore[union-attr]
             if isinstance(memory, DelayedScale):
                 memory.group = group  # reduces one amax an operand over these ranks from now on
-
-
-def _runs(module: EmulatedModule) -> str:
-    """Return a digest of what a layer runs, and when."""
-    how = module.emulation
-    assert how is not None
-    return _digest((how.config, how.plan))
 
 
 def _digest(value: Any) -> str:

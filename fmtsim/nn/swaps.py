@@ -29,7 +29,7 @@ from fmtsim.support.records import checked
 Per = Literal["token", "channel"]
 Model = TypeVar("Model", bound=nn.Module)
 
-PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")  # of Hugging Face's Llama
+PROJECTIONS: Final = ("gate_proj", "up_proj", "down_proj")  # names in Hugging Face's Llama
 _SILU: Final = ("SiLU", "SiLUActivation")
 
 
@@ -71,16 +71,15 @@ def smooth_scale(v: Tensor, per: Per = "token", *, power_of_two: bool = False) -
     if not v.dim() or not v.shape[-1]:
         raise ArgumentError(f"v has shape {tuple(v.shape)}; pass [..., channels]")
     size = v.detach().abs()  # a scale is a constant for the gradient
-    amax = size.amax(-1, keepdim=True) if per == "token" else _largest(size.reshape(-1, v.shape[-1]))
+    if per == "token":
+        amax = size.amax(-1, keepdim=True)
+    else:
+        rows = size.reshape(-1, v.shape[-1])
+        amax = (rows if len(rows) else rows.new_zeros(1, rows.shape[1])).amax(0)  # amax of no rows is an error
     amax = torch.where(amax == 0, torch.ones_like(amax), amax)  # the source divides by zero there
     if not power_of_two:
         return amax
     return torch.where(amax.isfinite(), to_power_of_two(amax.float().nan_to_num(), up=True), amax.float())
-
-
-def _largest(x: Tensor) -> Tensor:
-    """Return the largest of each column, 0 where there are no rows."""
-    return torch.cat([x, x.new_zeros(1, x.shape[1])]).amax(0) if not len(x) else x.amax(0)
 
 
 def smooth_swiglu(
@@ -180,10 +179,10 @@ class SmoothSwiGLU(nn.Module):
 
 def scaled_down(down: nn.Linear, z: Tensor, s: Tensor, per: Per) -> Tensor:
     """Return ``(z s) w^T + bias`` of a linear layer, plain or converted, z being quantised without s."""
-    weight = down.weight if per == "token" else down.weight * s.to(down.weight.dtype)  # columns take it
+    weight = down.weight if per == "token" else down.weight * s.to(down.weight.dtype)  # s of channels: columns
     z = z.to(weight.dtype) if weight.dtype.itemsize < z.dtype.itemsize else z  # powers of two make it float32
     y = down.gemm(z, weight, None) if isinstance(down, EmulatedModule) else F.linear(z, weight)
-    y = y * s.to(y.dtype) if per == "token" else y  # s of a token multiplies its row
+    y = y * s.to(y.dtype) if per == "token" else y  # scales of tokens multiply rows
     return y if down.bias is None else y + down.bias.to(y.dtype)
 
 
@@ -247,10 +246,10 @@ def gated_parts(module: nn.Module) -> tuple[str, ...] | None:
     """Return the names of a gated layer's projections, gate, up and down; None for other and for smoothed modules."""
     if settings(module, "swiglu") is not None:
         return None
-    linears = _linears(module)  # by the names of the attributes
+    linears = _linears(module)  # keys are attribute names
     if linears.keys() >= set(PROJECTIONS) and type(getattr(module, "act_fn", None)).__name__ in _SILU:
         return PROJECTIONS
-    if len(linears) != 3 or not _names_silu(module):  # no candidate for a trial
+    if len(linears) != 3 or not _names_silu(module):  # only such modules are tried on random numbers
         return None
     return next(
         (parts for parts in permutations(linears) if _computes(module, *(linears[part] for part in parts))), None
@@ -278,11 +277,11 @@ def _computes(module: nn.Module, gate: nn.Linear, up: nn.Linear, down: nn.Linear
             y = module.forward(x)
         except Exception:  # it takes other arguments, or other shapes
             return False
-    tolerance = 4 * torch.finfo(w.dtype).eps ** 0.75 * float(z.abs().max())  # sums may have another order
+    tolerance = 4 * torch.finfo(w.dtype).eps ** 0.75 * float(z.abs().max())  # the module may add in another order
     return isinstance(y, Tensor) and y.shape == z.shape and float((y - z).abs().max()) <= tolerance
 
 
-_NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)  # classes that models bring along
+_NORM: Final = re.compile(r"(RMS|Layer)_?Norm", re.IGNORECASE)  # names of norm classes that models define
 _FUSED_CALLS: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
 
 
@@ -386,7 +385,7 @@ def _find_operations(model: nn.Module, where: str, replacement: Replacement, swa
                 f"{where} rescales weights, and {meta!r} of {name!r} is on the meta device; "
                 "give the model weights first"
             )
-    loss = swaps.recipe.loss_scale  # not done here: notes say what is left to training
+    loss = swaps.recipe.loss_scale  # fmtsim does not scale the loss: a note says so
     more = ["a loss outside of the model: fmtsim.nn.unit_scaling.cross_entropy"] * (replacement.by == "UnitScaled")
     more += [] if loss is None else [f"the loss is to be scaled: {loss}"]
     swaps.notes += [
@@ -414,7 +413,7 @@ def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_f
     smoothing = Smoothing(replacement.per, replacement.power_of_two)
     chosen = _filtered(there, filter_fn, swaps)
     swaps.gated += [(module, smoothing._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
-    others = other_silus(model)  # told, because a rule may have meant them
+    others = other_silus(model)  # the notes name them, because a rule may have meant them
     swaps.notes += [f"{', '.join(others[:4])}: SiLU among linear layers, and no gated layer"] if others else []
     swaps.notes += [f"{len(chosen)} gated layers became {smoothing}"] if chosen else []
     if chosen or all_settings(model, "swiglu"):
@@ -441,8 +440,3 @@ def _filtered(
 def _refused(swaps: Swaps) -> str:
     names = list(swaps.reasons)
     return f" ({', '.join(names[:3])}: {FILTERED})" if names else ""
-
-
-def one_generator(generator: Generator) -> Generator:
-    """Return the source of random numbers of a whole model: an int makes one torch.Generator."""
-    return torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator

@@ -105,7 +105,7 @@ def matmul(a: Tensor, b: Tensor, *, constrained: bool = True) -> Tensor:
     """Return ``a b`` times ``K ** -0.5``; unconstrained gradients have ``N ** -0.5`` (of a) and ``M ** -0.5``."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     out = k**-0.5
-    of_a, of_b = (out, out) if constrained else (n**-0.5, m**-0.5)  # a's gradient sums over N, b's over M
+    of_a, of_b = (out, out) if constrained else (n**-0.5, m**-0.5)  # the gradient of a sums over N, that of b over M
     return scale_forward(scale_backward(a, of_a) @ scale_backward(b, of_b), out)
 
 
@@ -150,7 +150,7 @@ def residual_add(branch: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
 def relu(x: Tensor, *, constrained: bool = True) -> Tensor:
     """Return ``relu(x)``, scaled: the limit of ``gelu`` for a large ``mult``, by the variance of half a normal."""
     out = _OF_RELU
-    return scale_forward(F.relu(scale_backward(x, out if constrained else 2**0.5)), out)  # half of the gradient passes
+    return scale_forward(F.relu(scale_backward(x, out if constrained else 2**0.5)), out)  # half passes
 
 
 def gelu(x: Tensor, mult: float = 1.0, *, constrained: bool = True, approximate: str = "none") -> Tensor:

@@ -23,7 +23,7 @@ from fmtsim.nn.conversion import root
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedLinear, EmulatedModule
 from fmtsim.nn.multihead_attention import convert_attention, revert_attention
-from fmtsim.nn.planning import machine_of
+from fmtsim.nn.planning import machine_options
 from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.ptq.calibrate import Part, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.ptq_report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
@@ -123,7 +123,7 @@ def ptq(
     """
     began = time.perf_counter()
     recipe = get_recipe(recipe, kind="ptq")
-    machine = machine_of(target, plan, native, "ptq")
+    machine = machine_options(target, plan, native, "ptq")
     recipe = recipe if machine is None else recipe.on(**machine)
     check_model("ptq", model)
     recipe, why = excepted(model, recipe, ignore, rules_of(rules))

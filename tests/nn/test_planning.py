@@ -11,7 +11,7 @@ from torch import nn
 import fmtsim
 from fmtsim.nn import convert, report
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.planning import block_of, find_blocks
+from fmtsim.nn.planning import block_number, find_blocks
 from fmtsim.recipes import Recipe, Rule, get_recipe, list_recipes
 from fmtsim.recipes.layer_plan import HIGH
 from fmtsim.support.errors import CoverageWarning
@@ -111,9 +111,9 @@ def test_bert():
 
 
 def test_places():
-    assert block_of("blocks.1.up", {"blocks.1": 0, "blocks.10": 1}) == 0
-    assert block_of("blocks.10.up", {"blocks.1": 0, "blocks.10": 1}) == 1
-    assert block_of("head", {"blocks.1": 0}) is None
+    assert block_number("blocks.1.up", {"blocks.1": 0, "blocks.10": 1}) == 0
+    assert block_number("blocks.10.up", {"blocks.1": 0, "blocks.10": 1}) == 1
+    assert block_number("head", {"blocks.1": 0}) is None
 
 
 @pytest.mark.parametrize("name", ["te_nvfp4", "mxfp4"])

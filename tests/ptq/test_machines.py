@@ -15,7 +15,6 @@ import fmtsim
 from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.gemm.products.native import is_native
 from fmtsim.lab.search.switching import relative_noise
-from fmtsim.nn.conversion import root
 from fmtsim.ptq import Gptq, PtqRecipe
 from fmtsim.recipes.attention_config import flash_attention_3
 from fmtsim.recipes.ptq_catalogue import operand
@@ -193,7 +192,7 @@ def test_a_saved_model_comes_back_on_its_machine(recipe, machine, tmp_path):
     assert_same_bits(pickle.loads(pickle.dumps(model))(X), y)
     assert_same_bits(copy.deepcopy(model)(X), y)
     assert_same_bits(torch.compile(model, backend="aot_eager")(X), y)
-    again = fmtsim.convert(mlp(), root(model).quantised.recipe.inference)
+    again = fmtsim.convert(mlp(), vars(model)["_fmtsim"].root.quantised.recipe.inference)
     again.load_state_dict(model.state_dict())
     refused(r"layer '0': the weight has no stored scales; fmtsim.ptq and", again, X)
     fmtsim.load_state(again, fmtsim.state(model)["scales"])

@@ -10,7 +10,7 @@ from torch import nn
 
 from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import Loss, SwitchingModel, relative_noise, require_some
-from fmtsim.nn.planning import machine_of
+from fmtsim.nn.planning import machine_options
 from fmtsim.ptq.calibrate import batches_of, check_model
 from fmtsim.ptq.quantize_model import HEAD, output_heads
 from fmtsim.recipes.ptq import PtqRecipe, is_static
@@ -114,7 +114,7 @@ def search(
     check_options(budget, bits, policy, loss)
     if executor is not None and sensitivity is not None:
         raise ArgumentError(f"executor={shown(executor)} has nothing to run beside sensitivity; leave one of them out")
-    recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search"))
+    recipes, left_out = recipes_of(formats, machine_options(target, plan, native, "search"))
     batches = batches_of(calibration_data)
     with make_progress(progress, verb="search") as show:
         switching = SwitchingModel(model, recipes, batches, filter_fn, loss or relative_noise, show, ignore)

@@ -19,7 +19,7 @@ from fmtsim.lab.search.result import Policy, SearchResult, least_loss, result_of
 from fmtsim.lab.search.switching import bits_of
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
-from fmtsim.nn.planning import machine_of
+from fmtsim.nn.planning import machine_options
 from fmtsim.ptq.calibrate import check_model, evaluating
 from fmtsim.ptq.quantize_model import excepted
 from fmtsim.recipes.ptq import PtqRecipe
@@ -229,7 +229,7 @@ def search_while_training(
             "such as (0.5, 1.0)"
         )
     fractions = tuple(widths)
-    recipes, left_out = recipes_of(formats, machine_of(target, plan, native, "search_while_training"))
+    recipes, left_out = recipes_of(formats, machine_options(target, plan, native, "search_while_training"))
     method = next((recipe for recipe in recipes.values() if recipe.weights is not None), None)
     if method is not None:
         raise ArgumentError(

@@ -154,8 +154,7 @@ def simulate(
         done: dict[str, Any] = dict.fromkeys(("autocast", "loss_scale", "optimizer", "reduction"))
         recipe = dataclasses.replace(scheme.recipe, **done, levels=())
         convert(model, recipe=recipe, total_steps=config.steps, **how)
-    reasons = root(model).reasons  # nobody passed filter_fn=
-    reasons |= {name: f"{HIGH}: head" for name, why in reasons.items() if why == FILTERED}
+    root(model).reasons |= {n: f"{HIGH}: head" for n, why in root(model).reasons.items() if why == FILTERED}
 
 
 def keys(config: TrainConfig) -> torch.Generator:
