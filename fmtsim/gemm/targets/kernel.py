@@ -17,7 +17,7 @@ from fmtsim.spec.datapath import FP32
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.records import at, check_types, fields_of, hints_of, located, record_of
+from fmtsim.support.records import at, check_types, fields_of, located, record_of, type_hints
 
 _KERNEL_FIELDS = ("algorithm", "stages", "slices", "align", "line")
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
@@ -265,7 +265,7 @@ def check_conditions(when: dict[str, Any]) -> None:
     bytes of the operand (a result with one column needs that of its rows). A value is compared; a list allows its
     members; a dict has ``min``, ``max`` and ``multiple_of``. Dtypes are written as names of formats.
     """
-    types = hints_of(GemmCall)
+    types = type_hints(GemmCall)
     for name, wanted in when.items():
         if name != "aligned" and name not in CONDITIONS:
             raise ArgumentError(
