@@ -57,33 +57,26 @@ FLOATS: tuple[FloatFormat, ...] = (
 )  # fmt: skip
 
 
-def _p3109(width: int, precision: int, *, signed: bool, extended: bool) -> FloatFormat:
-    """Build the P3109 format of ``width`` bits and ``precision`` significant bits (the implicit one counted).
-
-    One zero; NaN takes the code of -0, or the top code of an unsigned format; the infinities of an extended format
-    sit next below, at the largest magnitude that is left.
-    """
-    suffix = f"{'s' if signed else 'u'}{'e' if extended else 'f'}"
-    return FloatFormat(
-        name=f"p3109_k{width}p{precision}{suffix}",
-        exponent_bits=width - precision + (not signed),
-        mantissa_bits=precision - 1,
-        bias=1 << (width - precision) >> signed,
-        signed=signed,
-        nan="negative_zero" if signed else "top",
-        infinities=extended,
-        aliases=(f"binary{width}p{precision}{suffix}",),
-        source=_P3109,
-    )
-
-
 def _p3109_family() -> Iterator[FloatFormat]:
     """Yield every P3109 format of 3 to 8 bits that has an exponent field."""
     for width in range(3, 9):
         for signed in (True, False):
             for precision in range(1, width + (not signed)):
                 for extended in (True, False):
-                    yield _p3109(width, precision, signed=signed, extended=extended)
+                    # precision: significant bits, the implicit one counted. One zero; NaN takes the code of -0, or the
+                    # top code of an unsigned format; infinities sit next below, at the largest magnitude left.
+                    suffix = f"{'s' if signed else 'u'}{'e' if extended else 'f'}"
+                    yield FloatFormat(
+                        name=f"p3109_k{width}p{precision}{suffix}",
+                        exponent_bits=width - precision + (not signed),
+                        mantissa_bits=precision - 1,
+                        bias=1 << (width - precision) >> signed,
+                        signed=signed,
+                        nan="negative_zero" if signed else "top",
+                        infinities=extended,
+                        aliases=(f"binary{width}p{precision}{suffix}",),
+                        source=_P3109,
+                    )
 
 
 def integer(bits: int, *, signed: bool = True, grid: str = "symmetric", fraction_bits: int = 0) -> IntFormat:
@@ -258,15 +251,9 @@ _TENSOR: Block = (None, None)
 
 def blocks(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
     """Yield every catalogued scaled format; ``element`` looks an element format up by its name."""
-    yield from _microscaling(element)
-    yield from _nvfp4(element)
-    yield from _msfp(element)
-    yield from _float8_scaled(element)
-    yield from _integers(element)
-    yield from _codebooks(element)
-
-
-def _microscaling(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
+    block: Block
+    aliases: tuple[str, ...]
+    # 1. OCP MX
     table = (
         ("mxfp8_e4m3", "e4m3", ("mxfp8",)),
         ("mxfp8_e5m2", "e5m2", ()),
@@ -281,12 +268,51 @@ def _microscaling(element: Callable[[str], ElementFormat]) -> Iterator[BlockForm
     for name, inner, _ in table[:2]:
         scaling = block_scaling((1, 32), "rceil")
         yield BlockFormat(name=f"{name}_rceil", element=element(inner), scaling=scaling, source=_MX_CEIL)
-
-
-def _msfp(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
-    # Sign and magnitude without an implicit bit: the one exponent bit makes an even grid of magnitudes.
+    # 2. NVFP4 and its kin
+    yield from _nvfp4(element)
+    # 3. MSFP: sign and magnitude without an implicit bit; the one exponent bit makes an even grid of magnitudes
     for name, inner in (("msfp12", "e1m2_finite"), ("msfp16", "e1m6_finite")):
         yield BlockFormat(name=name, element=element(inner), scaling=block_scaling((1, 16), "floor"), source=_MSFP)
+    # 4. FP8 with real scales
+    for name, block in (("e4m3_1x128", (1, 128)), ("e4m3_128x128", (128, 128))):
+        yield BlockFormat(name=name, element=element("e4m3"), scaling=block_scaling(block), source=_DEEPSEEK)
+        powers = block_scaling(block, "rceil")
+        yield BlockFormat(name=f"{name}_pow2", element=element("e4m3"), scaling=powers,
+                          source=_DEEPSEEK + "; scales rounded up to powers of two")  # fmt: skip
+    for inner in ("e4m3", "e5m2"):
+        record = element(inner)
+        encoded = block_scaling(_TENSOR, arithmetic="encode")
+        yield BlockFormat(name=f"{inner}_tensor", element=record, scaling=encoded, source=_TE)
+        yield BlockFormat(name=f"{inner}_channel", element=record, scaling=block_scaling(_CHANNEL), source=_PTQ)
+    # 5. integers
+    groups = tuple((f"int4_g{size}", "int4", (1, size), (), _GROUPS) for size in (32, 64, 128))
+    for name, inner, block, aliases, source in (
+        ("int8_channel", "int8", _CHANNEL, ("int8_row",), _ROWS),
+        ("int8_tensor", "int8", _TENSOR, (), _ROWS),
+        ("int4_channel", "int4", _CHANNEL, (), _GROUPS),
+        *groups,
+    ):
+        scaling = block_scaling(block)
+        yield BlockFormat(name=name, element=element(inner), scaling=scaling, aliases=aliases, source=source)
+    for name, inner, block in (
+        ("uint8_channel_zp", "uint8", _CHANNEL),
+        ("uint8_tensor_zp", "uint8", _TENSOR),
+        ("uint4_g32_zp", "uint4", (1, 32)),
+        ("uint4_g64_zp", "uint4", (1, 64)),
+        ("uint4_g128_zp", "uint4", (1, 128)),
+    ):
+        scaling = block_scaling(block, zero_point=True)
+        yield BlockFormat(name=name, element=element(inner), scaling=scaling, source=_ZERO_POINT)
+    # 6. codebooks and logarithms
+    for name, inner, block, source in (
+        ("nf4_g64", "nf4", (1, 64), _QLORA),
+        ("bnb_fp4_g64", "bnb_fp4", (1, 64), _QLORA),
+        ("bnb_dynamic8_g256", "bnb_dynamic8", (1, 256), _BNB8),
+        ("bnb_dynamic8_unsigned_g256", "bnb_dynamic8_unsigned", (1, 256), _BNB8),
+        ("lns8_channel", "lns8_g8", _CHANNEL, _LNS),
+        ("lns8_tensor", "lns8_g8", _TENSOR, _LNS),
+    ):
+        yield BlockFormat(name=name, element=element(inner), scaling=block_scaling(block), source=source)
 
 
 def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
@@ -334,49 +360,3 @@ def _nvfp4(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
     for name, inner, tensor, source, fields in variants:
         scaling = Scaling(**{"block": (1, 16), "scale": scale, "tensor": tensor, **fields})
         yield BlockFormat(name=name, element=element(inner), scaling=scaling, source=source)
-
-
-def _float8_scaled(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
-    for name, block in (("e4m3_1x128", (1, 128)), ("e4m3_128x128", (128, 128))):
-        yield BlockFormat(name=name, element=element("e4m3"), scaling=block_scaling(block), source=_DEEPSEEK)
-        powers = block_scaling(block, "rceil")
-        yield BlockFormat(name=f"{name}_pow2", element=element("e4m3"), scaling=powers,
-                          source=_DEEPSEEK + "; scales rounded up to powers of two")  # fmt: skip
-    for inner in ("e4m3", "e5m2"):
-        record = element(inner)
-        encoded = block_scaling(_TENSOR, arithmetic="encode")
-        yield BlockFormat(name=f"{inner}_tensor", element=record, scaling=encoded, source=_TE)
-        yield BlockFormat(name=f"{inner}_channel", element=record, scaling=block_scaling(_CHANNEL), source=_PTQ)
-
-
-def _integers(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
-    groups = tuple((f"int4_g{size}", "int4", (1, size), (), _GROUPS) for size in (32, 64, 128))
-    for name, inner, block, aliases, source in (
-        ("int8_channel", "int8", _CHANNEL, ("int8_row",), _ROWS),
-        ("int8_tensor", "int8", _TENSOR, (), _ROWS),
-        ("int4_channel", "int4", _CHANNEL, (), _GROUPS),
-        *groups,
-    ):
-        scaling = block_scaling(block)
-        yield BlockFormat(name=name, element=element(inner), scaling=scaling, aliases=aliases, source=source)
-    for name, inner, block in (
-        ("uint8_channel_zp", "uint8", _CHANNEL),
-        ("uint8_tensor_zp", "uint8", _TENSOR),
-        ("uint4_g32_zp", "uint4", (1, 32)),
-        ("uint4_g64_zp", "uint4", (1, 64)),
-        ("uint4_g128_zp", "uint4", (1, 128)),
-    ):
-        scaling = block_scaling(block, zero_point=True)
-        yield BlockFormat(name=name, element=element(inner), scaling=scaling, source=_ZERO_POINT)
-
-
-def _codebooks(element: Callable[[str], ElementFormat]) -> Iterator[BlockFormat]:
-    for name, inner, block, source in (
-        ("nf4_g64", "nf4", (1, 64), _QLORA),
-        ("bnb_fp4_g64", "bnb_fp4", (1, 64), _QLORA),
-        ("bnb_dynamic8_g256", "bnb_dynamic8", (1, 256), _BNB8),
-        ("bnb_dynamic8_unsigned_g256", "bnb_dynamic8_unsigned", (1, 256), _BNB8),
-        ("lns8_channel", "lns8_g8", _CHANNEL, _LNS),
-        ("lns8_tensor", "lns8_g8", _TENSOR, _LNS),
-    ):
-        yield BlockFormat(name=name, element=element(inner), scaling=block_scaling(block), source=source)

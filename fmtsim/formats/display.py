@@ -133,15 +133,11 @@ def text_table(fmt: Any, columns: int | None = None) -> str:
     lines = aligned(format_facts(fmt))
     if _has_table(fmt, _TABLE_BITS):
         cells = [f"{row.code:>5}  {row.bits}  {short_number(row.value):>12}" for row in code_table(fmt)]
-        height = -(-len(cells) // (columns or _side_by_side(cells)))
+        room, width = page_width(), max(map(len, cells)) + len(_BAR)
+        fitting = 4 if room is None else max(1, min(4, (room + len(_BAR)) // width))
+        height = -(-len(cells) // (columns or fitting))
         lines += ["", *(_BAR.join(cells[line::height]).rstrip() for line in range(height))]
     return "\n".join(lines)
-
-
-def _side_by_side(cells: list[str]) -> int:
-    """Return how many columns of cells the page has room for, 4 at most."""
-    room = page_width()
-    return 4 if room is None else max(1, min(4, (room + len(_BAR)) // (max(map(len, cells)) + len(_BAR))))
 
 
 def format_html(fmt: Any) -> str:

@@ -373,14 +373,10 @@ def _format_from_json(text: str) -> Format:
 READERS.update(dict.fromkeys(KINDS.values(), read_format))
 
 
-def _register_catalogue() -> None:
-    """Register the catalogue: elements first, because blocks are made of them."""
-    for fmt in elements():
-        register_format(fmt)
-    for block in blocks(lambda name: cast(ElementFormat, _lookup.get(name) or _parse(name))):
-        register_format(block)
-    for packed_format in (*GGML_FORMATS, HIF4):
-        register_format(packed_format)
-
-
-_register_catalogue()
+# The catalogue: elements first, because blocks are made of them.
+for _element in elements():
+    register_format(_element)
+for _block in blocks(lambda name: cast(ElementFormat, _lookup.get(name) or _parse(name))):
+    register_format(_block)
+for _packed in (*GGML_FORMATS, HIF4):
+    register_format(_packed)

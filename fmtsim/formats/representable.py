@@ -45,8 +45,12 @@ def is_representable(fmt: Format, dtype: torch.dtype) -> bool:
         smallest = fmt.min_subnormal if isinstance(fmt, FloatFormat) else fmt.eps / 2
         fits = fmt.max <= info.max and smallest >= math.ldexp(1.0, least)
         return fits and _significant_bits(fmt) <= _precision(dtype)
-    values = fmt.values if isinstance(fmt, CodebookFormat) else fmt.magnitudes
-    return all(abs(value) <= info.max and _is_multiple(value, dtype, least) for value in values)
+    for value in fmt.values if isinstance(fmt, CodebookFormat) else fmt.magnitudes:
+        # a multiple of the last place that it would have in the dtype
+        last_place = max(math.frexp(value)[1] - _precision(dtype), least)
+        if abs(value) > info.max or not (value == 0 or math.ldexp(value, -last_place).is_integer()):
+            return False
+    return True
 
 
 def missing_value(fmt: ElementFormat, dtype: torch.dtype) -> float | None:
@@ -82,12 +86,6 @@ def _values(fmt: ElementFormat) -> set[str]:
     """Return the numbers of a format of 8 bits or fewer, as text, which tells -0 from 0."""
     codes = range(len(fmt.values) if isinstance(fmt, CodebookFormat) else 1 << fmt.bits)
     return {repr(value) for value in map(fmt.value, codes) if not math.isnan(value)}
-
-
-def _is_multiple(value: float, dtype: torch.dtype, least: int) -> bool:
-    """Return True if a value is a multiple of the last place that it would have in a dtype."""
-    exponent = max(math.frexp(value)[1] - _precision(dtype), least)
-    return value == 0 or math.ldexp(value, -exponent).is_integer()
 
 
 def _significant_bits(fmt: ElementFormat) -> int:

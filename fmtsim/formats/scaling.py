@@ -190,8 +190,11 @@ class Scaling:
         pairs = zip(self.block, self.level_block, strict=True)
         whole_blocks = all(level is None or (size is not None and level % size == 0) for size, level in pairs)
         _require(whole_blocks, f"{self.tensor} with block={self.block}", "a TensorScale block of whole blocks, or None")
-        of_tensor = self.block == (None, None) or self.has_fixed_tensor_scale
-        _require(self.history is None or of_tensor, f"history= with block={self.block}", "block=(None, None)")
+        # a history is of the whole tensor; with two levels, calibration fixes the scale of the tensor alone
+        fixed = self.history is not None and self.history.fixed
+        two_levels = fixed and self.tensor is not None and self.tensor == TensorScale(top=self.tensor.top)
+        of_tensor = self.history is None or self.block == (None, None) or two_levels
+        _require(of_tensor, f"history= with block={self.block}", "block=(None, None)")
         for field in () if self.tensor is None else fields(self):
             value = getattr(self, field.name)
             allowed = field.name not in _ONE_LEVEL or value == field.default
@@ -199,12 +202,6 @@ class Scaling:
 
     def __hash__(self) -> int:  # caches ask for it in every call: a few fields tell rules apart
         return hash((self.block, self.statistic, self.arithmetic, self.power_of_two, self.exponent_rule, self.factor))
-
-    @property
-    def has_fixed_tensor_scale(self) -> bool:
-        """Whether calibration fixes the scale of the tensor, and each block has its scale from its elements."""
-        fixed = self.history is not None and self.history.fixed
-        return fixed and self.tensor is not None and self.tensor == TensorScale(top=self.tensor.top)
 
     @property
     def is_direct(self) -> bool:

@@ -35,14 +35,14 @@ def model_calls(
     check_dtypes(dtypes)
     tokens = list(tokens)
     calls: dict[GemmCall, None] = {}
-    for n, k, bias in shapes:
+    for n, k, bias in shapes:  # a dict, as layers of several models have the same calls
         for m in tokens:
             for which in passes:
                 for dtype in dtypes:
                     call = layer_call(which, m, n, k, bias, dtype)
                     if call is not None:
                         calls[call] = None
-    return sorted(calls, key=lambda call: (call.a, call.fast_accum, call.k))
+    return sorted(calls, key=lambda call: (call.a, call.fast_accum, call.k))  # operands of one K are made once
 
 
 def layer_call(which: str, tokens: int, n: int, k: int, bias: bool, dtype: str) -> GemmCall | None:
@@ -55,11 +55,13 @@ def layer_call(which: str, tokens: int, n: int, k: int, bias: bool, dtype: str) 
     if dtype.startswith("fp8"):
         if sizes[1] % FP8_STEP or sizes[2] % FP8_STEP:
             return None
-        fast = dtype == "fp8_fast"
+        fast = dtype == "fp8_fast"  # use_fast_accum: no promotion every 128 products
         return GemmCall(operation="scaled_mm", a="e4m3", b="e4m3", out=torch.bfloat16, scaling="tensor",
                         fast_accum=fast, **facts)  # fmt: skip
     out = OUTPUTS[dtype]
     if which == "forward":
         return GemmCall(operation="linear", a=dtype, b=dtype, out=out, bias=bias, **facts)
+    # dx = g w: both are row-major as they lie, so K (outputs) runs along the rows of g and the columns of w;
+    # dw = g^T x: K (tokens) runs along the columns of both.
     layout: Layout = "row" if which == "dgrad" else "column"
     return GemmCall(operation="mm", a=dtype, b=dtype, out=out, a_layout=layout, b_layout="column", **facts)

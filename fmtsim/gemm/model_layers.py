@@ -59,16 +59,16 @@ class Model:
     def layers(self) -> tuple[Shape, ...]:
         """Shapes of the linear layers, each once."""
         h, q, kv, has = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.style.__contains__
-        qkv = () if has("a") else (q + 2 * kv,) if has("f") else (q, kv)
+        qkv = () if has("a") else (q + 2 * kv,) if has("f") else (q, kv)  # keys and values have one shape
         mlp = has("l") or has("m")
         shapes = [
             *((n, h, has("l") or has("q")) for n in qkv),
-            (h, q, has("l")),
-            (self.intermediate * (2 if has("u") else 1), h, mlp),
-            (h, self.intermediate, mlp),
-            *([(self.experts, h, False)] if self.experts else []),
+            (h, q, has("l")),  # output of the attention
+            (self.intermediate * (2 if has("u") else 1), h, mlp),  # up, and gate in the same layer (u) or shape
+            (h, self.intermediate, mlp),  # down
+            *([(self.experts, h, False)] if self.experts else []),  # router
             *((int(n), int(k), False) for n, _, k in (pair.partition("x") for pair in self.more.split())),
-            (self.vocabulary, h, has("h")),
+            (self.vocabulary, h, has("h")),  # head
         ]
         return tuple(dict.fromkeys(shapes))
 
@@ -84,8 +84,8 @@ class Model:
         ]
         shapes = [(n, k) for n, k, _ in self.layers] + [(n, h) for n in columns]
         for parts in SLICES:
-            shapes += [(n // parts, h) for n in columns if n % parts == 0]
-            shapes += [(h, k // parts) for k in (q, i) if k % parts == 0]
+            shapes += [(n // parts, h) for n in columns if n % parts == 0]  # column-parallel: outputs are sliced
+            shapes += [(h, k // parts) for k in (q, i) if k % parts == 0]  # row-parallel: inputs are
         return tuple(dict.fromkeys(shapes))
 
 
@@ -169,7 +169,7 @@ def parse_tokens(text: str, option: str = "--tokens", *, every: bool = False) ->
     tokens: dict[int, None] = {}
     for word in text.split(","):
         low, dots, high = word.strip().partition("..")
-        ends = [low, high] if dots else [low]
+        ends = [low, high] if dots else [low]  # of a range, or a count alone
         if not all(map(_is_count, ends)) or int(ends[-1]) < int(ends[0]):
             raise ArgumentError(
                 f"{option} {text.strip()!r} is not possible; write counts such as 1,77,512 or a range 1..8192"
@@ -180,7 +180,7 @@ def parse_tokens(text: str, option: str = "--tokens", *, every: bool = False) ->
             tokens |= dict.fromkeys(range(int(low), int(high) + 1))
         elif dots:
             tokens |= dict.fromkeys(x for x in (1 << i for i in range(63)) if int(low) <= x <= int(high))
-            tokens |= dict.fromkeys((int(low), int(high)))
+            tokens |= dict.fromkeys((int(low), int(high)))  # also ends that are no powers of two
         else:
             tokens[int(low)] = None
     return sorted(tokens)

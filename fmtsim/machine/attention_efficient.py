@@ -9,7 +9,7 @@ order was read there and compared with an H200 (docs/evidence.md). A float32 pro
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +27,6 @@ from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 _INF = float32(np.inf)
 _STEP, _K_TILE, _WARP_KEYS = 8, 32, 32  # products of an instruction; of a tile of K; keys of a warp
 _BIG = np.uint32(0xFFFFE000)  # the bits of TF32
-
-
-class Tiles(NamedTuple):
-    """Queries and keys of a block; whether its output waits in registers, or in memory between tiles of keys."""
-
-    queries: int
-    keys: int
-    in_registers: bool
-
-
-def tiles_of(head: int) -> Tiles:
-    """Return the tiles of the kernel that runs for heads of a length."""
-    return Tiles(64, 64, True) if head <= 64 else Tiles(64, 128, True) if head <= 128 else Tiles(32, 128, False)
 
 
 def _split(x_f32: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -205,7 +192,11 @@ def forward(
     """
     _check(q, v, bias, dropout)
     batch, heads, queries, head = q.shape
-    keys, tiles, multiply = k.shape[2], tiles_of(head), _products(q.dtype)
+    keys, multiply = k.shape[2], _products(q.dtype)
+    # queries and keys of a block; whether its output waits in registers, or in memory between tiles of keys
+    query_tile, key_tile, in_registers = (
+        (64, 64, True) if head <= 64 else (64, 128, True) if head <= 128 else (32, 128, False)
+    )
     q_f32, k_f32, v_f32 = (to_f32(x).reshape(-1, *x.shape[2:]) for x in (q, k, v))
     bias_f32 = _biases(bias, q, keys)
     factor = float32(head**-0.5 if scale is None else scale)
@@ -215,49 +206,49 @@ def forward(
     # keys that the block of a query goes through
     ends = np.full(queries, keys)
     if causal:
-        ends = np.minimum(keys, (np.arange(queries) // tiles.queries + 1) * tiles.queries)
-    for start in range(0, keys, tiles.keys):
+        ends = np.minimum(keys, (np.arange(queries) // query_tile + 1) * query_tile)
+    for start in range(0, keys, key_tile):
         first = int((ends <= start).sum())  # blocks of queries in front of it are through
         if first == queries:
             break
-        stop = min(start + tiles.keys, keys)
+        stop = min(start + key_tile, keys)
         # 1. S = round(Q K^T scale)
-        scores = np.zeros((rows[0], queries - first, tiles.keys), np.float32)
+        scores = np.zeros((rows[0], queries - first, key_tile), np.float32)
         bias_tile = None if bias_f32 is None else bias_f32[:, first:, start:stop]
         tile = multiply(q_f32[:, first:], k_f32[:, start:stop], residue_first=True)
         scores[..., : stop - start] = _scores(tile, factor, bias_tile)
         if causal:
-            later = np.arange(start, start + tiles.keys) > np.arange(first, queries)[:, None]
+            later = np.arange(start, start + key_tile) > np.arange(first, queries)[:, None]
             scores[:, later] = -np.inf
         # 2. P, the maxima and the sums
-        flat = scores.reshape(-1, tiles.keys)
+        flat = scores.reshape(-1, key_tile)
         states = [np.ascontiguousarray(x[:, first:]).reshape(-1) for x in (largest, sums, factors)]
-        run(lambda i, j: _softmax_tile(flat, stop - start, *states, i, j), len(flat), 1, 8 * tiles.keys)  # noqa: B023
+        run(lambda i, j: _softmax_tile(flat, stop - start, *states, i, j), len(flat), 1, 8 * key_tile)  # noqa: B023
         for x, state in zip((largest, sums, factors), states, strict=True):
             x[:, first:] = state.reshape(rows[0], -1)
         # 3. acc = acc factor + P V
         v_tile, old = v_f32[:, start:stop].swapaxes(1, 2), factors[:, first:, None]
         p, before = scores[..., : stop - start], acc[:, first:]
-        if tiles.in_registers:
+        if in_registers:
             acc[:, first:] = multiply(p, v_tile, before * old)
         else:
             part = multiply(p, v_tile)
             alpha = float32(1.0) / _denominators(sums[:, first:])[..., None]
             last = fma(alpha, part, (alpha * old) * before)
             acc[:, first:] = np.where((ends[first:] <= stop)[:, None], last, fma(old, before, part))
-    if tiles.in_registers:
+    if in_registers:
         acc *= (float32(1.0) / _denominators(sums))[..., None]
     # 4. logsumexp = m / log2 e + ln(l), Inf for a row that is masked whole: P is 0 in the backward pass
     logsumexp = np.where(sums == 0, float32(np.inf), largest / LOG2E + apply(library.log, sums))
     return _tensor(acc, q), torch.from_numpy(logsumexp.reshape(batch, heads, queries))
 
 
-def _blocks_of(head: int, dtype: torch.dtype) -> Tiles:
+def _blocks_of(head: int, dtype: torch.dtype) -> tuple[int, int, bool]:
     """Return the blocks of the backward kernel, and whether it sums dK and dV in registers."""
     half = dtype in SIXTEEN_BITS
     if head <= 64:
-        return Tiles(64, 64, half)
-    return Tiles(128, 128, True) if half and head <= 128 else Tiles(128, 64, False)
+        return 64, 64, half
+    return (128, 128, True) if half and head <= 128 else (128, 64, False)
 
 
 def _delta(g: torch.Tensor, output: torch.Tensor, head: int) -> np.ndarray:

@@ -47,13 +47,6 @@ class Order(NamedTuple):
         return cls(unit, int(tile or 64), bool(descending), int(slices or 1), how == "/")
 
 
-class _Range(NamedTuple):
-    """Recorded shapes of one order: multiples of 16 output channels, batch sizes, and output pixels of the batch."""
-
-    order: Order
-    bounds: tuple[tuple[int, int], ...]
-
-
 class Shape(NamedTuple):
     """A convolution in two dimensions: conv1d has one row."""
 
@@ -67,15 +60,18 @@ class Shape(NamedTuple):
 
 
 @cache
-def _table() -> dict[tuple[str, ...], list[_Range]]:
-    """Return the ranges by pass, form, channels, taps and dtype."""
-    table: dict[tuple[str, ...], list[_Range]] = {}
+def _table() -> dict[tuple[str, ...], list[tuple[Order, tuple[tuple[int, int], ...]]]]:
+    """Return recorded orders by pass, form, channels, taps and dtype, each with the shapes that have it.
+
+    Shapes are ranges of multiples of 16 output channels, of batch sizes, and of output pixels of the batch.
+    """
+    table: dict[tuple[str, ...], list[tuple[Order, tuple[tuple[int, int], ...]]]] = {}
     with (Path(__file__).parent / "convolution.csv").open(encoding="utf-8") as file:
         for row in csv.reader(line for line in file if not line.startswith("#")):
             *key, dtypes, order, outputs, batch, pixels = row
             bounds = tuple((int(low), int(high)) for low, high in (b.split("-") for b in (outputs, batch, pixels)))
             for dtype in ("bfloat16", "float16") if dtypes == "both" else (dtypes,):
-                table.setdefault((*key, dtype), []).append(_Range(Order.parse(order), bounds))
+                table.setdefault((*key, dtype), []).append((Order.parse(order), bounds))
     return table
 
 

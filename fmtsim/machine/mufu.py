@@ -8,8 +8,6 @@ Oberman and Siu, "A high-performance area-efficient multifunction interpolator" 
 (``tests/machine/test_mufu.py``; all 2^32 arguments: docs/evidence.md).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy import float32, float64, int32, int64
 
@@ -21,37 +19,18 @@ SIGN, FRACTION, ONE = int32(-0x80000000), int32(0x7FFFFF), int32(0x3F800000)
 TURNS = float64(float32(0.15915493667125702))  # sin and cos: 1 / (2 pi), multiplied in front of the unit
 
 
-class _Scale(NamedTuple):
-    """Where the coefficients of a function stand, in units of 2^-18 of the last place of a result in [1, 2)."""
-
-    log2_c0: int
-    log2_c1: int
-    log2_c2: int
-    bias: int  # what every segment adds: a result is the sum's integer part
-
-
+# Log2 of c0, c1 and c2 in units of 2^-18 of the last place of a result in [1, 2), and what every segment adds: a result
+# is the sum's integer part.
 _SCALES = {
-    "ex2": _Scale(16, 3, 3, 48912),
-    "rcp": _Scale(16, 2, 3, 16184),
-    "rsq0": _Scale(16, 2, 4, 65532),
-    "rsq1": _Scale(16, 2, 4, 65532),
-    "sqrt0": _Scale(16, 1, 2, 65534),
-    "sqrt1": _Scale(16, 2, 2, 65532),
-    "lg2": _Scale(15, 3, 4, 6696),
-    "sin": _Scale(16, 4, 4, 0),
+    "ex2": (16, 3, 3, 48912), "rcp": (16, 2, 3, 16184), "rsq0": (16, 2, 4, 65532), "rsq1": (16, 2, 4, 65532),
+    "sqrt0": (16, 1, 2, 65534), "sqrt1": (16, 2, 2, 65532), "lg2": (15, 3, 4, 6696), "sin": (16, 4, 4, 0),
+}  # fmt: skip
+_INTEGERS = coefficients()
+# float64 [segments, 3] of each function: exact integers, whose sums stay below 2^53
+_TABLES = {
+    name: (np.array(_INTEGERS[name]) * np.array([1 << c0, 1 << c1, 1 << c2]) + [bias, 0, 0]).astype(np.float64)
+    for name, (c0, c1, c2, bias) in _SCALES.items()
 }
-
-
-def _coefficients() -> dict[str, np.ndarray]:
-    """Return float64 [segments, 3] of each function: exact integers, whose sums stay below 2^53."""
-    table, rows = coefficients(), {}
-    for name, scale in _SCALES.items():
-        shifts = scale.log2_c0, scale.log2_c1, scale.log2_c2
-        rows[name] = np.array(table[name]) * np.array([1 << shift for shift in shifts]) + [scale.bias, 0, 0]
-    return {name: values.astype(np.float64) for name, values in rows.items()}
-
-
-_TABLES = _coefficients()
 _EX2, _RCP, _LG2, _SIN = (_TABLES[name] for name in ("ex2", "rcp", "lg2", "sin"))
 _RSQ = np.concatenate([_TABLES["rsq0"], _TABLES["rsq1"]])  # arguments in [1, 2), then in [2, 4)
 _SQRT = np.concatenate([_TABLES["sqrt0"], _TABLES["sqrt1"]])

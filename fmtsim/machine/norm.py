@@ -140,11 +140,6 @@ def layer_norm(
     )
 
 
-def eps_of(eps: float | None) -> float:
-    """Return rms_norm's eps: None is float32's."""
-    return torch.finfo(torch.float32).eps if eps is None else eps
-
-
 def rms_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +152,8 @@ def rms_norm(
     width = rows.shape[1]
     w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)
     y, rstd = np.empty_like(rows), np.empty(len(rows), np.float32)
-    run(lambda i, j: _rms_forward(rows, w, float32(eps_of(eps)), y, rstd, i, j), len(rows), 1, 8 * width)
+    least = float32(torch.finfo(torch.float32).eps if eps is None else eps)
+    run(lambda i, j: _rms_forward(rows, w, least, y, rstd, i, j), len(rows), 1, 8 * width)
     statistics = [*x.shape[: x.ndim - len(shape)], *[1] * len(shape)]
     return from_f32(y, x.dtype, x.shape), from_f32(rstd, torch.float32, statistics)
 

@@ -2,7 +2,6 @@
 """sum, mean and the Euclidean norm in the order of PyTorch 2.11's reductions (Reduce.cuh) on a GPU of 132 SMs."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,18 +16,8 @@ _THREADS, _WARP, _MULTIPROCESSORS, _THREADS_A_MULTIPROCESSOR = 512, 32, 132, 204
 _ACCUMULATORS = 4  # of a thread that loads single elements
 
 
-class ReducePlan(NamedTuple):
-    """Who adds what: blocks of ``width`` x ``height`` threads, ``blocks`` of them for one result.
-
-    A thread has ``vector`` accumulators, which are added in order; then threads along x by halving, along y by halving,
-    then the blocks' results in the same way.
-    """
-
-    width: int
-    height: int
-    blocks: int
-    vector: int
-    loads: bool  # vectors of adjacent elements, up to the alignment and behind the last one by single elements
+# Blocks of `width` x `height` threads add, `blocks` of them for one result. A thread has accumulators, which are added
+# in order; then threads along x by halving, along y by halving, then the blocks' results in the same way.
 
 
 def _block(dim0: int, dim1: int, threads: int) -> tuple[int, int]:
@@ -49,22 +38,6 @@ def _split(inputs: int, results: int, step: int, width: int, height: int, result
     if per_thread < 256 or grid > resident:
         return height, 1
     return height, max(min(math.ceil(resident / grid), math.ceil(per_thread / 16)), math.ceil(per_thread / 256))
-
-
-def last_plan(inputs: int, results: int, element_bytes: int, loads: bool = True) -> ReducePlan:
-    """Return the order of sums over adjacent elements; ``loads``: all of a sum's lie one after the other."""
-    vector = 1 if inputs < 128 or not loads else 4 if element_bytes == 4 else 8
-    width, height = _block(inputs // vector, results, _THREADS)
-    shared, blocks = _split(inputs, results, width, width, height, 1)
-    return ReducePlan(width, shared, blocks, vector if vector > 1 else _ACCUMULATORS, vector > 1)
-
-
-def first_plan(inputs: int, results: int) -> tuple[ReducePlan, int]:
-    """Return the order of sums over rows, and how many adjacent results a thread has."""
-    vector = next(v for v in (4, 2, 1) if results % v == 0)
-    width, height = _block(results // vector, inputs, _THREADS // vector)
-    shared, blocks = _split(inputs, results // vector, 1, width, height, width)
-    return ReducePlan(width, shared, blocks, _ACCUMULATORS, False), vector
 
 
 @kernel
@@ -101,43 +74,54 @@ def _add_last(x, starts, partial, threads, vector, loads, squares, start, stop):
 def sum_last(
     x_f32: np.ndarray, starts: np.ndarray, element_bytes: int, squares: bool = False, loads: bool = True
 ) -> np.ndarray:
-    """Return float32 sums (of squares) of [results, inputs]; ``starts`` are the rows' first elements in memory."""
+    """Return float32 sums (of squares) of [results, inputs]; ``starts`` are the rows' first elements in memory.
+
+    ``loads``: all elements of a sum lie one after the other.
+    """
     results, inputs = x_f32.shape
-    plan = last_plan(inputs, results, element_bytes, loads)
-    threads = plan.width * plan.height * plan.blocks
-    partial = np.zeros((results, threads, plan.vector), np.float32)
-    shifts = starts % plan.vector
-    run(
-        lambda i, j: _add_last(x_f32, shifts, partial, threads, plan.vector, plan.loads, squares, i, j),
-        results, 1, inputs,
-    )  # fmt: skip
-    total = tree(tree(chain(partial).reshape(results, plan.blocks, plan.height, plan.width)))
-    if plan.blocks == 1:
+    # 1. vectors of adjacent elements, up to the alignment and behind the last one by single elements
+    vector = 1 if inputs < 128 or not loads else 4 if element_bytes == 4 else 8
+    width, rows = _block(inputs // vector, results, _THREADS)
+    height, blocks = _split(inputs, results, width, width, rows, 1)
+    loads, accumulators = vector > 1, vector if vector > 1 else _ACCUMULATORS
+    # 2. the accumulators of each thread
+    threads = width * height * blocks
+    partial = np.zeros((results, threads, accumulators), np.float32)
+    shifts = starts % accumulators
+    run(lambda i, j: _add_last(x_f32, shifts, partial, threads, accumulators, loads, squares, i, j), results, 1, inputs)
+    # 3. accumulators, threads and blocks
+    total = tree(tree(chain(partial).reshape(results, blocks, height, width)))
+    if blocks == 1:
         return total[:, 0]
-    return tree(tree(add_strided(total, plan.width * plan.height).reshape(-1, plan.height, plan.width)))
+    return tree(tree(add_strided(total, width * height).reshape(-1, height, width)))
 
 
 def sum_first(x_f32: np.ndarray) -> np.ndarray:
     """Return float32 sums of [inputs, results] over the rows."""
     inputs, results = x_f32.shape
-    plan, _ = first_plan(inputs, results)
-    step = plan.height * plan.blocks
-    steps = math.ceil(inputs / (plan.vector * step))
-    padded = np.zeros((steps * plan.vector * step, results), np.float32)
+    # 1. threads, which have a vector of adjacent results each
+    vector = next(v for v in (4, 2, 1) if results % v == 0)
+    width, rows_a_block = _block(results // vector, inputs, _THREADS // vector)
+    height, blocks = _split(inputs, results // vector, 1, width, rows_a_block, width)
+    # 2. the accumulators of each thread
+    step = height * blocks
+    steps = math.ceil(inputs / (_ACCUMULATORS * step))
+    padded = np.zeros((steps * _ACCUMULATORS * step, results), np.float32)
     padded[:inputs] = x_f32
-    turns = padded.reshape(steps, plan.vector, plan.blocks, plan.height, results)
+    turns = padded.reshape(steps, _ACCUMULATORS, blocks, height, results)
     total = turns[0].copy()
     for turn in turns[1:]:
         total += turn
+    # 3. accumulators, threads and blocks
     for accumulator in total[1:]:
         total[0] += accumulator
     total = tree(np.moveaxis(total[0], 1, -1))  # [blocks, results]
-    if plan.blocks == 1:
+    if blocks == 1:
         return total[0]
-    steps = math.ceil(plan.blocks / plan.height)
-    padded = np.zeros((steps * plan.height, results), np.float32)
-    padded[: plan.blocks] = total
-    rows = chain(np.moveaxis(padded.reshape(steps, plan.height, results), 0, -1))
+    steps = math.ceil(blocks / height)
+    padded = np.zeros((steps * height, results), np.float32)
+    padded[:blocks] = total
+    rows = chain(np.moveaxis(padded.reshape(steps, height, results), 0, -1))
     return tree(np.moveaxis(rows, 0, -1))
 
 

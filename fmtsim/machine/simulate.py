@@ -5,7 +5,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache
 from types import FrameType
@@ -283,16 +283,14 @@ def _in_compiled_code(outermost: FrameType | None) -> bool:
     return False
 
 
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _place() -> str:
     """Return `` in MODULE``, the one that runs by its name in the outermost one; in a backward pass its node."""
-    modules = [frame.f_locals["self"] for frame in _frames() if frame.f_code is nn.Module._call_impl.__code__]
+    modules: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back
     if modules:
         name = next((name for name, module in modules[-1].named_modules() if module is modules[0]), "")
         return f" in {name or 'the model'} ({type(modules[0]).__name__})"

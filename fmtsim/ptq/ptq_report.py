@@ -105,7 +105,21 @@ class PtqReport(Result):
             shape = "x".join(map(str, row.shape))
             numbers = (scale, clipped, decibels(row.weight_db), decibels(row.output_db), row.methods)
             cells.append((row.name, shape, row.x or "-", row.w or "-", *numbers))
-        return Rows(cells, _WORDS), *self._remarks()
+        where = f" {self.machine}" if self.machine else ""
+        total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
+        lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
+        lines += [share_of(self.coverage, "quantised").partition(";")[0]] if self.coverage.raw else []
+        lines += [f"attention: {self.attention}"] if self.attention else []
+        lines += [f"rounded, too: {some(self.extended)}"] if self.extended else []
+        lines += [f"calibration never ran {some(self.unreached)}: {UNREACHED}"] if self.unreached else []
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left_alone:
+            if name not in self.extended:
+                reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            lines.append(f"left in high precision: {some(names)} ({reason})")
+        lines += [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
+        return Rows(cells, _WORDS), *lines
 
     def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None) -> "Figure":
         """Draw each layer's signal to noise as a bar, and those of another report beside them; return the figure.
@@ -145,22 +159,6 @@ class PtqReport(Result):
             panel.set_title(reports[0].recipe, fontsize=10)
         panel.set_axisbelow(True)
         return saved(figure, path)
-
-    def _remarks(self) -> list[str]:
-        where = f" {self.machine}" if self.machine else ""
-        total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
-        lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
-        lines += [share_of(self.coverage, "quantised").partition(";")[0]] if self.coverage.raw else []
-        lines += [f"attention: {self.attention}"] if self.attention else []
-        lines += [f"rounded, too: {some(self.extended)}"] if self.extended else []
-        lines += [f"calibration never ran {some(self.unreached)}: {UNREACHED}"] if self.unreached else []
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left_alone:
-            if name not in self.extended:
-                reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            lines.append(f"left in high precision: {some(names)} ({reason})")
-        return lines + [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
 
 
 def coverage_of_weights(model: nn.Module, done: Container[str]) -> Coverage:

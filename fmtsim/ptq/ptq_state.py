@@ -161,10 +161,6 @@ def load_state(model: Model, state: dict[str, Any]) -> Model:
             f"the state is of a model that fmtsim.ptq quantised, and {type(model).__name__} is converted already; "
             "call fmtsim.revert(model) first, or load state['scales'] alone"
         )
-    return _load_quantised(model, state)
-
-
-def _load_quantised(model: Model, state: dict[str, Any]) -> Model:
     check_items(state, {"layers": list[str], "tensors": dict[str, torch.Tensor], "scales": dict[str, Any]}, "the state")
     check_items({"weights": {}, **state}, {"weights": dict[str, dict[str, Any]]}, "the state")
     recipe, layers, tensors = recipe_from_dict(state["recipe"]), set(state["layers"]), state["tensors"]

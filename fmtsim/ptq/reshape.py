@@ -155,7 +155,25 @@ def smooth(slot: Slot, settings: Smooth | Awq) -> bool:
     if isinstance(settings, Awq):
         if slot.quantizer.format is None:
             return False
-        divisor = activation_aware(slot, settings).to(slot.w)
+        # AWQ's factor of every input channel, float32 [K] on the CPU
+        assert slot.hessian is not None and slot.parts[0].magnitudes is not None
+        w, mean = slot.w.float().cpu(), (slot.parts[0].magnitudes / slot.rows).float()
+        # 1. The mean magnitude of a column, each element relative to the largest of its group.
+        width = block_of(slot.quantizer)[1] or w.shape[1]
+        groups = torch.nn.functional.pad(w.abs(), (0, -w.shape[1] % width)).unflatten(1, (-1, width))
+        relative = (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1)[:, : w.shape[1]].mean(0)
+        # 2. The factors of each exponent, and the error of the outputs when the weight is rounded under them.
+        best, least = torch.ones_like(mean), float("inf")
+        for i in range(settings.steps):
+            r = i / settings.steps
+            s = mean.pow(r) / (relative.pow(1 - r) + 1e-4) if settings.duo else mean.pow(r)
+            s = s.clamp(min=1e-4)
+            s = s / (s.max() * s.min()).sqrt()
+            s = torch.where(torch.isfinite(s), s, 1.0)
+            error = float(output_error(w, nearest(w * s, slot.quantizer) / s, slot.hessian).sum())
+            if error < least:
+                best, least = s, error
+        divisor = best.to(slot.w)
     else:
         divisor = smoothing(part.channels, slot.w.abs().amax(0), settings.alpha).to(slot.w.dtype)
     slot.w.mul_(divisor)
@@ -168,28 +186,6 @@ def smoothing(x: Tensor, w: Tensor, alpha: float) -> Tensor:
     """Return ``x**alpha / w**(1 - alpha)``, 1 where either is zero; computed in float64."""
     s = x.double().pow(alpha) / w.double().pow(1 - alpha)
     return torch.where((x > 0) & (w > 0) & torch.isfinite(s) & (s > 0), s, 1.0)
-
-
-def activation_aware(slot: Slot, settings: Awq) -> Tensor:
-    """Return AWQ's factor of every input channel, float32 [K] on the CPU, of a slot with its Hessian and means."""
-    assert slot.hessian is not None and slot.parts[0].magnitudes is not None
-    w, mean = slot.w.float().cpu(), (slot.parts[0].magnitudes / slot.rows).float()
-    # 1. The mean magnitude of a column, each element relative to the largest of its group.
-    width = block_of(slot.quantizer)[1] or w.shape[1]
-    groups = torch.nn.functional.pad(w.abs(), (0, -w.shape[1] % width)).unflatten(1, (-1, width))
-    relative = (groups / (groups.amax(-1, keepdim=True) + 1e-6)).flatten(1)[:, : w.shape[1]].mean(0)
-    # 2. The factors of each exponent, and the error of the outputs when the weight is rounded under them.
-    best, least = torch.ones_like(mean), float("inf")
-    for i in range(settings.steps):
-        r = i / settings.steps
-        s = mean.pow(r) / (relative.pow(1 - r) + 1e-4) if settings.duo else mean.pow(r)
-        s = s.clamp(min=1e-4)
-        s = s / (s.max() * s.min()).sqrt()
-        s = torch.where(torch.isfinite(s), s, 1.0)
-        error = float(output_error(w, nearest(w * s, slot.quantizer) / s, slot.hessian).sum())
-        if error < least:
-            best, least = s, error
-    return best
 
 
 def divide_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -120,9 +120,38 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         for name in _FORWARD:
-            _check_forward(name, getattr(self, name))
+            quantizer = getattr(self, name)
+            where = f"AttentionConfig {name}"
+            _check_quantizer(where, quantizer)
+            if quantizer.source != "original":
+                raise FormatError(
+                    f"{where} has source={quantizer.source!r}; only products of the backward pass choose one"
+                )
+            rotations = [transform for transform in quantizer.transforms if isinstance(transform, Hadamard)]
+            if rotations and (name in "vp" or any(transform.axis == "outer" for transform in rotations)):
+                raise FormatError(
+                    f"{where} has a rotation ({rotations[0]}); q and k alone are rotated, along their features"
+                )
+            if name == "p" and quantizer.gradient != StraightThrough():
+                raise FormatError(f"{where} has gradient={quantizer.gradient!r}; the weights' is straight through")
         for name in BACKWARD:
-            _check_backward(name, getattr(self, name))
+            gemm = getattr(self, name)
+            if not isinstance(gemm, Gemm):
+                raise ArgumentError(f"AttentionConfig {name}={shown(gemm)} is not a Gemm; pass Gemm(a=..., b=...)")
+            plain = Gemm(a=gemm.a, b=gemm.b, target=gemm.target)
+            if gemm != plain:
+                raise ArgumentError(
+                    f"AttentionConfig {name} has more than a=, b= and target=; leave its other fields out"
+                )
+            first = gemm.b if name == "dv" else gemm.a  # do, or ds
+            for side, quantizer in (("a", gemm.a), ("b", gemm.b)):
+                _check_quantizer(f"AttentionConfig {name}.{side}", quantizer)
+                if any(
+                    isinstance(transform, Hadamard) and transform.axis == "outer" for transform in quantizer.transforms
+                ):
+                    raise FormatError(f"AttentionConfig {name}.{side} rotates the outer axis; choose axis='inner'")
+            if first.source != "original":
+                raise FormatError(f"AttentionConfig {name}: a gradient has no forward values; leave source= out")
         if type(self.offset) not in (int, float) or not math.isfinite(self.offset):
             raise ArgumentError(f"AttentionConfig offset={shown(self.offset)} is not allowed; pass a finite number")
         if type(self.columns) is not int or self.columns < 1:
@@ -265,33 +294,6 @@ def _check_unit(product: Product) -> None:
             raise ArgumentError(f"{name} has two levels of scales ({quantizer}); choose one, or leave target= out")
     a, b = element_formats(*quantizers) or (wide_format or BF16,) * 2
     resolve(gemm_call("mm", (a, b), (0, 0, 0), torch.float32, target=unit))
-
-
-def _check_forward(name: str, quantizer: Any) -> None:
-    where = f"AttentionConfig {name}"
-    _check_quantizer(where, quantizer)
-    if quantizer.source != "original":
-        raise FormatError(f"{where} has source={quantizer.source!r}; only products of the backward pass choose one")
-    rotations = [transform for transform in quantizer.transforms if isinstance(transform, Hadamard)]
-    if rotations and (name in "vp" or any(transform.axis == "outer" for transform in rotations)):
-        raise FormatError(f"{where} has a rotation ({rotations[0]}); q and k alone are rotated, along their features")
-    if name == "p" and quantizer.gradient != StraightThrough():
-        raise FormatError(f"{where} has gradient={quantizer.gradient!r}; the weights' is straight through")
-
-
-def _check_backward(name: str, gemm: Any) -> None:
-    if not isinstance(gemm, Gemm):
-        raise ArgumentError(f"AttentionConfig {name}={shown(gemm)} is not a Gemm; pass Gemm(a=..., b=...)")
-    plain = Gemm(a=gemm.a, b=gemm.b, target=gemm.target)
-    if gemm != plain:
-        raise ArgumentError(f"AttentionConfig {name} has more than a=, b= and target=; leave its other fields out")
-    first = gemm.b if name == "dv" else gemm.a  # do, or ds
-    for side, quantizer in (("a", gemm.a), ("b", gemm.b)):
-        _check_quantizer(f"AttentionConfig {name}.{side}", quantizer)
-        if any(isinstance(transform, Hadamard) and transform.axis == "outer" for transform in quantizer.transforms):
-            raise FormatError(f"AttentionConfig {name}.{side} rotates the outer axis; choose axis='inner'")
-    if first.source != "original":
-        raise FormatError(f"AttentionConfig {name}: a gradient has no forward values; leave source= out")
 
 
 def _check_quantizer(where: str, quantizer: Any) -> None:

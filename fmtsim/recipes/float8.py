@@ -134,10 +134,6 @@ def _ao_rows_hp() -> LinearConfig:
     return _float8_linear(row, row, row, w_back=tensor, g_back=high, x_back=high)
 
 
-def _mx6(weights: str) -> LinearConfig:
-    return layer(cast("mxfp6_e3m2"), cast(weights), cast("mxfp6_e3m2"))
-
-
 def _mx(rule: ScaleRule) -> LinearConfig:
     operand = Quantizer(format=with_block(get_format("mxfp8_e4m3"), None, rule))
     return layer(operand, operand, operand, bias_after_rounding=True)  # torchao 0.18, moe_training/mxfp8_linear.py
@@ -267,7 +263,13 @@ RECIPES = (
         if rule != "amax"
     ),
     *(
-        Recipe(name=name, machine=BLACKWELL, linear=_mx6(weights), source=f"{_MX_TRAINING}: {what}", notes=_MX_NOTES)
+        Recipe(
+            name=name,
+            machine=BLACKWELL,
+            linear=layer(cast("mxfp6_e3m2"), cast(weights), cast("mxfp6_e3m2")),
+            source=f"{_MX_TRAINING}: {what}",
+            notes=_MX_NOTES,
+        )
         for name, weights, what in (
             ("mxfp6", "mxfp6_e3m2", "every operand in MXFP6"),
             ("mxfp6_w4", "mxfp4", "weights in MXFP4, the rest in MXFP6"),

@@ -135,18 +135,14 @@ class PtqRecipe:
             with located(f"PtqRecipe {shown(self.name)}"):
                 for where, x, w in self._operands():
                     with located(where.strip()):
-                        self._check_machine(x, w)
+                        self.product(x, w)
+                        if self.moves_scales and w.format is not None and x.format is not None:
+                            raise ArgumentError(
+                                f"weights={self.weights}: a machine is not handed scales or zero points that the "
+                                "method makes itself; choose Gptq(groups='static'), or leave x in high precision"
+                            )
                 with located("attention"):
                     _ = self.serving_attention
-
-    def _check_machine(self, x: Quantizer, w: Quantizer) -> None:
-        """Refuse operands that the target does not multiply, and weights whose scales are not stored for it."""
-        self.product(x, w)
-        if self.moves_scales and w.format is not None and x.format is not None:
-            raise ArgumentError(
-                f"weights={self.weights}: a machine is not handed scales or zero points that the method makes itself; "
-                "choose Gptq(groups='static'), or leave x in high precision"
-            )
 
     @property
     def moves_scales(self) -> bool:

@@ -16,14 +16,14 @@ from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.files import write_file
-from fmtsim.support.records import hints_of, kinds_of, load_record, record_of
+from fmtsim.support.records import kinds_of, load_record, record_of, type_hints
 
 _PTQ: Final = "PtqRecipe"
 
 
 def recipe_to_dict(record: Any) -> dict[str, Any]:
     """Return a recipe, or a part of one, as plain JSON types, defaults left out; a PtqRecipe says its kind."""
-    hints = hints_of(type(record))
+    hints = type_hints(record.__class__)
     items = ((field, getattr(record, field.name)) for field in dataclasses.fields(record) if field.init)
     kind = {"kind": _PTQ} if isinstance(record, PtqRecipe) else {}
     return kind | {field.name: _plain(hints[field.name], value) for field, value in items if value != field.default}

@@ -4,6 +4,7 @@
 A new mode is one row of ``RULES`` and one name in ``Mode``.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -46,7 +47,8 @@ class Rule(NamedTuple):
 
         Bit ``8 * half + 4 * sticky + 2 * odd + negative`` is the condition's value, bit 16 is ``random``.
         """
-        return sum(self.condition(*_bits(case)) << case for case in range(4, 16)) | self.random << 16
+        cases = itertools.product((False, True), repeat=4)  # in the order of their bits; an exact number never moves
+        return sum(self.condition(*bits) << case for case, bits in enumerate(cases) if case >= 4) | self.random << 16
 
     def threshold(self, odd: bool, negative: bool) -> int:
         """Return from which discarded fraction d on a magnitude moves: 0 never, 1 d > 1/2, 2 d >= 1/2, 3 d > 0."""
@@ -70,10 +72,6 @@ class Rule(NamedTuple):
     def leaves_range(self, negative: bool) -> bool:
         """Return True if a finite number beyond the largest value may become infinite, by a code that is odd."""
         return self.condition(True, True, True, negative)
-
-
-def _bits(case: int) -> tuple[bool, bool, bool, bool]:
-    return bool(case & 8), bool(case & 4), bool(case & 2), bool(case & 1)
 
 
 RULES: dict[Mode, Rule] = {

@@ -155,7 +155,14 @@ def base_matrix(base: int) -> Tensor:
         if base == 1:
             return torch.ones(1, 1, dtype=torch.int8)
         how = CONSTRUCTIONS[base]
-        h = _paley(how) if how.kind != "williamson" else _williamson(how)
+        if how.kind == "williamson":  # his array of four symmetric circulants
+            signs = [[1 if sign == "+" else -1 for sign in row] for row in how.circulants]
+            rows = [torch.tensor(row, dtype=torch.int8) for row in signs]
+            a, b, c, d = (torch.stack([row.roll(shift) for shift in range(len(row))]) for row in rows)
+            array = ((a, b, c, d), (-b, a, -d, c), (-c, d, a, -b), (-d, -c, b, a))
+            h = torch.cat([torch.cat(blocks, dim=1) for blocks in array])
+        else:
+            h = _paley(how)
         h = h * h[:, :1]
         return h * h[:1]
 
@@ -213,14 +220,6 @@ def _square(a: list[int], p: int, modulus: tuple[int, ...]) -> int:
         for k, coefficient in enumerate(modulus[:degree]):
             product[top - degree + k] -= product[top] * coefficient
     return sum(product[k] % p * p**k for k in range(degree))
-
-
-def _williamson(how: Construction) -> Tensor:
-    """Build Williamson's array of four symmetric circulants."""
-    rows = [torch.tensor([1 if sign == "+" else -1 for sign in row], dtype=torch.int8) for row in how.circulants]
-    a, b, c, d = (torch.stack([row.roll(shift) for shift in range(len(row))]) for row in rows)
-    array = ((a, b, c, d), (-b, a, -d, c), (-c, d, a, -b), (-d, -c, b, a))
-    return torch.cat([torch.cat(blocks, dim=1) for blocks in array])
 
 
 Signs = int | Tensor | None

@@ -49,7 +49,13 @@ def two_levels(
     """
     assert scaling.tensor is not None
     (m, c), order = _tops(scaling, top), scaling.tensor.order
-    amax, maxima = _level_amax(a, scaling), torch.full_like(a, m)
+    maxima = torch.full_like(a, m)
+    # the largest magnitude of the tensor, 0-d, or for each block that of the row or window that it lies in
+    if scaling.blocks_per_level == (None, None):
+        amax = a.amax() if a.numel() else a.new_zeros(())
+    else:
+        level_sizes = block_sizes(scaling.blocks_per_level, a.shape)
+        amax = spread(statistic(a, scaling.blocks_per_level, "amax"), level_sizes, a.shape)
     # 1. by the factor that brings the amax to the tops of both levels: elements meet a product with a reciprocal
     if order in ("te", "te_quotient", "fouroversix"):
         raised = amax.clamp(min=_LEAST_AMAX) if order == "te_quotient" else amax
@@ -147,14 +153,6 @@ def _tops(scaling: Scaling, top: float) -> tuple[float, float]:
     assert scaling.tensor is not None
     m, c = scaling.top, scaling.tensor.top
     return float32(top if m is None else m), float32(scaling.scale.max if c is None else c)
-
-
-def _level_amax(a: Tensor, scaling: Scaling) -> Tensor:
-    """Return the largest magnitude of the tensor, 0-d, or for each block that of the row or window that it lies in."""
-    if scaling.blocks_per_level == (None, None):
-        return a.amax() if a.numel() else a.new_zeros(())
-    sizes = block_sizes(scaling.blocks_per_level, a.shape)
-    return spread(statistic(a, scaling.blocks_per_level, "amax"), sizes, a.shape)
 
 
 def _or_one(s: Tensor) -> Tensor:

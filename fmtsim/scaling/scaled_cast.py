@@ -47,7 +47,13 @@ def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Te
         y = rows.clamp(low, high).reshape(x.shape)
         return y, x.float() - y.float() if transform.compensate else None
     if isinstance(transform, Sparsity):
-        return torch.where(_in_tiles(x) if transform.tiles else _in_rows(x), x, 0.0), None
+        if transform.tiles:
+            return torch.where(_in_tiles(x), x, 0.0), None
+        # the two largest of four neighbours in a row, the earlier of equal ones
+        fours = x.abs().reshape(x.shape[0], -1, 4)
+        indices = fours.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+        mask = torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, indices, True)
+        return torch.where(mask.reshape(x.shape), x, 0.0), None
     y = rotated(x, transform, signs)
     if transform.rounded is not None:
         y = quantize(y, transform.rounded, out_dtype=torch.float32)
@@ -62,13 +68,6 @@ def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False
     size = transform.size or x.shape[dim]
     mask = random_signs(size, signs) if transform.signs == "random" else transform.signs
     return hadamard(x, size, mask, dim=dim, inverse=inverse)
-
-
-def _in_rows(x: Tensor) -> Tensor:
-    """Return where elements are the two largest of four neighbours in a row, the earlier of equal ones."""
-    fours = x.abs().reshape(x.shape[0], -1, 4)
-    places = fours.sort(dim=-1, descending=True, stable=True).indices[..., :2]
-    return torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, places, True).reshape(x.shape)
 
 
 def _in_tiles(x: Tensor) -> Tensor:
@@ -143,10 +142,32 @@ def cast(
     for times in scaling.candidates:
         candidate = scales(a, rule, float(element.max), keys[1], times, x_dtype)
         tried = _rounded(x, candidate, sizes, spec, keys[0], *results)
-        best = tried if best is None else _better(x, best, tried, scaling, float(element.max), sizes)
+        if best is None:
+            best = tried
+            continue
+        # block by block the cast with the smaller error, the earlier one in a tie
+        before, after = (
+            errors(blocked(x, sizes), blocked(one.elements, sizes), one.scales, scaling, float(element.max), sizes[0])
+            for one in (best, tried)
+        )
+        takes = after < before
+        mixed = best.scales._replace(
+            scale=torch.where(takes, tried.scales.scale, best.scales.scale),
+            factor=torch.where(takes, tried.scales.factor, best.scales.factor),
+        )
+        chosen = spread(takes, sizes, x.shape)
+        elements, scaled = (torch.where(chosen, new, old) for new, old in zip(tried[::2], best[::2], strict=True))
+        best = Scaled(elements, mixed, scaled)
     assert best is not None  # a rule has a candidate
-    # 3. EDEN's correction
-    best = best if scaling.eden is None else _corrected(best, scaling, sizes, keys[1])
+    # 3. EDEN's correction of each group's scales by <y, y> / <y, q>, y being what was rounded to q; they were rounded
+    # to nearest so far, and the rule's own rounding, often stochastic, is that of the corrected ones
+    if scaling.eden is not None:
+        y, q = (blocked(float64(part), (1, scaling.eden)) for part in (best.scaled, best.elements))
+        over = folded_sum(y * q)
+        correction = torch.where(over == 0, 1.0, folded_sum(y * y) / over).float()
+        correction = spread(correction, (1, scaling.eden // sizes[1]), best.scales.scale.shape)
+        stored = _in_format(best.scales.scale * correction, scaling.scale, scaling.scale_rounding, keys[1])
+        best = best._replace(scales=best.scales._replace(scale=stored))
     return best._replace(elements=best.elements.to(dtype))
 
 

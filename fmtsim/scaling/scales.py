@@ -76,7 +76,10 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
         r = (top32 / float64(a)).float() if scaling.arithmetic == "double" else quotient(torch.full_like(a, top32), a)
         r = torch.where(empty, 1.0, r.clamp(max=FLT_MAX))
         if scaling.power_of_two == "log2":
-            r = torch.where(empty, 1.0, _power_by_log2(a, top32, dtype))
+            # 2**floor(log2((1 / a) * top)), each step rounded to the dtype; between 2**-126 and 2**127
+            rounded = torch.float32 if dtype == torch.float64 else dtype
+            r = (quotient(torch.ones_like(a), a).to(rounded).float() * top32).to(rounded)
+            r = torch.where(empty, 1.0, _exp2_log2(r, rounded))
         elif scaling.power_of_two is not None:
             r = torch.where(empty, 1.0, power_of_two(r, up=scaling.power_of_two == "floor"))
         s = reciprocal(r)
@@ -167,13 +170,6 @@ def power_of_two(s: Tensor, up: bool) -> Tensor:
     if up:
         bits = torch.clamp(bits + _MANTISSA, max=254 << 23)
     return (bits & ~_MANTISSA).view(torch.float32)
-
-
-def _power_by_log2(a: Tensor, top: float, dtype: torch.dtype) -> Tensor:
-    """Return ``2**floor(log2((1 / a) * top))``, each step rounded to a dtype; between 2**-126 and 2**127."""
-    dtype = torch.float32 if dtype == torch.float64 else dtype
-    r = (quotient(torch.ones_like(a), a).to(dtype).float() * top).to(dtype)
-    return _exp2_log2(r, dtype)
 
 
 def _exp2_log2(r: Tensor, dtype: torch.dtype, *, up: bool = False) -> Tensor:

@@ -65,7 +65,13 @@ class Datapath:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", get_rounding(self.rounding))
         for name in ("accumulator", "promotion", "operand", "scale"):
-            object.__setattr__(self, name, _float_format(name, getattr(self, name)))
+            value: object = getattr(self, name)
+            fmt = get_format(value) if isinstance(value, str) else value
+            if not isinstance(fmt, FloatFormat) and (fmt is not None or name == "accumulator"):
+                raise FormatError(
+                    f"{name}={shown(value)} is not a floating-point format; pass its name or a FloatFormat"
+                )
+            object.__setattr__(self, name, fmt)
         for name, lowest in (("block", 1), ("fraction_bits", 0), ("promote_every", 1)):
             _check_count(name, getattr(self, name), lowest, optional=True)
         _check_count("group", self.group, 1)
@@ -261,15 +267,6 @@ def _power(i: int, entries: int, fraction_bits: int) -> int:
     for _ in range(entries.bit_length() - 1):  # floors of square roots of floors are floors of the whole root
         twice = math.isqrt(twice)
     return (twice + 1) >> 1
-
-
-def _float_format(name: str, value: object) -> FloatFormat | None:
-    fmt = get_format(value) if isinstance(value, str) else value
-    if fmt is None and name != "accumulator":
-        return None
-    if not isinstance(fmt, FloatFormat):
-        raise FormatError(f"{name}={shown(value)} is not a floating-point format; pass its name or a FloatFormat")
-    return fmt
 
 
 def _check_count(name: str, value: object, lowest: int, *, optional: bool = False) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from fmtsim.formats.block import FP32, Block, BlockFormat
 from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.formats.scaling import Scaling
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.float64 import float64
@@ -131,7 +130,13 @@ def folds(quantizer: Quantizer) -> bool:
         return is_representable(fmt, torch.bfloat16) or fits
     if scaling is None or fmt is None or not is_representable(fmt, torch.bfloat16):
         return False
-    return _bits(fmt) + _scale_bits(scaling) <= _BFLOAT16_BITS
+    # the significant bits of a scale beyond those of a power of two; infinite for any float32
+    if scaling.scale != FP32:
+        scale_bits: float = scaling.scale.mantissa_bits and scaling.scale.mantissa_bits + 1
+    else:
+        powers = scaling.power_of_two is not None and scaling.candidates == (1.0,)
+        scale_bits = 0 if powers and all(math.frexp(s)[0] == 0.5 for s in scaling.allowed) else math.inf
+    return _bits(fmt) + scale_bits <= _BFLOAT16_BITS
 
 
 def _bits(element: Any) -> float:
@@ -139,11 +144,3 @@ def _bits(element: Any) -> float:
     if isinstance(element, FloatFormat):
         return element.mantissa_bits + 1
     return element.bits - element.signed if isinstance(element, IntFormat) else math.inf
-
-
-def _scale_bits(scaling: Scaling) -> float:
-    """Return the significant bits of a scale beyond those of a power of two; infinite for any float32."""
-    if scaling.scale != FP32:
-        return scaling.scale.mantissa_bits and scaling.scale.mantissa_bits + 1
-    powers = scaling.power_of_two is not None and scaling.candidates == (1.0,)
-    return 0 if powers and all(math.frexp(s)[0] == 0.5 for s in scaling.allowed) else math.inf

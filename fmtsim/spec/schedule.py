@@ -91,36 +91,42 @@ def combination(k: int, plan: GemmPlan) -> tuple[tuple[int, int], ...]:
         A Postfix: numbers of sums, the first one's at first, or ``ZERO``, each with the additions that follow it. At
         most ``STACK`` sums are on the stack at a time.
     """
-    parts, number = [], 0
+    parts: list[Postfix] = []
+    number = 0
     for tiles in _parts(k, plan):
         count = sum(1 for _ in _lanes(tiles, plan))
         lanes: list[Postfix] = [[(number + i if i < count else ZERO, 0)] for i in range(plan.lanes)]
         number += count
-        parts += [_of_lanes(lanes, plan)] if count else []
-    return tuple(_of_parts(parts, plan)) if parts else ()
+        if not count:
+            continue
+        # 1. the lanes of a part
+        if plan.lane_reduce == "pair_tree":
+            lanes = [_serial(lanes[i : i + 2]) for i in range(0, len(lanes), 2)]
+        while plan.lane_reduce != "serial" and len(lanes) > 1:  # a tree: the two halves onto each other, down to one
+            half = len(lanes) // 2
+            lanes = [_serial([lanes[i], lanes[i + half]]) for i in range(half)]
+        parts.append(_serial(lanes))
+    if not parts:
+        return ()
+    # 2. the parts
+    if plan.reduce == "folded":
+        # as a block of 128 threads takes them: each its own share, 64 and 32 apart, then four
+        threads = [_serial(parts[t::128] or [_NOTHING]) for t in range(128)]
+        threads = [_serial([threads[t], threads[t + 64]]) for t in range(64)]
+        threads = [_serial([threads[t], threads[t + 32]]) for t in range(32)]
+        parts = [_serial(threads[j::4]) for j in range(4)]
+    elif plan.reduce == "pairwise" and len(parts) > 1:
+        half, last = -(-len(parts) // 2), len(parts) - 1
+        pairs = [_serial([parts[i], *parts[i + half : last][:1]]) for i in range(half)]
+        parts = [pairs[0], parts[last], *pairs[1:]]  # a sum has no order of two
+    while plan.reduce == "neighbours" and len(parts) > 1:
+        odd = len(parts) % 2
+        parts = parts[:odd] + [_serial(parts[i : i + 2]) for i in range(odd, len(parts), 2)]
+    return tuple(_serial(parts))
 
 
 STACK = 24
 """At most so many sums wait for each other in a ``combination``: log2 of 4096 lanes, and what folding adds."""
-
-
-def _of_lanes(lanes: list[Postfix], plan: GemmPlan) -> Postfix:
-    if plan.lane_reduce == "pair_tree":
-        lanes = [_serial(lanes[i : i + 2]) for i in range(0, len(lanes), 2)]
-    return _serial(lanes) if plan.lane_reduce == "serial" else _tree(lanes)
-
-
-def _of_parts(parts: list[Postfix], plan: GemmPlan) -> Postfix:
-    if plan.reduce == "folded":
-        return _folded(parts)
-    if plan.reduce == "pairwise" and len(parts) > 1:
-        half, last = -(-len(parts) // 2), len(parts) - 1
-        pairs = [_serial([parts[i], *parts[i + half : last][:1]]) for i in range(half)]
-        return _serial([pairs[0], parts[last], *pairs[1:]])  # a sum has no order of two
-    while plan.reduce == "neighbours" and len(parts) > 1:
-        odd = len(parts) % 2
-        parts = parts[:odd] + [_serial(parts[i : i + 2]) for i in range(odd, len(parts), 2)]
-    return _serial(parts)
 
 
 def _serial(sums: list[Postfix]) -> Postfix:
@@ -133,22 +139,6 @@ def _serial(sums: list[Postfix]) -> Postfix:
             joined += [*before, (last, additions + 1)]
         without |= term == _NOTHING
     return joined
-
-
-def _tree(sums: list[Postfix]) -> Postfix:
-    """Return the sum of a power of two of sums: the two halves onto each other, down to one."""
-    while len(sums) > 1:
-        half = len(sums) // 2
-        sums = [_serial([sums[i], sums[i + half]]) for i in range(half)]
-    return sums[0]
-
-
-def _folded(parts: list[Postfix]) -> Postfix:
-    """Return the sum of parts as a block of 128 threads takes it: each its own share, 64 and 32 apart, then four."""
-    threads = [_serial(parts[t::128] or [_NOTHING]) for t in range(128)]
-    threads = [_serial([threads[t], threads[t + 64]]) for t in range(64)]
-    threads = [_serial([threads[t], threads[t + 32]]) for t in range(32)]
-    return _serial([_serial(threads[j::4]) for j in range(4)])
 
 
 def _parts(k: int, plan: GemmPlan) -> list[list[tuple[int, int]]]:

@@ -28,7 +28,13 @@ def compiling(kernel: str, folder: Path | None) -> Iterator[None]:
     global _spent
     timer = threading.Timer(max(PATIENCE - _spent, 0.0), _say_compiling, (kernel, folder))
     timer.daemon = True
-    if _first_process() and sys.stderr is not None and watched(sys.stderr):
+    # of several processes the first of the machine alone, and no worker of another
+    if (
+        multiprocessing.parent_process() is None
+        and os.environ.get("LOCAL_RANK", "0") == "0"
+        and sys.stderr is not None
+        and watched(sys.stderr)
+    ):
         timer.start()
     start = time.perf_counter()
     try:
@@ -56,8 +62,3 @@ def _say_compiling(kernel: str, folder: Path | None) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _first_process() -> bool:
-    """Return True if this process is no worker of another one, and the first rank of its machine."""
-    return multiprocessing.parent_process() is None and os.environ.get("LOCAL_RANK", "0") == "0"

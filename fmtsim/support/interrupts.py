@@ -78,11 +78,8 @@ def unheard() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _is_command() -> bool:
-    words, program = sys.orig_argv, getattr(sys, "argv", [""])[0]
-    module = "-m" in words and words[words.index("-m") + 1 :][:1] == ["fmtsim"]
-    return module or (os.path.basename(program) == "fmtsim" and program in words)
-
-
-if _is_command():
+# The command line, `python -m fmtsim` or `fmtsim`, ends at once from here on.
+_words, _program = sys.orig_argv, getattr(sys, "argv", [""])[0]
+_module = "-m" in _words and _words[_words.index("-m") + 1 :][:1] == ["fmtsim"]
+if _module or (os.path.basename(_program) == "fmtsim" and _program in _words):
     _handle(_end)

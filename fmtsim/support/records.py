@@ -36,9 +36,11 @@ def check_types(record: Any, error: type[FmtsimError] = ArgumentError) -> None:
         object.__setattr__(record, name, whole)
 
 
-def hints_of(cls: Any) -> dict[str, Any]:
+@cache
+def type_hints(cls: Any) -> dict[str, Any]:
     """Return the types of a record's fields."""
-    return _hints(cls)
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
@@ -65,15 +67,9 @@ def check_items(value: Any, types: dict[str, Any], what: str) -> None:
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
-
-
-@cache
 def _fields(cls: Any) -> tuple[tuple[str, Any, Any], ...]:
     """Return name, type and default of a record's fields; without a default, what no field holds."""
-    hints = _hints(cls)
+    hints = type_hints(cls)
     return tuple((field.name, hints[field.name], field.default) for field in dataclasses.fields(cls) if field.init)
 
 
@@ -234,10 +230,16 @@ def record_of(cls: type, value: Any, path: str) -> Any:
     if unknown:
         has = ", ".join(sorted(field_names))
         raise at(path, ArgumentError, f"{a_name} has no field {shown(unknown[0])}; it has {has}")
-    absent = [field.name for field in fields if _is_required(field) and field.name not in value]
+    absent = [
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and field.name not in value
+    ]
     if absent:
         raise at(path, ArgumentError, f"{a_name} needs {' and '.join(map(repr, absent))}")
-    hints = hints_of(cls)
+    hints = type_hints(cls)
     values = {name: _value(hints[name], item, f"{path}.{name}" if path else name) for name, item in value.items()}
     with located(path):
         return cls(**values)
@@ -248,10 +250,6 @@ def fields_of(value: Any, path: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise at(path, ArgumentError, f"{shown(value)} is not an object; write the fields of {what}, {{...}}")
     return dict(value)
-
-
-def _is_required(field: Any) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def kinds_of(hint: Any) -> dict[str, Any]:
@@ -294,13 +292,11 @@ def _value(hint: Any, value: Any, path: str) -> Any:
         if get_origin(leaf) is dict and isinstance(value, dict) and arguments[1] is not Any:
             return {name: _value(arguments[1], item, f"{path}.{name}") for name, item in value.items()}
     kinds = kinds_of(hint)
-    return _of_kind(kinds, value, path) if kinds and isinstance(value, dict | str) else value
-
-
-def _of_kind(kinds: dict[str, Any], value: Any, path: str) -> Any:
-    """Build a record of one of several classes, where the object says of which under "kind"."""
+    if not kinds or not isinstance(value, dict | str):
+        return value
     if len(kinds) == 1:
         return record_of(next(iter(kinds.values())), value, path)
+    # a record of one of several classes: the object says of which under "kind"
     fields = dict(value) if isinstance(value, dict) else {"kind": value}
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:

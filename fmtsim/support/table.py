@@ -275,7 +275,9 @@ def _laid_out(rows: Sequence[Row], left: Container[int] | None) -> tuple[list[li
         widths = [max(map(len, column)) for column in columns]
         least = []
         for i, column in enumerate(columns):
-            longest = max(map(_longest_word, column))
+            # what has no letters, such as ``0 1111 110``, is one word
+            words = [cell.split() if any(map(str.isalpha, cell)) else [cell] for cell in column]
+            longest = max((len(word) for cell in words for word in cell), default=0)
             least.append(min(longest, LONGEST_WORD) if left is None or i in left else longest)
         while not _fits(widths) and widths != least:
             widest = max((i for i in range(len(widths)) if widths[i] > least[i]), key=lambda i: widths[i])  # noqa: B023
@@ -285,11 +287,6 @@ def _laid_out(rows: Sequence[Row], left: Container[int] | None) -> tuple[list[li
             break
     below = [[], *(_below(rows[0][count:], row[count:]) for row in rows[1:])]
     return [a + b for a, b in zip(lines, below, strict=True)], widths
-
-
-def _longest_word(cell: str) -> int:
-    """Return the length of a cell's longest word; what has no letters, such as ``0 1111 110``, is one."""
-    return max(map(len, cell.split() if any(map(str.isalpha, cell)) else [cell]), default=0)
 
 
 def _fits(widths: Sequence[int]) -> bool:

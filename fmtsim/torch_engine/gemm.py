@@ -14,7 +14,7 @@ from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.spec.schedule import Part, combination, schedule
+from fmtsim.spec.schedule import combination, schedule
 from fmtsim.support.float64 import check_float64, from_bits
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
 from fmtsim.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
@@ -165,23 +165,19 @@ def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: Ge
             continue
         parts = schedule(k, path, spec.plan)
         promote = spec.plan.promote_every is not None
-        starts = [total, *[torch.zeros_like(total)] * (len(parts) - 1)]
-        sums = [_clamped_part(a[m], b[n], part, start, promote) for part, start in zip(parts, starts, strict=False)]
+        sums: list[torch.Tensor] = []
+        for part in parts:  # clamped after every block and every promotion
+            outer = torch.zeros_like(total) if sums else total
+            for chain in part:
+                inner = torch.zeros_like(total) if promote else outer
+                for indices in chain.blocks:
+                    block = slice(indices[0], indices[-1] + 1)  # blocks of integers are runs of K
+                    inner = _clamp(inner + integer_sums(a[m][:, block], b[n][:, block]))
+                outer = _clamp(outer + inner) if promote else inner
+            sums.append(outer)
         total = combined(combination(k, spec.plan), sums.__getitem__, lambda x, y: _clamp(x + y)) if sums else total
         out[m, n] = total.to(torch.int32)
 
 
 def _clamp(sums: torch.Tensor) -> torch.Tensor:
     return sums.clamp(-(1 << 31), (1 << 31) - 1)
-
-
-def _clamped_part(a: torch.Tensor, b: torch.Tensor, part: Part, start: torch.Tensor, promote: bool) -> torch.Tensor:
-    """Return the sum of a part, clamped after every block and every promotion."""
-    outer = start
-    for chain in part:
-        total = torch.zeros_like(start) if promote else outer
-        for indices in chain.blocks:
-            block = slice(indices[0], indices[-1] + 1)  # blocks of integers are runs of K
-            total = _clamp(total + integer_sums(a[:, block], b[:, block]))
-        outer = _clamp(outer + total) if promote else total
-    return outer

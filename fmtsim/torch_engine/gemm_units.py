@@ -36,15 +36,12 @@ def logarithmic_sums(a: Tensor, b: Tensor, spec: GemmSpec, out: Tensor) -> None:
         piece = a_logs[start : start + rows, None]
         total = torch.zeros(len(piece), b.shape[0], dtype=torch.int64, device=a.device)
         for x, y in zip(piece.split(path.block, -1), b_logs.split(path.block, -1), strict=True):
-            pieces = zip(x.split(span, -1), y.split(span, -1), strict=True)
-            terms = sum((_looked_up(signs, u + v) for u, v in pieces), start=torch.zeros_like(total))
+            terms = torch.zeros_like(total)
+            for u, v in zip(x.split(span, -1), y.split(span, -1), strict=True):
+                places = u + v  # of each product in the table of signed terms
+                terms = terms + signs.index_select(0, places.flatten()).view(places.shape).sum(-1)
             total = (total + (terms >> path.fraction_bits)).clamp_(-top, top - 1)
         out[start : start + rows] = total.to(out.dtype) * unit  # exact
-
-
-def _looked_up(table: Tensor, places: Tensor) -> Tensor:
-    """Return the sums of a table's numbers at places along the last axis."""
-    return table.index_select(0, places.flatten()).view(places.shape).sum(-1)
 
 
 def _exponents(x: Tensor, fmt: LogFormat, count: int) -> Tensor:

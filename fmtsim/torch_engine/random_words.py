@@ -24,7 +24,9 @@ def random_integers(
         return word >> (32 - rounding.bits)
     index = torch.arange(count, dtype=torch.int64, device=word.device)
     if share == 4:
-        return _shared_by_four(word[index >> 2], index & 3)
+        lane = index & 3
+        byte = (word[index >> 2] >> (8 * (lane ^ 1))) & 0xFF
+        return torch.where((lane & 1) == 1, _reverse_byte(byte), byte)
     return (word[index >> 1] >> (16 * (index & 1))) & ((1 << rounding.bits) - 1)
 
 
@@ -56,12 +58,6 @@ def _multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the high and low halves of a 32 x 32 bit product, whose 64 bits are those of int64 modulo ``2**64``."""
     product = a * b
     return (product >> 32) & _MASK, product & _MASK
-
-
-def _shared_by_four(word: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
-    """Return the 8 bits of each of the elements that share a word: byte 1, 0 reversed, 3, 2 reversed."""
-    byte = (word >> (8 * (lane ^ 1))) & 0xFF
-    return torch.where((lane & 1) == 1, _reverse_byte(byte), byte)
 
 
 def _reverse_byte(byte: torch.Tensor) -> torch.Tensor:

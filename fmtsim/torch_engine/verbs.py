@@ -49,7 +49,13 @@ def encode(x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
         return packed_blocks.encode(x, spec)
     if isinstance(fmt, BlockFormat | LogTileFormat):
         if not x.numel():
-            return _empty_parts(x, spec)
+            # no elements: no blocks along an axis without extent
+            codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
+            scales = torch.zeros(block_counts(fmt, x.shape, spec.dim), dtype=torch.float32, device=x.device)
+            if isinstance(fmt, LogTileFormat):
+                return EncodedParts(codes, scales, None, scales.clone())
+            tensor_scale = torch.ones((), dtype=torch.float32, device=x.device) if fmt.tensor_scale else None
+            return EncodedParts(codes, scales, tensor_scale, scales.to(torch.int32) if fmt.zero_point else None)
         # The random integers of a whole tensor in its shape, None for the deterministic modes.
         if spec.rounding.mode != "stochastic":
             words = None
@@ -107,15 +113,3 @@ def _words(random: Random, spec: CastSpec, piece: slice, device: torch.device) -
     if isinstance(random, RandomKey):
         return random_integers(random, spec.rounding, piece.start, piece.stop - piece.start, device)
     return random.reshape(-1)[piece].to(torch.int64)
-
-
-def _empty_parts(x: torch.Tensor, spec: CastSpec) -> EncodedParts:
-    """Return the parts of a tensor without elements: no blocks along an axis without extent."""
-    fmt = spec.format
-    assert isinstance(fmt, BlockFormat | LogTileFormat)
-    codes = torch.empty(x.shape, dtype=code_dtype(fmt.bits), device=x.device)
-    scales = torch.zeros(block_counts(fmt, x.shape, spec.dim), dtype=torch.float32, device=x.device)
-    if isinstance(fmt, LogTileFormat):
-        return EncodedParts(codes, scales, None, scales.clone())
-    tensor_scale = torch.ones((), dtype=torch.float32, device=x.device) if fmt.tensor_scale else None
-    return EncodedParts(codes, scales, tensor_scale, scales.to(torch.int32) if fmt.zero_point else None)

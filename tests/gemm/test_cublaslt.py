@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.cublaslt import GEMV, GEMV_FLOAT32, TILES, order_of, plainest, same_order, shared
+from fmtsim.gemm.targets.cublaslt import GEMV, GEMV_FLOAT32, TILES, choice_order, plainest, same_order, shared
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.schedule import schedule
@@ -46,7 +46,7 @@ def ordered(case):
         config["custom_option"],
         config["stages_id"],
     )
-    return call, order_of(choice, call, case["profile"].partition("/")[0])
+    return call, choice_order(choice, call, case["profile"].partition("/")[0])
 
 
 def edges(k, call, plan):
@@ -132,7 +132,7 @@ def test_kernels_that_were_not_measured_have_no_order():
     [(44832, 35, 44800), (44832, 34, None), (11528, 9, 11520), (11528, 8, None), (11520, 9, None), (2104, 16, None)],
 )
 def test_both_sides_of_the_dropped_tail(k, split, end):
-    plan = order_of(Choice(66, split, 2), mm(64, 64, k), "sm_90").plan
+    plan = choice_order(Choice(66, split, 2), mm(64, 64, k), "sm_90").plan
     assert (plan.k_end, plan.split, plan.k_tile) == (end, split, 64)
     parts = edges(k, mm(64, 64, k), plan)
     assert parts[-1][-1] == (end or k)
@@ -146,16 +146,16 @@ def test_a_dropped_tail_adds_nothing():
     a[:, -32:] = 1
     b = torch.ones(44832, 1, dtype=torch.bfloat16)
     for split, expected in ((35, 0.0), (34, 32.0)):
-        plan = order_of(Choice(66, split, 2), mm(64, 64, 44832), "sm_90").plan
+        plan = choice_order(Choice(66, split, 2), mm(64, 64, 44832), "sm_90").plan
         assert fmtsim.mm(a, b, target="hopper.wgmma", plan=plan).item() == expected
     b[-1] = torch.nan
-    plan = order_of(Choice(66, 35, 2), mm(64, 64, 44832), "sm_90").plan
+    plan = choice_order(Choice(66, 35, 2), mm(64, 64, 44832), "sm_90").plan
     assert fmtsim.mm(a, b, target="hopper.wgmma", plan=plan).item() == 0
 
 
 def test_scales_promotions_and_epilogues_of_nvjet():
     def plan(call, split=1, architecture="sm_90"):
-        return order_of(Choice(66, split, 2 if split > 1 else 0), call, architecture).plan
+        return choice_order(Choice(66, split, 2 if split > 1 else 0), call, architecture).plan
 
     assert plan(fp8(64, 64, 4096, fast=True)).promote_every is None
     assert [plan(fp8(64, 64, 4096, fast=False), 1, each).promote_every for each in GEMV] == [128, None, None]
@@ -164,15 +164,15 @@ def test_scales_promotions_and_epilogues_of_nvjet():
     assert [(p.k_tile, p.promote_every, p.scaled_promotion, p.successive_scales) for p in (blocks, rows)] == [
         (512, 128, True, False), (128, 128, True, True)
     ]  # fmt: skip
-    assert order_of(Choice(66), fp8(64, 64, 8192, scaling="block_128"), "sm_100") is None
+    assert choice_order(Choice(66), fp8(64, 64, 8192, scaling="block_128"), "sm_100") is None
     assert plan(linear(64, 1, 4096)).bias_after_rounding and not plan(linear(64, 1, 4096), 3).bias_after_rounding
     assert not plan(linear(64, 8, 4096)).bias_after_rounding
-    assert order_of(Choice(66, 3, 4), mm(64, 64, 4096), "sm_90") is None
+    assert choice_order(Choice(66, 3, 4), mm(64, 64, 4096), "sm_90") is None
 
 
 def test_cutlass_reductions_grains_and_bias():
     def plan(choice, call):
-        return order_of(choice, call, "sm_90").plan
+        return choice_order(choice, call, "sm_90").plan
 
     tf32 = plan(Choice(21, 10, 2, 0, 6), mm(160, 128, 680, "tf32"))
     assert (tf32.k_tile, tf32.part_k, tf32.split, tf32.instruction_k) == (16, 68, 10, None)
@@ -190,7 +190,7 @@ def test_cutlass_reductions_grains_and_bias():
     assert (single.partial, single.reduce) == (None, "serial")  # float32 results lose nothing in the output
     assert plan(Choice(24, 4, 1, 0, 0), linear(64, 64, 4100)).reduce == "in_place"
     assert not plan(Choice(24), linear(64, 1, 4100)).bias_after_rounding
-    assert order_of(Choice(24, 4, 2), linear(64, 1, 4100), "sm_90") is None
+    assert choice_order(Choice(24, 4, 2), linear(64, 1, 4100), "sm_90") is None
     assert plan(Choice(24, 4, 2, 0, 13), linear(64, 64, 4100)).bias_after_rounding
     vector = mm(7, 1, 832, "fp16", torch.float16, accumulate="fp16", a_layout="column", b_layout="column")
     assert plan(Choice(24, 8, 2, 0, 7), vector).part_k == 128  # of a vector K always lies along a row
@@ -198,7 +198,7 @@ def test_cutlass_reductions_grains_and_bias():
 
 def test_kernels_without_tensor_cores_on_hopper():
     def order(choice, *call, **more):
-        return order_of(choice, mm(*call, **more), "sm_90")
+        return choice_order(choice, mm(*call, **more), "sm_90")
 
     rows = {"a_layout": "row", "b_layout": "row"}
     turns = order(Choice(11), 4, 8675, 480, **rows).plan
@@ -212,10 +212,10 @@ def test_kernels_without_tensor_cores_on_hopper():
     plain, ended = fmtsim.GemmPlan(), fmtsim.GemmPlan(promote_every=40)
     for algorithm, plan in ((12, plain), (20, plain), (55, ended), (56, ended)):
         assert order(Choice(algorithm), 64, 64, 40, "tf32") == (plan, "fp32_fma", "fp32", True)
-    bias = [order_of(Choice(13, split, 2 * (split > 1), 75), linear(1, 64, 3000), "sm_90").plan for split in (1, 2)]
+    bias = [choice_order(Choice(13, split, 2 * (split > 1), 75), linear(1, 64, 3000), "sm_90").plan for split in (1, 2)]
     assert [plan.bias_after_rounding for plan in bias] == [False, True]
-    assert not order_of(Choice(13, 2, 2, 11), linear(64, 1, 3000), "sm_90").plan.bias_after_rounding
-    in_place = [order_of(Choice(a, 8, 1, 0, 18), linear(32, 64, 4096), "sm_90") for a in (21, 23)]
+    assert not choice_order(Choice(13, 2, 2, 11), linear(64, 1, 3000), "sm_90").plan.bias_after_rounding
+    in_place = [choice_order(Choice(a, 8, 1, 0, 18), linear(32, 64, 4096), "sm_90") for a in (21, 23)]
     assert [order is None for order in in_place] == [True, False]
     parts = order(Choice(63, 4, 2, 0, 9), 6743, 16, 1944, "tf32").plan
     assert (parts.k_tile, parts.split, parts.owner, parts.residue_first) == (32, 4, "interleaved", False)
@@ -224,28 +224,28 @@ def test_kernels_without_tensor_cores_on_hopper():
 def test_zeros_behind_the_products_of_small_kernels_make_minus_zero_plus_zero():
     """As recorded on an H100: of products of -2^-149 and 1e-30, 20 keeps -0 where the last tile of 8 is whole."""
     for algorithm, k, sign in ((20, 1, 0), (20, 7, 0), (20, 8, 1), (20, 10, 1), (55, 1, 0), (55, 40, 0), (56, 16, 0)):
-        found = order_of(Choice(algorithm), mm(4, 4, k, "tf32", F32), "sm_90")
+        found = choice_order(Choice(algorithm), mm(4, 4, k, "tf32", F32), "sm_90")
         a, b = torch.zeros(1, k), torch.zeros(k, 1)
         a[0, -1], b[-1] = -(2.0**-149), 1e-30
         result = fmtsim.mm(a, b, target="fp32_fma", plan=found.plan)
         assert found.certain and (result.item(), result.signbit().item()) == (0, sign), (algorithm, k)
-    assert [order_of(Choice(12), mm(4, 4, k, "tf32", F32), "sm_90").certain for k in (1, 2)] == [False, True]
+    assert [choice_order(Choice(12), mm(4, 4, k, "tf32", F32), "sm_90").certain for k in (1, 2)] == [False, True]
 
 
 def test_stream_k_kernels_that_share_all_tiles_alike():
     """197x704x4608 by 4 parts of 36 tiles; 123x2560x6144 by 3 of 32; 49 tiles of 331 steps by 165 and 166."""
     call, fp16 = mm(197, 704, 4608, "tf32", F32), torch.float16
-    plan = order_of(Choice(43, 4, 2, 0, 34), call, "sm_90").plan
+    plan = choice_order(Choice(43, 4, 2, 0, 34), call, "sm_90").plan
     assert (plan.k_tile, plan.split, plan.owner, plan.reduce) == (32, 4, "even", "neighbours")
     assert [part[0] for part in edges(4608, call, plan)] == [0, 1152, 2304, 3456]
-    half = order_of(Choice(39, 3, 2, 0, 35), mm(123, 2560, 6144, "fp16", fp16, accumulate="fp16"), "sm_90").plan
+    half = choice_order(Choice(39, 3, 2, 0, 35), mm(123, 2560, 6144, "fp16", fp16, accumulate="fp16"), "sm_90").plan
     assert (half.k_tile, half.partial.name, half.round_trip, half.reduce) == (64, "fp16", True, "neighbours")
     odd = replace(call, k=10576)
-    parts = edges(10576, odd, order_of(Choice(43, 2, 2, 0, 34), odd, "sm_90").plan)
+    parts = edges(10576, odd, choice_order(Choice(43, 2, 2, 0, 34), odd, "sm_90").plan)
     assert [part[0] for part in parts] == [0, 165 * 32]
     unknown = [Choice(43, 9, 2, 0, 34), Choice(43, 4, 0, 0, 34), Choice(43, 4, 2, 0, 33)]
-    assert [order_of(choice, call, "sm_90") for choice in unknown] == [None] * 3
-    assert order_of(Choice(43, 4, 2, 0, 34), replace(call, operation="linear", bias=True), "sm_90") is None
+    assert [choice_order(choice, call, "sm_90") for choice in unknown] == [None] * 3
+    assert choice_order(Choice(43, 4, 2, 0, 34), replace(call, operation="linear", bias=True), "sm_90") is None
 
 
 TF32, SUMS16 = Kind("tf32", "tf32", F32, "tf32"), Kind("fp16", "fp16", torch.float16, "16f")
@@ -284,23 +284,23 @@ def test_lanes_have_at_most_64_products_of_a_slice():
     for formats, table in (("bf16", GEMV), ("fp32", GEMV_FLOAT32)):
         for option, lanes in table["sm_90"].items():
             if lanes.products < 0:
-                order = order_of(Choice(13, 1, 0, option), mm(1, 8, 4096, formats, F32), "sm_90")
+                order = choice_order(Choice(13, 1, 0, option), mm(1, 8, 4096, formats, F32), "sm_90")
                 assert order.plan.k_tile == 64 * lanes.lanes, (formats, option)
 
 
 def test_interleaved_parts_are_known_with_the_option_that_says_how_they_are_added():
     """F.linear of 9x149x5016 in TF32 adds its 6 parts in pairs; a Choice without the option cannot tell."""
     call = replace(mm(9, 149, 5016, "tf32", F32), operation="linear", bias=True)
-    orders = [order_of(Choice(63, 6, 2, option, 15), call, "sm_90") for option in (0, 1, 2)]
+    orders = [choice_order(Choice(63, 6, 2, option, 15), call, "sm_90") for option in (0, 1, 2)]
     assert [(order.plan.reduce, order.certain) for order in orders] == [
         ("serial", False), ("pairwise", True), ("serial", True),
     ]  # fmt: skip
-    assert order_of(Choice(63, 2, 2, 0, 15), call, "sm_90").certain  # two parts have one order
+    assert choice_order(Choice(63, 2, 2, 0, 15), call, "sm_90").certain  # two parts have one order
 
 
 def test_float32_kernels_on_hopper():
     def order(algorithm, split, k, reduction=2, custom=0, **more):
-        found = order_of(Choice(algorithm, split, reduction, custom), mm(64, 96, k, "fp32", F32, **more), "sm_90")
+        found = choice_order(Choice(algorithm, split, reduction, custom), mm(64, 96, k, "fp32", F32, **more), "sm_90")
         return None if found is None else found.plan
 
     # slices start at whole lines where K lies along rows, else at multiples of 4 products; largek's at 8
@@ -320,9 +320,9 @@ def test_float32_kernels_on_hopper():
     assert [order(20, 3, 2048, r, bias=True).reduce for r in (1, 2)] == ["in_place", "serial"]
     assert order(20, 3, 2048, 1).reduce == "serial" and order(20, 3, 2048, 4) is not None
     # split -1 of the small kernels changes nothing; TF32 has no splits of these kernels
-    small = [order_of(Choice(11, split), mm(2, 96, 64, "fp32", F32, **ROWS), "sm_90") for split in (1, -1)]
+    small = [choice_order(Choice(11, split), mm(2, 96, 64, "fp32", F32, **ROWS), "sm_90") for split in (1, -1)]
     assert small[0] == small[1] and small[0].plan.lanes == 16
-    assert [order_of(Choice(a, 3, 2), mm(64, 96, 768, "tf32"), "sm_90") for a in (10, 20, 55)] == [None] * 3
+    assert [choice_order(Choice(a, 3, 2), mm(64, 96, 768, "tf32"), "sm_90") for a in (10, 20, 55)] == [None] * 3
     for algorithm, split, k in (
         (20, 3, 2044),
         (55, 4, 2044),
@@ -347,15 +347,18 @@ def test_representative_choices_of_float32_keep_the_order():
 def test_tables_hold_what_was_measured_alone():
     assert {len(table) for table in GEMV.values()} == {51, 70}
     vector, matrix = mm(1, 64, 100), mm(8, 64, 100)
-    assert order_of(Choice(13, custom=10), matrix, "sm_90") is None
-    single = [order_of(Choice(13, custom=10), mm(1, n, 200, "tf32", F32), "sm_90") for n in (100, 101)]
+    assert choice_order(Choice(13, custom=10), matrix, "sm_90") is None
+    single = [choice_order(Choice(13, custom=10), mm(1, n, 200, "tf32", F32), "sm_90") for n in (100, 101)]
     assert single[0].plan.lanes == 32 and single[0].plan.k_tile == 128 and single[1] is None
-    assert order_of(Choice(13, custom=115), mm(1, 12288, 4096, "tf32", F32), "sm_90").plan.lanes == 4
-    assert order_of(Choice(13, custom=94), replace(vector, a="tf32", b="tf32"), "sm_90")[1:3] == ("fp32_fma", "fp32")
+    assert choice_order(Choice(13, custom=115), mm(1, 12288, 4096, "tf32", F32), "sm_90").plan.lanes == 4
+    assert choice_order(Choice(13, custom=94), replace(vector, a="tf32", b="tf32"), "sm_90")[1:3] == (
+        "fp32_fma",
+        "fp32",
+    )
     dots = replace(mm(1, 1, 96, "tf32"), operation="bmm", batch=256)
-    assert order_of(Choice(13, custom=96), dots, "sm_90") is None
-    assert order_of(Choice(13, custom=96), replace(dots, m=2), "sm_90") is not None
+    assert choice_order(Choice(13, custom=96), dots, "sm_90") is None
+    assert choice_order(Choice(13, custom=96), replace(dots, m=2), "sm_90") is not None
     half = replace(matrix, a="fp16", b="fp16", out=torch.float16, accumulate="fp16")
-    assert order_of(Choice(11), half, "sm_90") is None
-    assert [order_of(Choice(a, -1, 2), matrix, "sm_90") for a in (39, 41, 42, 63)] == [None] * 4
-    assert order_of(Choice(15), matrix, "sm_90") is None
+    assert choice_order(Choice(11), half, "sm_90") is None
+    assert [choice_order(Choice(a, -1, 2), matrix, "sm_90") for a in (39, 41, 42, 63)] == [None] * 4
+    assert choice_order(Choice(15), matrix, "sm_90") is None

@@ -91,14 +91,14 @@ def test_explanation():
 
 def test_kernels_in_place():
     kernel = Kernel.from_dict({"k_tile": 64, "slices": True, "align": 8, "partial": "out", "reduce": "in_place"})
-    plan = kernel.plan_of(linear(64, 65, 640), 3)
+    plan = kernel.split_plan(linear(64, 65, 640), 3)
     assert (plan.split, plan.partial, plan.reduce) == (3, BF16, "in_place")
-    whole = kernel.plan_of(linear(64, 65, 640), 1)
+    whole = kernel.split_plan(linear(64, 65, 640), 1)
     assert (whole.split, whole.partial, whole.reduce) == (1, None, "serial")
-    assert kernel.plan_of(mm(64, 65, 640), 3).partial is None  # float32 results
+    assert kernel.split_plan(mm(64, 65, 640), 3).partial is None  # float32 results
     assert Kernel.from_dict(kernel.to_dict()) == kernel
     strided = Kernel(plan=GemmPlan(k_tile=4, owner="interleaved", reduce="pairwise"))
-    plan = strided.plan_of(mm(1, 64, 640), 8)
+    plan = strided.split_plan(mm(1, 64, 640), 8)
     assert (plan.k_tile, plan.split, plan.owner, plan.reduce) == (4, 8, "interleaved", "pairwise")
 
 

@@ -14,10 +14,10 @@ from fmtsim.gemm.targets.question import (
     Choice,
     Kind,
     Settings,
-    holds,
+    answers_question,
+    book_question,
     kind_from_list,
     kind_to_list,
-    lent,
     question_of,
 )
 from fmtsim.gemm.targets.target import Target, get_target
@@ -77,9 +77,9 @@ def test_sums_in_float32():
     assert "with the settings reductions=fp32 in the book h200" in nvjet.plan.source
     assert target.find(replace(BF16, out=torch.float32)) == get_target("h200").find(replace(BF16, out=torch.float32))
     question = question_of(BF16, FLOAT32)
-    assert lent(question) == question_of(BF16)
-    assert holds(Choice(66, 3, 2), question) and not holds(Choice(24, 3, 2), question)
-    assert holds(Choice(24, 3, 2), question_of(BF16))
+    assert book_question(question) == question_of(BF16)
+    assert answers_question(Choice(66, 3, 2), question) and not answers_question(Choice(24, 3, 2), question)
+    assert answers_question(Choice(24, 3, 2), question_of(BF16))
 
 
 def test_recorded_rules_are_about_usual_settings():

@@ -346,7 +346,7 @@ def test_plans_of_promotions_and_a_bias():
     for split, after in ((1, True), (2, True), (1, "unsplit"), (2, "unsplit")):
         kernel = Kernel.from_dict(record | {"bias_after_rounding": after})
         assert kernel.to_dict() == record | {"bias_after_rounding": after}
-        plan = kernel.plan_of(mm(64, 64, 512), split)
+        plan = kernel.split_plan(mm(64, 64, 512), split)
         assert (plan.successive_scales, plan.bias_after_rounding) == (True, split == 1 or after is True)
         assert record_from_dict(json.loads(json.dumps(record_to_dict(plan)))) == plan
     with pytest.raises(ArgumentError, match="bias_after_rounding='split' is not possible; choose false, true or"):

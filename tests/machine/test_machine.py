@@ -132,8 +132,8 @@ def interpolated(name: str, argument: int) -> int:
             column = 2 * i if i == j else i + j + 1  # of the product of two bits, which is added once
             if x >> i & 1 and x >> j & 1 and column >= 19:
                 square += 1 << column
-    scale = mufu._SCALES[name]
-    return (c0 << scale.log2_c0) + scale.bias + (c1 * x << scale.log2_c1) + ((c2 * (square >> 19)) << scale.log2_c2)
+    log2_c0, log2_c1, log2_c2, bias = mufu._SCALES[name]
+    return (c0 << log2_c0) + bias + (c1 * x << log2_c1) + ((c2 * (square >> 19)) << log2_c2)
 
 
 @pytest.mark.parametrize("name", ["ex2", "rcp", "rsqrt", "sqrt"])

@@ -43,7 +43,7 @@ def kernels_of(call: GemmCall, plan: GemmPlan, units: Units) -> Iterator[tuple[K
         return
     arithmetic = units(call)
     for kernel in _shapes(common, plan):
-        kernel_plan = kernel.plan_of(call, plan.split)  # more parts are shorter ones
+        kernel_plan = kernel.split_plan(call, plan.split)  # more parts are shorter ones
         agrees = (kernel_plan.partial, kernel_plan.bias_after_rounding) == (plan.partial, plan.bias_after_rounding)
         if agrees and same_order(call.k, arithmetic, kernel_plan, plan):
             yield kernel, plan.split

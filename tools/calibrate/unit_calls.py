@@ -188,7 +188,7 @@ def orders(call: GemmCall, known: GemmPlan | None) -> Iterator[GemmPlan]:
     partials = _PARTIALS if call.out.itemsize == 2 else _PARTIALS[:1]
     for split, tiles, chain, partial in product(_SPLITS, _TILES, chains, partials):
         if split * tiles["k_tile"] <= call.k:
-            yield Kernel.from_dict(tiles | chain | partial).plan_of(call, split)
+            yield Kernel.from_dict(tiles | chain | partial).split_plan(call, split)
 
 
 def digest(*tensors: Tensor | None) -> str:

@@ -143,12 +143,17 @@ class Asker:
         Raises:
             DeviceError: The library fails otherwise.
         """
-        key = question.kind, question.layout
+        # 1. the descriptors of the kind, which is asked about only if its dtypes and scales have the library's numbers
+        kind = question.kind
+        key = kind, question.layout
         if key not in self._products:
-            self._products[key] = _Product(self._functions, *key) if _can_ask(question) else None
+            scaled = kind.scaling == "none" or kind.scaling in _SCALE_MODES
+            formats = kind.a in _TYPES and kind.b in _TYPES and kind.out in _OUT and kind.compute in _COMPUTE
+            self._products[key] = _Product(self._functions, *key) if formats and scaled else None
         product = self._products[key]
         if product is None:
             return None
+        # 2. the heuristic's first answer
         product.resize(question)
         status = self._functions.heuristic(
             self._handle, product.call, product.a, product.b, product.c, product.d, product.preference, 1,
@@ -158,10 +163,10 @@ class Asker:
             return None
         if status != _SUCCESS:
             raise DeviceError(f"cublasLtMatmulAlgoGetHeuristic fails with status {status} for {question}")
+        # 3. the attributes of its algorithm that decide the order
         algorithm = self._answer.raw[:_ALGORITHM]
         choice = self._choices.get(algorithm)
         if choice is None:
-            # the attributes of an algorithm that decide the order
             values, written = [], c_size_t()
             for attribute in (_ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES):
                 value = c_int32()
@@ -186,13 +191,6 @@ def normalised(algorithm: int, tile: int, split: int, reduction: int, custom: in
         custom if has_option else tile if split == -1 else 0,
         0 if algorithm in _WITHOUT_STAGES and split != -1 else stages,
     )
-
-
-def _can_ask(question: Question) -> bool:
-    """Return True if a kind of calls has a name in the library's types."""
-    kind = question.kind
-    scaled = kind.scaling == "none" or kind.scaling in _SCALE_MODES
-    return kind.a in _TYPES and kind.b in _TYPES and kind.out in _OUT and kind.compute in _COMPUTE and scaled
 
 
 class _Functions:
@@ -279,17 +277,16 @@ class _Product:
                 if mode:
                     self._set(attribute, c_int32(mode))
         self.preference = functions.create("cublasLtMatmulPreferenceCreate")
-        self._prefer(_MAX_WORKSPACE, c_uint64(kind.workspace))
+        preferences: dict[int, Any] = {_MAX_WORKSPACE: c_uint64(kind.workspace)}
         if kind.reductions != "any":
-            self._prefer(_REDUCTION_MASK, c_uint32(_MASKS[kind.reductions]))
+            preferences[_REDUCTION_MASK] = c_uint32(_MASKS[kind.reductions])
+        for attribute, value in preferences.items():
+            functions.call("cublasLtMatmulPreferenceSetAttribute", self.preference, c_int(attribute), byref(value),
+                           c_size_t(sizeof(value)))  # fmt: skip
         self._matrices = [_Matrix(functions, dtype) for dtype in (_TYPES[kind.b], _TYPES[kind.a], _OUT[wide])]
         if narrow:
             self._matrices.append(_Matrix(functions, _OUT[kind.out]))
         self.a, self.b, self.c, self.d = (matrix.pointer for matrix in (*self._matrices, self._matrices[-1])[:4])
-
-    def _prefer(self, attribute: int, value: Any) -> None:
-        self._functions.call("cublasLtMatmulPreferenceSetAttribute", self.preference, c_int(attribute), byref(value),
-                             c_size_t(sizeof(value)))  # fmt: skip
 
     def _set(self, attribute: int, value: Any) -> None:
         self._functions.call("cublasLtMatmulDescSetAttribute", self.call, c_int(attribute), byref(value),

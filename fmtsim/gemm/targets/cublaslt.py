@@ -20,8 +20,8 @@ from fmtsim.gemm.targets.question import (
     ceil_div,
     plan_order,
     question_of,
-    reduction_of,
-    slice_of,
+    reduction_fields,
+    slice_width,
 )
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 
@@ -215,10 +215,10 @@ def cutlass_simt(choice: Choice, call: GemmCall, architecture: Architecture) -> 
     """Slices as on tensor cores; the residue of a slice comes first, which leaves a chain as it is."""
     if choice.split == 1:
         return multiply_adds(choice, call, architecture)
-    reduction = reduction_of(choice, call)
+    reduction = reduction_fields(choice, call)
     if call.a != "fp32" or choice.split < 1 or reduction is None:
         return None
-    return _slices(call, slice_of(call, choice.split), **reduction)
+    return _slices(call, slice_width(call, choice.split), **reduction)
 
 
 def xmma_simt(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
@@ -236,7 +236,7 @@ def xmma_simt(choice: Choice, call: GemmCall, architecture: Architecture) -> Ord
     return _fma(call, **({"k_tile": 8, "split": parts, "owner": "interleaved"} if parts > 1 else {}))
 
 
-def order_of(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
+def choice_order(choice: Choice, call: GemmCall, architecture: Architecture) -> Order | None:
     """Return the order in which cuBLASLt adds a call's products; None where it was never measured.
 
     Args:
@@ -282,7 +282,9 @@ def same_order(choice: Choice, other: Choice, question: Question, architecture: 
     calls = [call]
     if 1 in (question.n, question.k) and call.operation == "mm":
         calls.append(replace(call, operation="linear", bias=True))
-    orders = [[unsigned(order_of(candidate, one, architecture), one) for one in calls] for candidate in (choice, other)]
+    orders = [
+        [unsigned(choice_order(candidate, one, architecture), one) for one in calls] for candidate in (choice, other)
+    ]
     return orders[0] == orders[1] and None not in orders[0]
 
 
@@ -291,11 +293,6 @@ def unsigned(order: Order | None, call: GemmCall) -> Order | None:
     if order is None or order.plan.promote_every != call.k:
         return order
     return order._replace(plan=replace(order.plan, promote_every=None))
-
-
-def tile_of(algorithm: int, call: GemmCall) -> int | None:
-    """Return the products of a tile of a kernel that is named by its algorithm alone, nvjet (66); None for others."""
-    return _nvjet_tile(call) if algorithm == 66 else None
 
 
 # nvjet
@@ -309,7 +306,7 @@ def _nvjet(choice: Choice, call: GemmCall, architecture: Architecture) -> Order 
     # The six others have K = 44832, S = 35: 1280 products a part, so that the last 32 are dropped; operands that are
     # zero but for ones there give 0 instead of 32 (2026-11-22). Others found the same on H100, GB200 and GB300 (5,709
     # and 1,062 shapes).
-    tile, split = _nvjet_tile(call), choice.split
+    tile, split = nvjet_tile(call), choice.split
     if tile is None or split < 1 or (split > 1 and choice.reduction != 2):
         return None
     blocks = call.scaling in LARGE_BLOCKS
@@ -335,7 +332,8 @@ def _nvjet(choice: Choice, call: GemmCall, architecture: Architecture) -> Order 
     return plan_order(**fields, split=split, k_end=end if end < call.k else None)
 
 
-def _nvjet_tile(call: GemmCall) -> int | None:
+def nvjet_tile(call: GemmCall) -> int | None:
+    """Return the products of a tile of nvjet (66), which its algorithm alone decides; None where it has no kernel."""
     if call.a in ("bf16", "fp16"):
         return 64 if call.accumulate == "fp32" else None
     if call.a in ("e4m3", "e5m2") and call.scaling in ("tensor", "row", *LARGE_BLOCKS):
@@ -367,10 +365,10 @@ def _cutlass(choice: Choice, call: GemmCall, architecture: Architecture) -> Orde
         fields["instruction_k"] = products
     if choice.split == 1:
         return plan_order(**fields)
-    reduction = reduction_of(choice, call)
+    reduction = reduction_fields(choice, call)
     if reduction is None or (call.bias and call.n == 1 and call.accumulate == "fp32"):
         return None
-    width = slice_of(call, choice.split)
+    width = slice_width(call, choice.split)
     return plan_order(**fields, part_k=width, split=ceil_div(call.k, width), **reduction)
 
 

@@ -9,15 +9,15 @@ import torch
 
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.targets.cublaslt import order_of, tile_of
-from fmtsim.gemm.targets.question import Architecture, Choice, Order
+from fmtsim.gemm.targets.cublaslt import choice_order
+from fmtsim.gemm.targets.question import Architecture, Choice, Order, ceil_div
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.call import LARGE_BLOCKS, GemmCall, ScaleKind
 from fmtsim.spec.datapath import FP32
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.records import at, check_types, fields_of, hints_of, located, record_of
+from fmtsim.support.records import at, check_types, fields_of, located, record_of, type_hints
 
 _KERNEL_FIELDS = ("algorithm", "stages", "slices", "align", "line")
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
@@ -108,33 +108,31 @@ class Kernel:
         order = ("k_tile", *_KERNEL_FIELDS, *GemmPlan.__dataclass_fields__)
         return {name: fields[name] for name in sorted(fields, key=order.index)}
 
-    def order_of(self, call: GemmCall, split: int, architecture: Architecture | None) -> Order | None:
+    def split_order(self, call: GemmCall, split: int, architecture: Architecture | None) -> Order | None:
         """Return the order of a call that is split into ``split`` parts; None where it is not known."""
         if self.algorithm is None:
-            return Order(self.plan_of(call, split))
-        choice = Choice(self.algorithm, split, 2 if split > 1 else 0, 0, self.stages)
-        return None if architecture is None else order_of(choice, call, architecture)
+            return Order(self.split_plan(call, split))
+        choice = Choice(self.algorithm, split, 2 if split > 1 else 0, 0, self.stages)  # partial sums as they are
+        return None if architecture is None else choice_order(choice, call, architecture)
 
-    def tile_of(self, call: GemmCall) -> int:
-        """Return the products of a tile, the unit in which ``Splits`` counts."""
-        return (self.plan.k_tile if self.algorithm is None else tile_of(self.algorithm, call)) or 1
-
-    def plan_of(self, call: GemmCall, split: int) -> GemmPlan:
+    def split_plan(self, call: GemmCall, split: int) -> GemmPlan:
         """Return the plan of a call split into ``split`` parts, for a kernel without an algorithm."""
+        # 1. how K is cut: slices whose residues come first, or whole tiles
         tile = self.plan.k_tile
         after = self.plan.bias_after_rounding or (self.bias_unsplit and split == 1)
         cut: dict[str, Any] = {"k_tile": None, "bias_after_rounding": after}
         if self.slices and tile is not None and split > 1:
             by_rows = "row" in (call.a_layout, call.b_layout)
             step = self.line if self.line and call.k % self.line == 0 and by_rows else self.align
-            width = _ceil(_ceil(call.k, split), step) * step
-            split = _ceil(call.k, width)
+            width = ceil_div(ceil_div(call.k, split), step) * step
+            split = ceil_div(call.k, width)  # fewer parts where rounding up makes them wider
             cut |= {"k_tile": tile, "part_k": width, "residue_first": True}
         elif tile is not None and (split > 1 or self.slices):
             cut |= {"k_tile": tile, "residue_first": self.slices}
+        # 2. how the parts are added; one part has no partial sums
         partial = get_format(_dtype_format(call.out)) if self.partial_out else self.plan.partial
         if split > 1:
-            partial = None if partial is None or partial.name == "fp32" else partial
+            partial = None if partial is None or partial.name == "fp32" else partial  # sums are float32 as they are
             cut |= {"split": split, "partial": partial, "round_trip": self.plan.round_trip and partial is not None}
         else:
             cut |= {"partial": None, "round_trip": False, "owner": "contiguous", "reduce": "serial"}
@@ -183,15 +181,17 @@ class Splits:
         # to any. On 21,910 further random calls none that was called certain was wrong. The guess is right in 66 %
         # (FP8), 60 % (linear) and 51 % (mm). On an H100 PCIe (cuBLASLt 12.8.3.14, room 184000) none of 769,216 certain
         # answers was wrong.
-        tiles = _ceil(call.k, k_tile)
-        elements, area = call.m * call.n, _ceil(call.m, 8) * _ceil(call.n, 8) * 64
+        tiles = ceil_div(call.k, k_tile)
+        elements, area = call.m * call.n, ceil_div(call.m, 8) * ceil_div(call.n, 8) * 64
+        # 1. one part: few tiles, no workspace for two partial sums of 4 bytes an element, or a large result
         if tiles <= self.whole:
             return 1, True
         if self.workspace is not None and 8 * elements > self.workspace:
             return 1, True
         if self.largest is not None and elements > self.largest:
             return 1, True
-        wanted = max(1, _ceil(tiles, self.tiles_per_part) - 1)
+        # 2. the wanted number where the table is certain of it, else at most as many as the room holds
+        wanted = max(1, ceil_div(tiles, self.tiles_per_part) - 1)
         limit = next((area for parts, area in self.certain if parts is None or wanted <= parts), 0)
         return (wanted, True) if wanted * area < limit else (min(wanted, max(1, self.room // max(area, 1))), False)
 
@@ -244,7 +244,18 @@ class Rule:
 
 def matches(when: dict[str, Any], call: GemmCall) -> bool:
     """Return True if a call fulfils conditions, which ``check_conditions`` explains."""
-    return all(_fulfils(name, wanted, call) for name, wanted in when.items())
+    for name, wanted in when.items():
+        value = _aligned(call) if name == "aligned" else getattr(call, name)
+        if isinstance(value, torch.dtype):
+            value = _dtype_format(value)
+        if isinstance(wanted, dict):
+            low, high, step = wanted.get("min", 0), wanted.get("max", value), wanted.get("multiple_of", 1)
+            fulfilled = low <= value <= high and value % step == 0
+        else:
+            fulfilled = value in wanted if isinstance(wanted, list) and name != "aligned" else value == wanted
+        if not fulfilled:
+            return False
+    return True
 
 
 def check_conditions(when: dict[str, Any]) -> None:
@@ -254,7 +265,7 @@ def check_conditions(when: dict[str, Any]) -> None:
     bytes of the operand (a result with one column needs that of its rows). A value is compared; a list allows its
     members; a dict has ``min``, ``max`` and ``multiple_of``. Dtypes are written as names of formats.
     """
-    types = hints_of(GemmCall)
+    types = type_hints(GemmCall)
     for name, wanted in when.items():
         if name != "aligned" and name not in CONDITIONS:
             raise ArgumentError(
@@ -277,31 +288,15 @@ CONDITIONS = tuple(name for name in GemmCall.__dataclass_fields__ if name not in
 """What a rule may test of a call, beside ``"aligned"``."""
 
 
-def _fulfils(name: str, wanted: Any, call: GemmCall) -> bool:
-    if name == "aligned":
-        return bool(wanted == _aligned(call))
-    value = getattr(call, name)
-    if isinstance(value, torch.dtype):
-        value = _dtype_format(value)
-    if isinstance(wanted, dict):
-        low, high, step = wanted.get("min", 0), wanted.get("max", value), wanted.get("multiple_of", 1)
-        return bool(low <= value <= high and value % step == 0)
-    return bool(value in wanted if isinstance(wanted, list) else value == wanted)
-
-
 def _aligned(call: GemmCall) -> bool:
     # 16-bit calls run on nvjet if and only if this is True: about 200,000 logged choices (H200, 2026-11-21).
     elements = _LINE * 8 // max(_BITS.get(call.a, 8), 8)
     a = call.k if call.a_layout == "row" else call.m
     b = call.k if call.b_layout == "row" else call.n
-    sizes = {(True, False): (call.n, call.k), (False, True): (call.m, call.k)}.get(
+    sizes = {(True, False): (call.n, call.k), (False, True): (call.m, call.k)}.get(  # a vector has no rows
         (call.m == 1, call.n == 1), (a, b, call.n)
     )
     return all(size % elements == 0 for size in sizes)
-
-
-def _ceil(number: int, divisor: int) -> int:
-    return -(-number // divisor)
 
 
 def _dtype_format(dtype: torch.dtype) -> str:

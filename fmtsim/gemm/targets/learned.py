@@ -28,23 +28,23 @@ def _tiles(rows: int, columns: int) -> Feature:
     return lambda kind, layout, m, n, k, batch: -(-n // rows) * -(-m // columns) * batch
 
 
-def _power(x: Any) -> Any:
+def _alignment(x: Any) -> Any:
     """Return the largest power of two that divides x, 64 at most."""
     return (x | 64) & -(x | 64)
 
 
 def _smaller(x: Any, y: Any) -> Any:
-    return (x + y - abs(x - y)) // 2
+    return (x + y - abs(x - y)) // 2  # works for numbers and for arrays, without rounding
 
 
-def _first(layout: Any, m: Any, k: Any) -> Any:
-    """Return the largest power of two that divides the rows of the first operand as they lie in memory."""
-    return _power(k * (layout < 2) + m * (layout >= 2))
+def _a_alignment(layout: Any, m: Any, k: Any) -> Any:
+    """Return the alignment of the rows of the first operand as they lie in memory."""
+    return _alignment(k * (layout < 2) + m * (layout >= 2))
 
 
-def _second(layout: Any, n: Any, k: Any) -> Any:
+def _b_alignment(layout: Any, n: Any, k: Any) -> Any:
     """Return the same of the second operand."""
-    return _power(k * (layout % 3 == 0) + n * (layout % 3 > 0))
+    return _alignment(k * (layout % 3 == 0) + n * (layout % 3 > 0))
 
 
 def _parts(m: Any, n: Any, k: Any) -> Any:
@@ -52,46 +52,50 @@ def _parts(m: Any, n: Any, k: Any) -> Any:
     wanted = -(-k // 2560) - 1
     room = -(-8192 // (m * -(-n // 32))) - 1
     most = _smaller(wanted, room)
-    return most + (1 - most) * (most < 1)
+    return most + (1 - most) * (most < 1)  # 1 at least
 
 
-FEATURES: Final[tuple[Feature, ...]] = (
-    lambda kind, layout, m, n, k, batch: layout,
-    lambda kind, layout, m, n, k, batch: m,
-    lambda kind, layout, m, n, k, batch: n,
-    lambda kind, layout, m, n, k, batch: k,
-    lambda kind, layout, m, n, k, batch: m * n * batch,
-    lambda kind, layout, m, n, k, batch: m * n * batch * k / 1024,
-    lambda kind, layout, m, n, k, batch: m / n,
-    lambda kind, layout, m, n, k, batch: _first(layout, m, k),
-    lambda kind, layout, m, n, k, batch: _second(layout, n, k),
-    lambda kind, layout, m, n, k, batch: _power(n),
-    lambda kind, layout, m, n, k, batch: _power(m),
-    lambda kind, layout, m, n, k, batch: _power(k),
-    lambda kind, layout, m, n, k, batch: m * k,
-    lambda kind, layout, m, n, k, batch: n * k,
-    lambda kind, layout, m, n, k, batch: -(-k // 64),
-    lambda kind, layout, m, n, k, batch: k % 64,
-    lambda kind, layout, m, n, k, batch: batch,
-    lambda kind, layout, m, n, k, batch: kind,
-    *(_tiles(*tile) for tile in ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))),
-    lambda kind, layout, m, n, k, batch: m * n,
-    lambda kind, layout, m, n, k, batch: m + n - _smaller(m, n),
-    lambda kind, layout, m, n, k, batch: _smaller(m, n),
-    lambda kind, layout, m, n, k, batch: m * batch,
-    lambda kind, layout, m, n, k, batch: n * batch,
-    lambda kind, layout, m, n, k, batch: _smaller(_first(layout, m, k), _second(layout, n, k)),
-    lambda kind, layout, m, n, k, batch: _smaller(_smaller(_first(layout, m, k), _second(layout, n, k)), _power(n)),
-    *(_tiles(*tile) for tile in ((32, 32), (32, 64), (64, 32), (32, 128), (128, 32))),
-    lambda kind, layout, m, n, k, batch: m * -(-n // 32),
-    lambda kind, layout, m, n, k, batch: -(-k // 128),
-    lambda kind, layout, m, n, k, batch: _parts(m, n, k),
-    lambda kind, layout, m, n, k, batch: -(-k // (128 * _parts(m, n, k))),
-)
-"""What a tree compares: functions of the kind's number in its group and of a question, for numbers and arrays alike.
-
-Files of trees name them by their places: further ones come last.
-"""
+_TILES: Final = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
+_NARROW_TILES: Final = ((32, 32), (32, 64), (64, 32), (32, 128), (128, 32))
+FEATURES_BY_NAME: Final[dict[str, Feature]] = {
+    "layout": lambda kind, layout, m, n, k, batch: layout,
+    "m": lambda kind, layout, m, n, k, batch: m,
+    "n": lambda kind, layout, m, n, k, batch: n,
+    "k": lambda kind, layout, m, n, k, batch: k,
+    "results": lambda kind, layout, m, n, k, batch: m * n * batch,
+    "kilo_products": lambda kind, layout, m, n, k, batch: m * n * batch * k / 1024,
+    "m_over_n": lambda kind, layout, m, n, k, batch: m / n,
+    "a_alignment": lambda kind, layout, m, n, k, batch: _a_alignment(layout, m, k),
+    "b_alignment": lambda kind, layout, m, n, k, batch: _b_alignment(layout, n, k),
+    "n_alignment": lambda kind, layout, m, n, k, batch: _alignment(n),
+    "m_alignment": lambda kind, layout, m, n, k, batch: _alignment(m),
+    "k_alignment": lambda kind, layout, m, n, k, batch: _alignment(k),
+    "a_elements": lambda kind, layout, m, n, k, batch: m * k,
+    "b_elements": lambda kind, layout, m, n, k, batch: n * k,
+    "k_tiles_64": lambda kind, layout, m, n, k, batch: -(-k // 64),
+    "k_residue_64": lambda kind, layout, m, n, k, batch: k % 64,
+    "batch": lambda kind, layout, m, n, k, batch: batch,
+    "kind": lambda kind, layout, m, n, k, batch: kind,
+    **{f"tiles_{rows}x{columns}": _tiles(rows, columns) for rows, columns in _TILES},
+    "m_times_n": lambda kind, layout, m, n, k, batch: m * n,
+    "larger_side": lambda kind, layout, m, n, k, batch: m + n - _smaller(m, n),
+    "smaller_side": lambda kind, layout, m, n, k, batch: _smaller(m, n),
+    "m_times_batch": lambda kind, layout, m, n, k, batch: m * batch,
+    "n_times_batch": lambda kind, layout, m, n, k, batch: n * batch,
+    "operand_alignment": lambda kind, layout, m, n, k, batch: _smaller(
+        _a_alignment(layout, m, k), _b_alignment(layout, n, k)
+    ),
+    "call_alignment": lambda kind, layout, m, n, k, batch: _smaller(
+        _smaller(_a_alignment(layout, m, k), _b_alignment(layout, n, k)), _alignment(n)
+    ),
+    **{f"tiles_{rows}x{columns}": _tiles(rows, columns) for rows, columns in _NARROW_TILES},
+    "padded_results_32": lambda kind, layout, m, n, k, batch: m * -(-n // 32),
+    "k_tiles_128": lambda kind, layout, m, n, k, batch: -(-k // 128),
+    "parts": lambda kind, layout, m, n, k, batch: _parts(m, n, k),  # of split-K with one MiB of workspace
+    "k_tiles_of_a_part": lambda kind, layout, m, n, k, batch: -(-k // (128 * _parts(m, n, k))),
+}
+"""What a tree compares: functions of the kind's number in its group and of a question, for numbers and arrays alike."""
+FEATURES: Final = tuple(FEATURES_BY_NAME.values())  # files of trees have their indices: further ones come last
 
 
 class Tree(NamedTuple):
@@ -199,6 +203,7 @@ class Learned:
         Raises:
             DataError: The file is damaged, or cannot be read.
         """
+        # 1. the group of the kind, and the kind's number in it
         groups, numbers, body = self._contents
         kind, layout, m, n, k, batch = question
         place = numbers.get((kind, batch > 1))
@@ -206,15 +211,15 @@ class Learned:
             return None
         index, number = place
         group, begin, size = groups[index]
+        # 2. its tree: of each node feature, threshold and right child; of a leaf whether it is certain, and its choice
         walk = self._walks.get(index)
         if walk is None:
             try:
-                # of each node its feature, threshold and right child; of a leaf whether it is certain, and its choice
                 tree = _unpacked(body[begin : begin + size])
                 features, remaining, leaves = tree.features.tolist(), iter(tree.thresholds.tolist()), 0
                 values: list[Any] = []
                 rights = [0] * len(features)
-                waiting: list[int] = []
+                waiting: list[int] = []  # nodes whose right child comes after the next leaf
                 for node, feature in enumerate(features):
                     if feature != LEAF:
                         values.append(next(remaining))
@@ -234,6 +239,7 @@ class Learned:
                 walk = self._walks[index] = (features, values, rights)
             except _DAMAGED as error:
                 raise self._damaged(error) from None
+        # 3. from the root to a leaf; a left child is the next node
         features, thresholds, rights = walk
         node, answers = 0, dict[int, Any]()
         while (feature := features[node]) != LEAF:
@@ -250,6 +256,7 @@ class Learned:
 
     @cached_property
     def _contents(self) -> tuple[list[tuple[Group, int, int]], dict[tuple[Kind, bool], tuple[int, int]], bytes]:
+        # 1. the header
         content = self._content
         try:
             content = content.read_bytes() if isinstance(content, Path) else content
@@ -257,6 +264,7 @@ class Learned:
             if magic != MAGIC or zlib.crc32(content[HEAD.size :]) != checksum:
                 raise ValueError("its first bytes or its checksum are wrong")
             text = zlib.decompressobj().decompress(content[HEAD.size : HEAD.size + header], LARGEST)
+            # 2. groups, each with the place of its tree behind the header
             groups = []
             for kinds, batched, choices, *counts, begin, size in parse_json(text.decode()):
                 record = Group(tuple(map(kind_from_list, kinds)), batched, tuple(Choice(*c) for c in choices), *counts)
@@ -265,6 +273,7 @@ class Learned:
             raise DataError(f"cannot read {self.name}: {error.strerror}") from None
         except _DAMAGED as error:
             raise self._damaged(error) from None
+        # 3. of each kind the index of its group and its number there
         numbers = {
             (kind, group.batched): (index, number)
             for index, (group, _, _) in enumerate(groups)
@@ -274,7 +283,7 @@ class Learned:
 
 
 def _unpacked(packed: bytes) -> Tree:
-    nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)
+    nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)  # bytes of features, 4 planes, 2 planes, certain bits
     pieces, begin = [], 40
     for size in sizes:
         inflater = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS)
@@ -286,7 +295,7 @@ def _unpacked(packed: bytes) -> Tree:
     choices = np.stack(pieces[5:7], 1).reshape(-1).view("<u2")
     if len(features) != nodes or len(choices) != leaves or len(sorted_thresholds) != nodes - leaves:
         raise ValueError("a tree has another size than it says")
-    thresholds = np.empty_like(sorted_thresholds)
+    thresholds = np.empty_like(sorted_thresholds)  # those of a feature lie together in the file, which compresses well
     thresholds[by_feature(features)] = sorted_thresholds
     return Tree(features, thresholds, choices, np.unpackbits(pieces[7], count=leaves).astype(bool))
 

@@ -197,7 +197,7 @@ class Book:
         """Return the entry that a question falls under, None where there is none."""
         contents = self._contents
         kind, layout, m, n, k, batch = question
-        silent: set[str] = set()
+        silent: set[str] = set()  # sizes that were asked about without an answer
         for section in contents.sections.get((contents.aliases.get(kind, kind), layout, batch), ()):
             size, sizes = (m, (n, k)) if section.along == "m" else (k, (m, n))
             if section.along in silent or size % section.step or (rank := section.rank(*sizes)) is None:
@@ -219,7 +219,7 @@ class Book:
         for (kind, layout, batch), sections in self._contents.sections.items():
             for section in sections:
                 for rank, key in enumerate(section.keys):
-                    sizes = key >> 32, key & 0xFFFFFFFF
+                    sizes = key >> 32, key & 0xFFFFFFFF  # a key is both fixed sizes, 32 bits each
                     yield Family(kind, layout, section.along, sizes, self._runs(section, rank), batch, section.step)
 
     def _runs(self, section: "_Section", rank: int) -> Runs:
@@ -236,13 +236,14 @@ class Book:
 
     @cached_property
     def _contents(self) -> "_Contents":
+        # 1. the file, its length and its checksum
         content = self._content
         if isinstance(content, Path):
             try:
                 content = content.read_bytes()
             except OSError as error:
                 raise DataError(f"cannot read {self.name}: {error.strerror}") from None
-        if not content.startswith(MAGIC[: max(len(content), 1)]):
+        if not content.startswith(MAGIC[: max(len(content), 1)]):  # a file that ends early is damaged, no other file
             raise DataError(f"{self.name} is not a plan book; python -m tools.calibrate --book makes one")
         try:
             _, version, header, body, checksum = HEAD.unpack_from(content)
@@ -256,6 +257,7 @@ class Book:
         if zlib.crc32(content[HEAD.size :]) != checksum:
             raise self._damaged("its checksum is wrong")
         try:
+            # 2. the header: choices by number (0 is none), and where the pieces of each section begin in the body
             record = json.loads(zlib.decompressobj().decompress(content[HEAD.size : HEAD.size + header], LARGEST))
             choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
             sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
@@ -264,8 +266,9 @@ class Book:
                     memoryview(content[HEAD.size + header :])[begin : begin + size]
                     for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
                 )
+                # 3. a section: the fixed sizes of its families as one key of 64 bits, the first size as differences
                 first, second = from_planes(inflate(keys), 4).reshape(2, count)
-                ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]
+                ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]  # of the blocks, in bytes
                 packed_keys = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
                 if along not in FIXED or index(step) < 1 or index(stride) < 1:
                     raise ValueError("a section is not possible")
@@ -273,24 +276,21 @@ class Book:
                     _Section(along, step, stride, packed_keys, inflate(samples), ends, blocks)
                 )
             aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
-            contents = _Contents(str(record["library"]), str(record["source"]), aliases, choices, dict(sections))
-            base = record.get("base")
-            return contents._replace(checksum=checksum, base=None if base is None else self._base(*base))
+            contents = _Contents(
+                str(record["library"]), str(record["source"]), aliases, choices, dict(sections), checksum
+            )
+            # 4. the book that the file is the difference to, by its name and checksum
+            if record.get("base") is None:
+                return contents
+            name, expected = record["base"]
+            folder = self._content.parent if isinstance(self._content, Path) else PLANS
+            base = Book.open(file_beside(folder, name))
+            if base.checksum != expected:
+                raise DataError(f"{self.name} is the difference to another {name} than {base.name}; make it anew with "
+                                "python -m tools.calibrate --book")  # fmt: skip
+            return contents._replace(base=base)
         except _DAMAGED as error:
             raise self._damaged(error) from None
-
-    def _base(self, name: str, checksum: int) -> "Book":
-        """Return the book that the file is the difference to.
-
-        Raises:
-            DataError: There is none, or its content is another.
-        """
-        folder = self._content.parent if isinstance(self._content, Path) else PLANS
-        base = Book.open(file_beside(folder, name))
-        if base.checksum != checksum:
-            raise DataError(f"{self.name} is the difference to another {name} than {base.name}; make it anew with "
-                            "python -m tools.calibrate --book")  # fmt: skip
-        return base
 
 
 class _Contents(NamedTuple):
@@ -299,7 +299,7 @@ class _Contents(NamedTuple):
     aliases: dict[Kind, Kind]
     choices: list[Choice | None]
     sections: dict[tuple[Kind, int, int], list["_Section"]]
-    checksum: int = 0
+    checksum: int
     base: Book | None = None
 
 
@@ -325,9 +325,10 @@ class _Section(NamedTuple):
     def unpacked(self, rank: int) -> tuple[list[int], list[int]]:
         """Return the first sizes and the numbers of the choices of a family's runs."""
         sampled, place = divmod(rank, self.stride)
+        samples = -(-len(self.keys) // self.stride)  # the first of every stride families
         if not place:
-            return unpack(self.samples, -(-len(self.keys) // self.stride), sampled)
-        others = len(self.keys) - -(-len(self.keys) // self.stride)
+            return unpack(self.samples, samples, sampled)
+        others = len(self.keys) - samples
         block, place = divmod(rank - sampled - 1, BLOCK)
         packed = self.blocks[self.ends[block] : self.ends[block + 1]]
         return unpack(inflate(packed, self.samples), min(BLOCK, others - block * BLOCK), place)
@@ -381,15 +382,18 @@ class PlanFile:
 
     def __post_init__(self) -> None:
         check_types(self)
+        # 1. the fields by themselves
         if not 0 <= self.overrides <= len(self.rules):
             raise ArgumentError(f"overrides={self.overrides} is not possible; choose from 0 to {len(self.rules)} rules")
         if self.architecture is None and (self.book is not None or self.trees):
             raise ArgumentError(
                 "a book and trees name algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
             )
+        # 2. units take what the file says of them
         for inputs, accumulate, unit in self.units:
             for name in inputs:
                 get_unit(unit).find(name, name, accumulate)
+        # 3. rules name kernels and splits of the file
         for number, rule in enumerate(self.rules):
             with located(f"rules[{number}]"):
                 if rule.kernel not in self.kernels:
@@ -418,7 +422,7 @@ class PlanFile:
                 fields["book"] = Book.open(file("book", fields["book"]))
             names = fields.pop("trees", None)
             names = names if isinstance(names, list) else [] if names is None else [names]
-            fields["trees"] = tuple(Learned.open(file("trees", name)) for name in names)
+            fields["trees"] = tuple(Learned.open(file("trees", name)) for name in names)  # opening reads nothing
             if "settings" in fields:
                 fields["settings"] = settings_of(fields["settings"])
         return record_of(cls, fields, path)  # type: ignore[no-any-return]
@@ -441,8 +445,8 @@ class PlanFile:
             raise ArgumentError(f"kernel {min(both)!r} is one of {self.name}'s, whose rules name it; rename it")
         return replace(
             self, name=name, library=own.library, architecture=own.architecture, source=own.source,
-            kernels=self.kernels | own.kernels, rules=own.rules + self.rules,
-            overrides=len(own.rules) + self.overrides,
+            kernels=self.kernels | own.kernels, rules=own.rules + self.rules,  # the first rule that fits counts
+            overrides=len(own.rules) + self.overrides,  # its own kernels come before the book's
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

@@ -176,31 +176,26 @@ def question_of(call: GemmCall, settings: Settings = DEFAULT) -> Question | None
         # bytes of workspace that settings leave a kind of calls; 0 where they are the usual ones
         through_lt = kind.bias or kind.scaling != "none" or settings.library == "cublaslt"
         room = settings.lt_workspace if through_lt else settings.workspace
-        kind = kind._replace(room=0 if room == kind.workspace else room, reductions=_reductions(kind, settings))
+        # torch forbids any reduction for 16-bit operands alone, and those that round to 16 bits with a bias, and where
+        # sums are float32 and results are not
+        half = kind.a in ("bf16", "fp16") and kind.scaling == "none"
+        rounds = bias or settings.reductions == "none" or (compute == "32f" and kind.out.itemsize == 2)
+        reductions = settings.reductions if half and rounds else "any"
+        kind = kind._replace(room=0 if room == kind.workspace else room, reductions=reductions)
     free = call.operation != "bmm"
     a = "row" if free and 1 in (call.m, call.k) else call.a_layout
     b = "column" if free and 1 in (call.n, call.k) else call.b_layout
     return Question(kind, _LAYOUTS[a, b], call.m, call.n, call.k, call.batch)
 
 
-def _reductions(kind: Kind, settings: Settings) -> Reductions:
-    """Return which reductions the library may take: torch forbids any for 16-bit operands alone, and those that round
-    to 16 bits with a bias, and where sums are float32 and results are not.
-    """
-    if kind.a not in ("bf16", "fp16") or kind.scaling != "none":
-        return "any"
-    rounds = kind.bias or (kind.compute == "32f" and kind.out.itemsize == 2)
-    return settings.reductions if settings.reductions == "none" or rounds else "any"
-
-
-def lent(question: Question) -> Question:
+def book_question(question: Question) -> Question:
     """Return the question that books and trees answer: where sums stay in float32, that of torch's own settings."""
     usual = question.kind.reductions != "fp32"
     return question if usual else question._replace(kind=question.kind._replace(reductions="any"))
 
 
-def holds(choice: Choice, question: Question) -> bool:
-    """Return True if the choice for what ``lent`` returns is that for a question: nvjet adds in float32 in any case.
+def answers_question(choice: Choice, question: Question) -> bool:
+    """Return True if the choice for ``book_question`` is that for a question: nvjet adds in float32 in any case.
 
     Of 119,661 such choices on an H200, and 917 on an H100, none was another where reductions had to be in float32.
     """
@@ -335,7 +330,7 @@ def sourced(plan: GemmPlan, source: str, verified: bool = False) -> GemmPlan:
     return copy
 
 
-def reduction_of(choice: Choice, call: GemmCall) -> dict[str, Any] | None:
+def reduction_fields(choice: Choice, call: GemmCall) -> dict[str, Any] | None:
     """Return how partial sums are added: REDUCTION_SCHEME 0 and 1 in the output, 2 as they are, 4 rounded to it."""
     out = get_format(call.out)
     assert isinstance(out, FloatFormat)
@@ -356,7 +351,7 @@ def reduction_of(choice: Choice, call: GemmCall) -> dict[str, Any] | None:
     return {"partial": rounded if choice.reduction == 4 else None, "bias_after_rounding": call.bias}
 
 
-def slice_of(call: GemmCall, split: int) -> int:
+def slice_width(call: GemmCall, split: int) -> int:
     """Return the products of a slice, whose starts are aligned to whole lines where K lies along rows."""
     # H200, 2026-11-21: TF32 64x64x64, 24 parts logged: slices of 32, so 2; 160x128x680: 10 slices of 68.
     align, line = (4, 32) if call.a in ("tf32", "fp32") else (8, 64)

@@ -3,6 +3,7 @@
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
-from fmtsim.gemm.targets.cublaslt import order_of
+from fmtsim.gemm.targets.cublaslt import choice_order, nvjet_tile
 from fmtsim.gemm.targets.doubts import sibling_of, warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
 from fmtsim.gemm.targets.planfile import PlanFile
@@ -19,8 +20,8 @@ from fmtsim.gemm.targets.question import (
     Choice,
     Question,
     Settings,
-    holds,
-    lent,
+    answers_question,
+    book_question,
     question_of,
     settings_of,
     sourced,
@@ -130,7 +131,7 @@ class Target(PlanFile):
     def _unit(self, a: str, b: str, accumulate: str, scaling: ScaleKind) -> str | None:
         scale = _unit_scale(scaling)
         for inputs, sums, unit in self.units:
-            scales = {mode.scale for mode in get_unit(unit).modes}
+            scales = {mode.scale for mode in get_unit(unit).modes}  # None: scales multiply the result
             if {a, b} <= set(inputs) and sums == accumulate and scale in scales:
                 return unit
         return None
@@ -146,28 +147,40 @@ class Target(PlanFile):
         """
         if 0 in (call.m, call.n, call.k, call.batch):
             return TargetPlan(sourced(CHAINS.get(call.scaling, ONE_CHAIN), "nothing is multiplied"), "rule")
+        # 1. rules about other libraries than cuBLASLt
         override = self._ruled(call, list(range(self.overrides)))
         if override is not None:
             return override
+        # 2. tables and recorded calls
         question = None if self.architecture is None else question_of(call, self.settings)
-        usual = question is None or not self._under(question)
+        usual = question is None or (not question.kind.room and question.kind.reductions == "any")
         recorded, others, tables = _rules_by_size(self) if usual else ([], [], {})
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
         resolved = self._ruled(call, first)
         if resolved is not None:
             return resolved
+        # 3. the library's own choice
         chosen = None if question is None else self._chosen(call, question)
         if chosen is not None:
             return chosen
+        # 4. other rules
         ruled = self._ruled(call, others)
         if ruled is not None and ruled.basis != "guess":
             return ruled
-        likely = None if question is None else self._likely(call, question)
-        return likely or ruled or TargetPlan(_UNCOVERED, "guess")
+        # 5. its most likely choice, by the first decision trees that know the kind of calls; 6. a rule's guess
+        guesses = (tree.find(book_question(question)) for tree in self.trees) if question is not None else ()
+        likely = next((guess for guess in guesses if guess is not None), None)
+        if question is None or likely is None:
+            return ruled or TargetPlan(_UNCOVERED, "guess")
+        answers = self._library_under(question, "answers")
+        source = f"a tree learned from {likely.group.learned:,} of {answers}, {likely.describe()}"
+        known = likely.known and answers_question(likely.choice, question)
+        return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if known else "guess")
 
     def _ruled(self, call: GemmCall, numbers: list[int]) -> TargetPlan | None:
         if not numbers:
             return None
+        # a single row or column has both layouts; of their rules one that is no guess counts first
         calls = call.same_calls() if 1 in (call.m, call.n, call.k) else [call]
         answers = [answer for answer in (self._by_rule(one, numbers) for one in calls) if answer is not None]
         return next((answer for answer in answers if answer.basis != "guess"), answers[0] if answers else None)
@@ -178,15 +191,18 @@ class Target(PlanFile):
             if not matches(rule.when, call):
                 continue
             kernel, basis = self.kernels[rule.kernel], rule.basis
-            if isinstance(rule.split, dict):
+            if isinstance(rule.split, dict):  # a table, which ``find`` asks only about sizes that it has
                 split = rule.split[f"{call.m}x{call.n}"][str(call.k)]
             elif isinstance(rule.split, str):
-                split, certain = self.splits[rule.split].count(call, kernel.tile_of(call))
+                tile = kernel.plan.k_tile
+                if kernel.algorithm is not None:
+                    tile = nvjet_tile(call) if kernel.algorithm == 66 else None
+                split, certain = self.splits[rule.split].count(call, tile or 1)
                 basis = basis if certain else "guess"
             else:
                 split = rule.split
-            order = kernel.order_of(call, split, self.architecture)
-            if order is None:
+            order = kernel.split_order(call, split, self.architecture)
+            if order is None:  # not known of its algorithm: another rule may
                 continue
             plan = sourced(order.plan, rule.reason, verified=basis == "recorded")
             return TargetPlan(plan, basis, number, rule.unit or order.unit, rule.operands or order.operands)
@@ -194,39 +210,32 @@ class Target(PlanFile):
 
     def _chosen(self, call: GemmCall, question: Question) -> TargetPlan | None:
         """Return the order of the library's own choice, from the book or asked on this machine; None without either."""
-        library = f"{_library(self.library)}'s choice{self._under(question)}"
-        run = None if self.book is None else self.book.run(lent(question))
-        certain = run is not None and run.certain(question) and holds(run.choice, question)
+        library = self._library_under(question, "choice")
+        run = None if self.book is None else self.book.run(book_question(question))
+        certain = run is not None and run.certain(question) and answers_question(run.choice, question)
         recorded = None
         if run is not None and self.book is not None:
             source = f"{library} in the book {Path(self.book.name).stem}, {run.describe(question)}:"
             recorded = self._ordered(call, run.choice, source, "reported" if certain else "guess")
             if recorded.basis != "guess":
                 return recorded
-        choice = ask.choice(question, self)  # which says more of kernels that share tiles than a book has
+        # the library, which says more of kernels that share tiles than a book has
+        choice = ask.choice(question, self)
         if choice is None:
             return recorded
         return self._ordered(call, choice, f"{library}, asked on this machine:", "reported")
 
-    def _likely(self, call: GemmCall, question: Question) -> TargetPlan | None:
-        """Return the order of the library's most likely choice; None without a tree for such calls."""
-        likely = next((guess for trees in self.trees if (guess := trees.find(lent(question))) is not None), None)
-        if likely is None:
-            return None
-        answers = f"{_library(self.library)}'s answers{self._under(question)}"
-        source = f"a tree learned from {likely.group.learned:,} of {answers}, {likely.describe()}"
-        known = likely.known and holds(likely.choice, question)
-        return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if known else "guess")
-
-    def _under(self, question: Question) -> str:
+    def _library_under(self, question: Question, what: str) -> str:
+        """Return "cuBLASLt 13.1.0's choices", with the settings that changed the question."""
         changes = question.kind.room or question.kind.reductions != "any"
-        return f" with the settings {self.settings.describe()}" if changes else ""
+        settings = f" with the settings {self.settings.describe()}" if changes else ""
+        return f"{self.library.rpartition(', ')[2]}'s {what}{settings}"
 
     def _ordered(self, call: GemmCall, choice: Choice, source: str, basis: Basis) -> TargetPlan:
         """Return the order of a choice; a guess where no order is known for it."""
         assert self.architecture is not None
         source = f"{source} {choice.describe()}"
-        order = order_of(choice, call, self.architecture)
+        order = choice_order(choice, call, self.architecture)
         if order is None:
             return TargetPlan(
                 sourced(_UNCOVERED, f"one chain, k in order; {source}, whose order is not known"), "guess"
@@ -303,6 +312,7 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     Raises:
         ArgumentError: It is none of them; the message lists names of targets and units that are close.
     """
+    # 1. a record, or a name as most callers write it
     if isinstance(target, Target | Unit | Arithmetic):
         return target
     if isinstance(target, str) and target.lower() in _shipped():
@@ -311,16 +321,21 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
         return get_unit(target)
     if not isinstance(target, str | os.PathLike):
         raise ArgumentError(f"target={shown(target)} is neither a name, nor a path, nor a record; {_kinds()}")
+    # 2. a file, or the JSON of a datapath
     text = os.fspath(target)
-    if text.lower() in list_targets():
+    if text.lower() in list_targets():  # a name that came as a Path
         return _load(str(PLANS / f"{text.lower()}.json"), 0)
     if text.endswith(".json"):
-        return _load(text, _changed(text))
+        changed = 0  # of a file that cannot be read, which ``_load`` then reports
+        with suppress(OSError, ValueError):
+            changed = os.stat(text).st_mtime_ns
+        return _load(text, changed)
     if text.lstrip().startswith("{"):
         try:
             return datapath_from_dict(parse_json(text), "target")
         except ValueError as error:
             raise error if isinstance(error, FmtsimError) else ArgumentError(f"target={shown(text)}: {error}") from None
+    # 3. none of them
     hint = did_you_mean(text, (*list_targets(), *list_units()))
     raise ArgumentError(sibling_of(text) or f"unknown target {shown(text)}{hint} ({_kinds()})")
 
@@ -336,8 +351,10 @@ def _kinds() -> str:
 @lru_cache(maxsize=4096)
 def _resolution(target: Target, call: GemmCall) -> GemmSpec:
     """Resolve a call, cached: training asks for the same products in every step."""
+    # 1. the unit for the operands, and the accumulation order
     unit = target.takes(call.a, call.b, call.accumulate, call.scaling)
     order = target.find(call)
+    # 2. a rule or a choice may run another unit, which has no scales inside, on operands of another format
     a, b, scale = call.a, call.b, _unit_scale(call.scaling)
     if order.unit is not None:
         unit, scale = order.unit, None
@@ -360,14 +377,6 @@ def _shipped() -> tuple[str, ...]:
     return tuple(list_targets())
 
 
-def _changed(path: str) -> int:
-    """Return a file's time of change; 0 for a file that cannot be read, which ``_load`` then reports."""
-    try:
-        return os.stat(path).st_mtime_ns
-    except (OSError, ValueError):
-        return 0
-
-
 @lru_cache(maxsize=16)
 def _load(path: str, changed: int) -> Target | Arithmetic:
     """Read a plan file or a datapath, cached by path and time of change: an edited file is read again."""
@@ -383,7 +392,3 @@ def _load(path: str, changed: int) -> Target | Arithmetic:
         return Target.from_dict(record, f"{name}: plan", folder)
 
     return load_record(path, "plan file", read)
-
-
-def _library(text: str) -> str:
-    return text.rpartition(", ")[2]

@@ -61,7 +61,7 @@ class Mode:
     def __post_init__(self) -> None:
         inputs: object = self.inputs
         if isinstance(inputs, list | tuple):
-            names = tuple(get_format(name).name for name in inputs)
+            names = tuple(get_format(name).name for name in inputs)  # aliases become names, unknown ones are refused
             if not names:
                 raise ArgumentError("inputs=() takes nothing; name formats, or pass None for every float format")
             object.__setattr__(self, "inputs", names)
@@ -124,17 +124,24 @@ class Unit:
         self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
     ) -> Mode:
         """Return the mode for two operand formats; arguments and errors are those of ``mode``."""
+        # 1. modes that take the operands and have the scale
         a, b = get_format(a_format), get_format(b_format)
         wanted = None if scale is None else get_format(scale).name
         taking = [mode for mode in self.modes if mode.takes(a, b) and (wanted is None or mode.scale == wanted)]
+        # 2. the accumulator: that asked for, else the usual one where the unit has it, else that of the first mode
         if accumulate is None:
             wide = not all(is_representable(fmt, torch.float32) for fmt in (a, b))
             usual = "fp64" if wide else "fp32"
             accumulate = next((mode.accumulate for mode in taking if mode.accumulate == usual), None)
         fitting = [mode for mode in taking if accumulate is None or mode.accumulate == accumulate]
-        if not fitting:
-            self._refuse(a, b, accumulate, wanted)
-        return fitting[0]
+        if fitting:
+            return fitting[0]
+        # 3. nothing fits: the error has what was asked, what the unit takes, and units that take it
+        scales, sums = f" with {wanted} scales" if wanted else "", f" -> {accumulate}" if accumulate else ""
+        taken, elsewhere = "; ".join(map(str, self.modes)), units_that_take(a, b, accumulate, wanted)
+        raise ArgumentError(
+            f"unit {self.name} does not take {a.name} x {b.name}{scales}{sums}; it takes {taken}; {elsewhere}"
+        )
 
     def mode(
         self, a_format: str | Format, b_format: str | Format, accumulate: str | None = None, scale: str | None = None
@@ -153,13 +160,6 @@ class Unit:
             FormatError: A format is unknown.
         """
         return self.find(a_format, b_format, accumulate, scale).datapath
-
-    def _refuse(self, a: Format, b: Format, accumulate: str | None, scale: str | None) -> None:
-        asked = (
-            f"{a.name} x {b.name}{f' with {scale} scales' if scale else ''}{f' -> {accumulate}' if accumulate else ''}"
-        )
-        taken, elsewhere = "; ".join(map(str, self.modes)), units_that_take(a, b, accumulate, scale)
-        raise ArgumentError(f"unit {self.name} does not take {asked}; it takes {taken}; {elsewhere}")
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}: {'; '.join(map(str, self.modes))})"
@@ -183,6 +183,7 @@ class Unit:
 
 def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | None) -> str:
     """Return an error's hint on units that multiply two formats: their names, or what to pass where none does."""
+    # units that take every float format (None) are no hardware
     modes = ((unit.name, mode) for unit in _units.values() for mode in unit.modes if mode.inputs)
     names = dict.fromkeys(
         name for name, mode in modes
@@ -240,9 +241,9 @@ def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
     """
     if not isinstance(unit, Unit):
         raise ArgumentError(f"unit={shown(unit)} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
-    if (PLANS / f"{unit.name}.json").is_file():
+    if (PLANS / f"{unit.name}.json").is_file():  # target= takes names of both
         raise ArgumentError(f"unit name {shown(unit.name)} is that of a GPU with its library; choose another")
-    registered = _units.get(unit.name)
+    registered = _units.get(unit.name)  # an equal record is no change, as where a module is run twice
     if registered is not None and registered != unit and not overwrite:
         raise ArgumentError(f"unit name {shown(unit.name)} is taken; choose another, or pass overwrite=True")
     global registrations
@@ -292,6 +293,7 @@ def describe(datapath: Arithmetic) -> str:
         case TwoStageDatapath():
             halves = ", even and odd k apart" if datapath.parity else ""
             return f"blocks of {datapath.block}, F={datapath.fraction_bits}{halves}, addend aligned after, nearest_even"
+    # the fused unit, whose fields have a default that is left out
     blocks = "all of K at once" if datapath.block is None else f"blocks of {datapath.block}"
     if datapath.group > 1:
         blocks += f" in groups of {datapath.group}"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.gemm.targets.cublaslt import order_of, unsigned
+from fmtsim.gemm.targets.cublaslt import choice_order, unsigned
 from fmtsim.gemm.targets.learned import FEATURES, Learned
 from fmtsim.gemm.targets.question import Choice, Question, call_of
 from tools.calibrate import grow as module
@@ -60,7 +60,7 @@ def calls_of(question):
 
 def same(choice, other, question):
     """Say it once more: one name stands for both, or they have the same orders, which are known."""
-    orders = [[order_of(each, call, "sm_90") for call in calls_of(question)] for each in (choice, other)]
+    orders = [[choice_order(each, call, "sm_90") for call in calls_of(question)] for each in (choice, other)]
     return choice == module.plainest(other, question) or (None not in orders[0] and orders[0] == orders[1])
 
 
@@ -150,10 +150,10 @@ def test_one_name_for_an_order(kind):
         plain = module.plainest(choice, question)
         calls = calls_of(question)
         for each in calls:
-            orders = [unsigned(order_of(one, each, "sm_90"), each) for one in (plain, choice)]
+            orders = [unsigned(choice_order(one, each, "sm_90"), each) for one in (plain, choice)]
             assert orders[0] == orders[1], (choice, plain, each)
         seen += plain != choice
-        known = None not in [order_of(choice, each, "sm_90") for each in calls]
+        known = None not in [choice_order(choice, each, "sm_90") for each in calls]
         assert module.same_order(plain, choice, question, "sm_90") == known
     assert seen > 20
 
