@@ -23,7 +23,6 @@ from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.conversion import STATE, hidden_by, wrap
 from fmtsim.nn.unit_scaling import Factors, scaled_product
 from fmtsim.recipes.layer_plan import LayerPlan
-from fmtsim.scaling.hadamard_matrix import base_of
 from fmtsim.scaling.history import DelayedScale, FrozenScale, StoredScale
 from fmtsim.scaling.repeats import Calls
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError
