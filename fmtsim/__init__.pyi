@@ -19,7 +19,7 @@ from fmtsim.gemm.products.matmul import linear as linear
 from fmtsim.gemm.products.matmul import int_mm as int_mm
 from fmtsim.gemm.products.scaled_mm import scaled_mm as scaled_mm
 from fmtsim.gemm.products.scaled_mm import mma as mma
-from fmtsim.gemm.layers.layer import EmulatedGEMM as EmulatedGEMM
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM as EmulatedGEMM
 from fmtsim.lab.explain.product import explain_mm as explain_mm
 from fmtsim.lab.explain.identify import identify as identify
 from fmtsim.gemm.targets.target import get_target as get_target

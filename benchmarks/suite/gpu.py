@@ -22,7 +22,7 @@ from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.gemm.layers.config import linear_config
-from fmtsim.gemm.layers.layer import EmulatedGEMM
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
 from fmtsim.gemm.products.matmul import mm
 from fmtsim.lab.verify.workers import default_workers
 from fmtsim.spec.plan import GemmPlan

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fmtsim.casts.arguments import check_dense, check_whole
 from fmtsim.gemm.layers.config import OPERANDS, LinearConfig
+from fmtsim.gemm.layers.emulated_gemm import run_sized
 from fmtsim.gemm.layers.keys import FORWARD, Generator, Layer, State
-from fmtsim.gemm.layers.layer import run_sized
 from fmtsim.gemm.layers.quantize_operand import wide_dtype
 from fmtsim.gemm.layers.watch import Observer, Watcher
 from fmtsim.gemm.targets.doubts import caller_level

@@ -17,8 +17,8 @@ from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.nn.conversion import root
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedLinear, EmulatedModule

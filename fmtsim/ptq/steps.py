@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.nn.conversion import STATE
 from fmtsim.nn.convolutions import EmulatedConvTranspose

@@ -4,14 +4,14 @@
 import torch
 
 from fmtsim.casts.ops import load_engine
-from fmtsim.gemm.layers import compile, keys, layer, multiply, quantize_operand
+from fmtsim.gemm.layers import compile, emulated_gemm, keys, layer, multiply, quantize_operand
 from fmtsim.gemm.layers.compile import OperandRequest, traced_draws
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.recipes import get_recipe
 from fmtsim.support.replay import programs
 from tests.support.operands import bfloat16s
 
-_MODULES = compile, keys, layer, multiply, quantize_operand
+_MODULES = compile, emulated_gemm, keys, layer, multiply, quantize_operand
 
 
 def take_for_gpu(device, monkeypatch):

@@ -9,8 +9,8 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import compile, multiply
 from fmtsim.gemm.layers import quantize_operand as operands
 from fmtsim.gemm.layers.compile import text_of
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
 from fmtsim.scaling import scales

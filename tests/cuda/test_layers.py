@@ -12,8 +12,8 @@ from fmtsim.cuda.cast import scaled_operands, warp_hadamard
 from fmtsim.gemm.layers import multiply
 from fmtsim.gemm.layers.compile import text_of
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
-from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.gemm.layers.quantize_operand import has_both, quantize_both, quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding

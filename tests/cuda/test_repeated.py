@@ -7,11 +7,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fmtsim
-from fmtsim.gemm.layers import compile
-from fmtsim.gemm.layers import layer as layers
+from fmtsim.gemm.layers import compile, emulated_gemm
 from fmtsim.gemm.layers.compile import text_of
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.support.replay.programs import Programs
@@ -70,7 +69,7 @@ def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
 @pytest.mark.parametrize("name", ["te_delayed", "ao_tensorwise", "te_nvfp4"])
 def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
     """Training, evaluation, inference and activation checkpointing by turns; in the end in other buffers."""
-    found, decided, real = [], [0, 0], layers.forward
+    found, decided, real = [], [0, 0], emulated_gemm.forward
     for repeats in (True, False):
         if not repeats:
             monkeypatch.setattr(Programs, "run", lambda self, key, tensors, function: function())
@@ -79,7 +78,7 @@ def test_repeated_steps_remember_what_others_do(name, on_card, monkeypatch):
             decided[repeats] += 1
             return real(*given, **more)
 
-        monkeypatch.setattr(layers, "forward", product)
+        monkeypatch.setattr(emulated_gemm, "forward", product)
         torch.manual_seed(0)
         model = fmtsim.convert(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(on_card), recipe=name)
         made = []

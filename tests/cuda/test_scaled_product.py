@@ -11,8 +11,8 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.cuda.gemm import scaled_product
 from fmtsim.cuda.gemm.scaled_product import covers_groups, multiply_groups, parts_of
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import Layer
-from fmtsim.gemm.layers.layer import run_layer
 from fmtsim.recipes import get_recipe
 from fmtsim.spec.operand import Operand
 from fmtsim.spec.quantizer import Quantizer

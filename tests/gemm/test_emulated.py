@@ -11,7 +11,7 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import scaled
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
-from fmtsim.gemm.layers.layer import EmulatedGEMM
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from tests.support.bits import all_same_bits

@@ -11,8 +11,9 @@ from fmtsim import EmulatedGEMM, Gemm, LinearConfig, Quantizer, get_format, line
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import multiply as multiply_module
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
-from fmtsim.gemm.layers.layer import Lane, _Pass, run_layer
+from fmtsim.gemm.layers.layer import Lane, _Pass
 from fmtsim.gemm.layers.multiply import _library_call, finish_sums, multiply
 from fmtsim.gemm.layers.quantize_operand import elements_dtype
 from fmtsim.gemm.layers.watch import CallObserver

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fmtsim
+from fmtsim.gemm.layers import emulated_gemm
 from fmtsim.gemm.layers import layer as layers
 from fmtsim.nn.modules import EmulatedModule
 from tests.support.bits import assert_same_bits
@@ -43,9 +44,9 @@ def cast(monkeypatch):
         return quantize(t, *args, **kwargs)
 
     monkeypatch.setattr(layers, "quantize_operand", noted)
-    layers.forget()
+    emulated_gemm.forget()
     yield seen
-    layers.forget()
+    emulated_gemm.forget()
 
 
 def forward(model, x=X):
@@ -61,7 +62,7 @@ def test_the_bits_are_those_of_layers_alone(recipe, monkeypatch, cast):
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(layers._SharedInput, "quantizer", None)  # never the same one
+            monkeypatch.setattr(emulated_gemm._SharedInput, "quantizer", None)  # never the same one
         cast.clear()
         model = fmtsim.convert(Projections(), recipe=recipe)
         x = X.clone().requires_grad_()
@@ -113,7 +114,7 @@ def test_what_is_remembered_is_not_shared(cast):
 
 def test_another_stream_has_its_own(cast, monkeypatch):
     streams = iter((1, 2, 2, 2, 2))  # of q, which shares, of k, which asks and shares, and of v
-    monkeypatch.setattr(layers, "_stream", lambda x: next(streams))
+    monkeypatch.setattr(emulated_gemm, "_stream", lambda x: next(streams))
     forward(fmtsim.convert(Projections(), recipe="te_mxfp8"))
     assert inputs_cast(cast) == 2
 
@@ -131,14 +132,14 @@ def test_without_a_graph_nothing_is_shared(cast):
     model = fmtsim.convert(Projections(), recipe="te_mxfp8")
     with torch.no_grad():
         model(X)
-    assert inputs_cast(cast) == 3 and layers._last is None
+    assert inputs_cast(cast) == 3 and emulated_gemm._last is None
 
 
 def test_those_who_look_on_see_every_operand(cast, monkeypatch):
     found = []
     for alone in (False, True):
         if alone:
-            monkeypatch.setattr(layers._SharedInput, "quantizer", None)  # never the same one
+            monkeypatch.setattr(emulated_gemm._SharedInput, "quantizer", None)  # never the same one
         model = fmtsim.convert(Projections(), recipe="te_mxfp8")
         with fmtsim.observe(model) as seen:
             forward(model)
@@ -149,8 +150,8 @@ def test_those_who_look_on_see_every_operand(cast, monkeypatch):
 def test_nothing_outlives_a_step():
     model = fmtsim.convert(Projections(), recipe="te_mxfp8")
     y = forward(model)
-    elements = weakref.ref(layers._last.operand.elements)
+    elements = weakref.ref(emulated_gemm._last.operand.elements)
     y.sum().backward()
     del y
     gc.collect()
-    assert layers._last is None and elements() is None
+    assert emulated_gemm._last is None and elements() is None

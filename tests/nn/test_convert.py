@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fmtsim.gemm.layers.config import linear_config
-from fmtsim.gemm.layers.layer import EmulatedGEMM
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.nn import EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes.recipe import Recipe, Rule, Steps

@@ -12,7 +12,7 @@ from torch import nn
 
 import fmtsim
 from fmtsim.gemm.layers.config import linear_config
-from fmtsim.gemm.layers.layer import EmulatedGEMM
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
 from fmtsim.nn import convert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.support.errors import ArgumentError, CoverageWarning

@@ -10,8 +10,8 @@ import torch
 
 from fmtsim.casts.arguments import random_keys
 from fmtsim.gemm.layers.config import OPERANDS
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
 from fmtsim.gemm.layers.keys import stream_of
-from fmtsim.gemm.layers.layer import EmulatedGEMM
 from fmtsim.nn import convert
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.hadamard_matrix import random_signs, sign_bits

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fmtsim
 from fmtsim.gemm.layers import multiply as on_machine
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.gemm.layers.layer import EmulatedGEMM
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
 from fmtsim.gemm.products.native import is_native
 from fmtsim.gemm.units.unit import describe
 from fmtsim.nn.convert import convert

@@ -22,7 +22,7 @@ from fmtsim.casts.ops import READS_HOST, Key, define_operator, fused_engine, key
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig, Route
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.operand import Keys
+from fmtsim.spec.operand import Keys, last_cast
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.replay.hooks import drawn
@@ -34,6 +34,7 @@ State = Mapping[str, DelayedScale | FrozenScale | StoredScale]
 
 FORWARD: Final = ("x_f", "w_f")  # operands of the forward pass
 UNITS, OUTPUTS, SCALES, SIGNS = 6, 9, 12, 18  # first streams of a use; those of elements begin at 0
+USES: Final = {name: use for use, name in enumerate(OPERANDS)}  # streams of the operands' elements
 _GROUP: Final = 128  # elements of the longest rotation that kernels take
 _HOST: Final = torch.device("cpu")
 _MASK64: Final = (1 << 64) - 1
@@ -120,6 +121,15 @@ class Layer:
         # a node of the graph: it draws when the compiled code runs
         return torch.ops.fmtsim.draw_key(like, self.name, use)  # type: ignore[no-any-return]
 
+    def draw_keys(self, name: str, t: Tensor, signs: Key, *, traced: bool = False) -> Keys:
+        """Return the keys of an operand that is rounded at random; ``signs`` is that of the pass's rotations."""
+        quantizer, use = self.quantizers[name], USES[name]
+        rounds = "stochastic" in (quantizer.rounding.mode, last_cast(quantizer).rounding.mode)
+        rounds_scale = quantizer.scaling is not None and quantizer.scaling.scale_rounding == "stochastic"
+        elements = self.key(use, t, traced=traced) if rounds else None
+        scales = self.key(SCALES + use, t, traced=traced) if rounds_scale else None
+        return Keys(elements, scales, signs)  # type: ignore[arg-type]
+
     def memory(self) -> tuple[Hashable, tuple[Tensor, ...]] | None:
         """Return what a pass depends on of the remembered scales: a key, and their tensors.
 
@@ -141,7 +151,7 @@ class Layer:
         """Return the keys of an operand in the passes that are counted on a device."""
         keys = self._counted.get((name, device))
         if keys is None:
-            index = OPERANDS.index(name)
+            index = USES[name]
             # elements and scales of each operand have streams of their own; signs one a pass
             uses = index, SCALES + index, SIGNS + (name not in FORWARD)
             elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]

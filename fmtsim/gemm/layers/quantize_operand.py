@@ -289,6 +289,13 @@ def _scaled(x: Tensor, quantizer: Quantizer, keys: Keys, state: Memory, folded: 
     return Operand(result.elements, quantizer, result.scales.scale, result.scales.tensor, sizes, slopes)
 
 
+def saved_operand(saved: tuple[Tensor | None, ...], quantizer: Quantizer) -> Operand:
+    """Return the operand whose elements, scale and scale of the tensor were saved."""
+    elements, scale, tensor_scale = saved[:3]
+    assert elements is not None
+    return Operand(elements, quantizer, scale, tensor_scale, block_sizes(block_of(quantizer), elements.shape))
+
+
 def values_of(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
     """Return ``x.values(dtype)``, by a CPU kernel if it covers x, in memory by the name ``buffer``, which is reused."""
     if dtype == torch.float64 or not x.elements.is_cpu:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, product_of
+from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import FORWARD, Layer
-from fmtsim.gemm.layers.layer import autocast_to, run_layer
 from fmtsim.gemm.layers.watch import Watcher, watching
 from fmtsim.nn.conversion import settings
 from fmtsim.nn.flash import Inputs
@@ -27,7 +27,7 @@ from fmtsim.nn.raw_matmuls import ParameterProduct
 from fmtsim.nn.sdpa import AttentionCall, run_attention
 from fmtsim.recipes.attention_config import BACKWARD, AttentionConfig
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer, Sparsity
-from fmtsim.support.dispatch import without_own_modes
+from fmtsim.support.dispatch import autocast_dtype, without_own_modes
 from fmtsim.support.errors import ArgumentError
 
 _MADE_OF = {"w_d": "w_f", "x_w": "x_f", "g_w": "g_d"}  # what an operand with source "forward" is, or is made of
@@ -339,7 +339,11 @@ class Probe(Watcher):
     def layer(self, run: Any, layer: Any, x: Tensor, w: Tensor) -> Tensor:
         """Look at a layer's product."""
         site = self._sites.get(layer)
-        return run(x, w) if site is None else self._look(site, (autocast_to(x, x), autocast_to(w, x)), run, 2)  # type: ignore[no-any-return]
+        if site is None:
+            return run(x, w)  # type: ignore[no-any-return]
+        dtype = autocast_dtype(x.device.type)  # of products under autocast
+        inputs = tuple(t if dtype is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, w))
+        return self._look(site, inputs, run, 2)
 
     def attention(self, run: Any, call: Any, *inputs: Any) -> Tensor:
         """Look at attention."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.gemm.layers.layer import EmulatedGEMM
+from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
 from fmtsim.support.errors import ArgumentError
 
 VOCABULARY = 256  # bytes
