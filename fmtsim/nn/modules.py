@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -162,9 +162,7 @@ class EmulatedModule(nn.Module):
         try:
             if how.factors is None:
                 return run_sized(x, w, bias, layer, observer)
-            return scaled_product(
-                lambda x, w, bias: run_sized(x, w, bias, layer, observer), x, w, bias, how.factors(x, w)
-            )
+            return scaled_product(partial(run_sized, layer=layer, observer=observer), x, w, bias, how.factors(x, w))
         except FmtsimError as error:
             raise type(error)(f"layer {how.name!r}: {error}") from error
 

@@ -46,6 +46,7 @@ _COMPILED = (
     "EmulatedGEMM.apply takes no observer and no state in compiled code; "
     "convert a model, which keeps its state, and observe it before it is compiled"
 )
+_PLAIN, _SHARING = Lane(), Lane(shares_x=True)
 
 
 class EmulatedGEMM:
@@ -154,14 +155,9 @@ def run_layer(
     # the common case: eager code, plain tensors, nobody looks on
     if plain and not watchers:
         return _apply_plain(x, w, bias, layer, ())  # type: ignore[no-any-return]
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        if is_bare(x, w) if bias is None else is_bare(x, w, bias):
-            return _apply_plain(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
-        return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
-
     # a watcher may run the layer several times, or on other tensors; modes that look for products do not see these
     with without_own_modes() if torch._C._len_torch_function_stack() else nullcontext():
+        run = partial(_apply, bias, layer, watchers)
         for watcher in watchers:
             run = partial(watcher.layer, run, layer)
         return run(x, w)
@@ -175,8 +171,9 @@ def run_sized(
     Raises:
         ArgumentError: Sizes that do not fit a product of the backward pass, before half a step is done.
     """
-    learns = torch.is_grad_enabled() and w.requires_grad
-    if not (layer.sized and learns and x.dim() and x.dtype in FLOATS):  # run_layer refuses others
+    if not layer.sized or not (torch.is_grad_enabled() and w.requires_grad):
+        return run_layer(x, w, bias, layer, observer)
+    if not x.dim() or x.dtype not in FLOATS:  # which run_layer refuses
         return run_layer(x, w, bias, layer, observer)
     rows = x.numel() // max(x.shape[-1], 1)
     fault = size_fault(layer.config, rows + -rows % layer.rows, *w.shape)
@@ -190,6 +187,13 @@ def run_sized(
         return run_layer(x, w, bias, layer, observer)
     padded = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, -rows % layer.rows))
     return run_layer(padded, w, bias, layer, observer)[:rows].reshape(*x.shape[:-1], w.shape[0])
+
+
+def _apply(bias: Tensor | None, layer: Layer, watchers: Watchers, x: Tensor, w: Tensor) -> Tensor:
+    """Run the Function that autograd, its modes and transforms need for these tensors."""
+    if is_bare(x, w) if bias is None else is_bare(x, w, bias):
+        return _apply_plain(x, w, bias, layer, watchers)  # type: ignore[no-any-return]
+    return _Linear.apply(x, w, bias, layer, watchers)[0]  # type: ignore[no-any-return]
 
 
 @constant_in_graphs
@@ -234,8 +238,8 @@ class _PlainLinear(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         """Return y."""
         x, w, bias, layer, watchers = inputs
-        shares_x = layer.shares_x and x.grad_fn is not None
-        y, *saved = _run_forward(x, w, bias, layer, Lane(watchers, shares_x=shares_x))
+        lane = _SHARING if layer.shares_x and x.grad_fn is not None else _PLAIN
+        y, *saved = _run_forward(x, w, bias, layer, lane._replace(watchers=watchers) if watchers else lane)
         _keep(ctx, inputs, tuple(saved))
         return y  # type: ignore[return-value]
 
@@ -327,7 +331,7 @@ def _run_backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, .
     tensors = g, *ctx.saved_tensors
     bare = is_bare(g)
     w = tensors[2] if tensors[11] is None else tensors[11]
-    lane = Lane(ctx.watchers, traced=not bare)
+    lane = _PLAIN if bare and not ctx.watchers else Lane(ctx.watchers, traced=not bare)
     run = partial(backward, ctx, g, tensors[1], w, (tensors[3:7], tensors[7:11]), lane)
     if plain and bare and is_on_gpu(g) and not ctx.watchers:
         run = partial(ctx.layer.repeat, (ctx.needs_input_grad, ctx.x_shape), tensors, run)
