@@ -25,7 +25,7 @@ from fmtsim.cpu.cast.scaled_kernels import Layout, ScaleParameters, scale_parame
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, subroutine
 from fmtsim.cpu.runtime.pool import array_of, scratch
-from fmtsim.formats.block import E8M0, FP32, BlockFormat
+from fmtsim.formats.block import E8M0, FP32, Block, BlockFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.scaling import Statistic
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, block_counts
@@ -206,6 +206,8 @@ class Prepared(NamedTuple):
     Attributes:
         spec: The cast.
         fmt: Its format.
+        block: Rows and columns that share a scale; None is the whole axis.
+        codes: The dtype of codes.
         grid: The element's.
         scale: How kernels make a scale.
         scales_tensor: The tensor has a scale beside those of its blocks.
@@ -216,6 +218,8 @@ class Prepared(NamedTuple):
 
     spec: CastSpec
     fmt: BlockFormat
+    block: Block
+    codes: torch.dtype
     grid: Grid
     scale: ScaleParameters
     scales_tensor: bool
@@ -281,10 +285,9 @@ def _encoding(spec: CastSpec) -> Prepared | None:
 
 
 def _prepared(spec: CastSpec, grid: Grid, run: Callable[..., int]) -> Prepared:
-    fmt = _format(spec)
-    stochastic = spec.rounding.mode == "stochastic"
-    whole = fmt.block == (None, None)
-    return Prepared(spec, fmt, grid, scale_parameters(fmt), fmt.tensor_scale, whole, stochastic, run)
+    fmt, stochastic = _format(spec), spec.rounding.mode == "stochastic"
+    whole, facts = fmt.block == (None, None), (scale_parameters(fmt), fmt.tensor_scale)
+    return Prepared(spec, fmt, fmt.block, code_dtype(fmt.bits), grid, *facts, whole, stochastic, run)
 
 
 def _format(spec: CastSpec) -> BlockFormat:
@@ -362,15 +365,15 @@ def _across(spec: CastSpec) -> Prepared:
 
 def _encode(cast: Prepared, x: torch.Tensor, spec: CastSpec, random: Random) -> EncodedParts:
     matrix = _matrix(x, spec.dim)
-    counts = block_counts(cast.fmt, x.shape, spec.dim)
-    codes, scales = torch.empty(matrix.shape, dtype=code_dtype(cast.fmt.bits)), torch.empty(counts, dtype=torch.float32)
+    counts = block_counts(cast.fmt, x.shape, spec.dim, cast.block)
+    codes, scales = torch.empty(matrix.shape, dtype=cast.codes), torch.empty(counts, dtype=torch.float32)
     decode_scale = torch.ones((), dtype=torch.float32)
     if matrix.numel():
         job = _job(cast, matrix, random, x.shape)
         if job is None:
             return torch_engine.encode(x, spec, random)
-        grid = [-(-extent // size) for extent, size in zip(matrix.shape, job.block, strict=True)]
-        scales = torch.empty(grid, dtype=torch.float32)
+        (rows, columns), (outer, inner) = matrix.shape, job.block
+        scales = torch.empty(-(-rows // outer), -(-columns // inner), dtype=torch.float32)
         if not _run(job._replace(codes=codes, scales=scales)):
             return torch_engine.encode(x, spec, random)
         scales = scales[: counts[0], : counts[1]].clone()
@@ -397,7 +400,7 @@ def _unfold(matrix: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
 
 def _job(cast: Prepared, matrix: torch.Tensor, random: Random, shape: torch.Size) -> _Job | None:
     """Return the cast of a matrix, not empty, without outputs; None if one scale covers it and it holds NaN or Inf."""
-    (outer, inner), (rows, columns) = cast.fmt.block, matrix.shape
+    (outer, inner), (rows, columns) = cast.block, matrix.shape
     if not (cast.whole or cast.scales_tensor):
         return _Job(cast, matrix, random, shape, None, (min(outer or rows, rows), min(inner or columns, columns)))
     flat, parts = matrix.view(-1), []
@@ -421,8 +424,8 @@ def _run(job: _Job) -> bool:
         words = words_of(cast.spec.rounding, job.random, job.shape, cast.spec.dim)
     # 1. groups of blocks: rows of whole blocks are one long row
     if outer == 1 and job.x.shape[1] % inner == 0:
-        x, values, codes, scales = (t.view(1, -1) for t in (job.x, job.values, job.codes, job.scales))
-        job = job._replace(x=x, values=values, codes=codes, scales=scales)
+        x, values = job.x.view(1, -1), job.values.view(1, -1)
+        job = job._replace(x=x, values=values, codes=job.codes.view(1, -1), scales=job.scales.view(1, -1))
     rows, columns = job.x.shape
     blocks_across = -(-columns // inner)
     width = _GROUP // inner if inner > 1 else max(_PANEL // outer, _LEAST)

@@ -65,7 +65,7 @@ def run(function: Callable[[int, int], None], count: int, align: int, weight: in
 
     ``weight`` is the work of one item in elements. Errors of any part are raised after all parts have ended.
     """
-    parts = threads_for(count * weight)
+    parts = 1 if count * weight < 2 * _GRAIN else threads_for(count * weight)
     step = math.ceil(math.ceil(count / parts) / align) * align if count else 1
     if step >= count:
         if count:
