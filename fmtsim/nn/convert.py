@@ -170,6 +170,8 @@ def convert(
     notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
     if named is not None and named.multiple > 1:
         notes = (f"its source refuses rows and features that {named.multiple} does not divide, fmtsim not", *notes)
+    for hook in root(model).hooks.values():  # of an earlier convert, which exchanged attention alone
+        hook.remove()
     facts = record(model).root = Root(
         recipe=None if named is None else named.name, total_steps=total_steps,
         reasons=reasons if swaps is None else reasons | swaps.reasons,
@@ -180,7 +182,7 @@ def convert(
     for module in model.modules():
         for cls, attribute, off in _FUSED:
             if isinstance(module, cls) and is_converted(module):
-                record(module).attributes[attribute] = module.__dict__[attribute]
+                record(module).attributes.setdefault(attribute, module.__dict__[attribute])
                 module.__dict__[attribute] = off
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
         facts.hooks["schedule"] = model.register_forward_pre_hook(_remind)
