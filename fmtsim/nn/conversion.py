@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fmtsim changed on a module, in one record on it, and how each change is undone.
+"""One record on a module says what fmtsim changed there, and undoes it.
 
 ``wrap`` is the one way to give a module another forward, ``change_class`` the one way to give it another class, and
-``Conversion.undo`` takes back what ``convert`` did. A module that is pickled or copied takes its record along.
+``Conversion.undo`` takes back what ``convert`` did. A module that is pickled or copied takes its record along. Calls
+inside a user's forward are seen by a torch mode that the wrapped forward opens (``fmtsim.nn.operations.ModelMode``).
 """
 
 import dataclasses
@@ -23,16 +24,17 @@ NAME: Final = "fmtsim_recipe"  # the buffer with the recipe's name, uint8: in UT
 # Attributes of an instance that may hold the forward of its class; Accelerate's hooks keep it in the second.
 SLOTS: Final = ("forward", "_old_forward")
 
+# What a change makes the module do; behind the semicolon, the settings of the change.
 Kind = Literal[
-    "products",  # emulates the products that the module writes; a list of owners and names of Parameters
-    "attention",  # quantises its attention; an Attended
-    "swiglu",  # smooths its gated product; a Smoothing
-    "scaled",  # scales its operations, on the model and on each norm; the ScaledModel
-    "saving",  # saves its activations in low precision, on the model and on each norm; the Saving
-    "check",  # tells whether a forward that was set after convert runs the layer's products
-    "input",  # rounds its input, as a PTQ recipe says; a Quantizer
-    "observed",  # runs a shadow beside it; the copy
-    "observed attention",  # likewise, where its own code runs attention; the copy's Attended
+    "products",  # emulate the products that its own code writes; a list of owners and names of Parameters
+    "attention",  # quantise its attention; an Attended
+    "swiglu",  # smooth its gated product; a Smoothing
+    "scaled",  # scale operations, on the root and on each norm; a ScaledModel
+    "saving",  # save activations in low precision, on the root and on each norm; a Saving
+    "check",  # tell whether a forward that was set after convert runs the layer's products; None
+    "input",  # round its input, as a PTQ recipe says; a Quantizer
+    "observed",  # run the same module of a shadow beside it; that module
+    "observed attention",  # run a shadow's attention beside the module's; the shadow's Attended
 ]
 
 
@@ -49,11 +51,11 @@ class Change:
     """Describe one change of a module: another forward, or a hook.
 
     Args:
-        settings: What it does there; see ``Kind``.
+        settings: What ``run`` or the hook reads; see ``Kind``.
         recipe: Whether ``revert`` undoes it. What ``convert_attention``, ``convert_swiglu`` or ``observe`` did stays.
         run: Called as ``run(settings, module, forward, ...)`` in place of the module's forward; None once it is undone.
-        forward: What calls it.
-        hook: A hook of torch that does it instead.
+        forward: The function in the module's ``__dict__`` that calls ``run``.
+        hook: A hook of torch, for changes without another forward.
     """
 
     settings: Any = None
@@ -109,51 +111,51 @@ class Conversion:
 
     def undo(self, module: nn.Module) -> None:
         """Undo what ``convert`` did to the module that has this record."""
-        # 1. forwards, the outermost first; those of other verbs stay
+        # 1. Forwards, the outermost first. Those of other verbs stay.
         for kind in [kind for kind, change in self.changes.items() if change.recipe][::-1]:
             unwrap(module, kind)
-        # 2. the class: hooks of Accelerate then find the old forward, too
+        # 2. The class. A ParameterProduct has no original one: it leaves with the submodule PRODUCTS of its owner.
         original = vars(type(module)).get("original_class") if hasattr(module, "emulation") else None
-        if original is not None:  # a ParameterProduct has none, and leaves with its owner's PRODUCTS
+        if original is not None:
             module.__dict__.pop("emulation", None)
             change_class(module, original)
-        # 3. what it added to the state_dict
+        # 3. What convert added to the state_dict.
         for name in (STATE, PRODUCTS):
             module._modules.pop(name, None)
         module._buffers.pop(NAME, None)
-        # 4. inference kernels that were switched off, and hooks
+        # 4. Attributes that switched inference kernels off, and hooks of the root.
         module.__dict__.update(self.attributes)
         for hook in () if self.root is None else self.root.hooks.values():
             hook.remove()
-        # 5. the record, unless changes of other verbs are left in it
+        # 5. The record, unless changes of other verbs are left in it.
         self.attributes, self.root = {}, None
         if not self.changes:
             module.__dict__.pop(ATTRIBUTE, None)
 
 
 def conversion(module: nn.Module) -> Conversion:
-    """Return what was changed on a module, to be read: of an unchanged one an empty record that is not kept."""
+    """Return the record of a module for reading; of an unchanged module an empty one, which is not kept."""
     return module.__dict__.get(ATTRIBUTE) or Conversion()
 
 
 def record(module: nn.Module) -> Conversion:
-    """Return the record of a module, to be written to."""
+    """Return the record of a module for writing."""
     return module.__dict__.setdefault(ATTRIBUTE, Conversion())  # type: ignore[no-any-return]
 
 
 def root(model: nn.Module) -> Root:
-    """Return what ``convert`` decided for a model, to be read: for one that it was not given, nothing."""
+    """Return what ``convert`` decided for a model, empty if ``convert`` was not given this module."""
     return conversion(model).root or Root()
 
 
 def settings(module: nn.Module, kind: Kind) -> Any:
-    """Return what a change of a module does, None where the module has no such change."""
+    """Return the settings of a module's change of one kind, None where the module has no such change."""
     change = conversion(module).changes.get(kind)
     return None if change is None else change.settings
 
 
 def all_settings(model: nn.Module, kind: Kind) -> list[Any]:
-    """Return what all changes of a kind in a model do, in the order of its modules."""
+    """Return the settings of all changes of one kind in a model, in the order of its modules."""
     return [change.settings for m in model.modules() if (change := conversion(m).changes.get(kind)) is not None]
 
 
@@ -226,7 +228,7 @@ def unwrap_all(model: nn.Module, kind: Kind) -> int:
 
 
 def inner_forward(change: Change) -> Callable[..., Any]:
-    """Return the forward that the one of a change calls."""
+    """Return the forward that a module had before a change."""
     assert change.forward is not None
     module, instance_forward, _ = change.forward.args
     return partial(type(module).forward, module) if instance_forward is None else instance_forward

@@ -18,7 +18,7 @@ from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
 from fmtsim.nn.conversion import Root, change_class, conversion, record, root
-from fmtsim.nn.coverage import COMPUTED, Coverage, estimated, is_meant, percent
+from fmtsim.nn.coverage import COMPUTED, Coverage, RawWeight, estimated, is_meant, percent
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.planning import (
     Configure,
@@ -130,6 +130,7 @@ def convert(
             f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
             "write filter_fn=lambda module, name: 'mlp' in name"
         )
+    # 1. the machine, the recipe, and what gives each layer its plan
     machine = machine_options(target, plan, native)
     recipe, named = recipe if attention is None else _with_attention(recipe, attention, format), None
     if recipe is not None:
@@ -141,16 +142,17 @@ def convert(
     else:
         planner = constant_planner(configure(recipe, format, fast_accum), machine)
     planner = with_rules(planner, rules, model, machine, named) if rules else planner  # rules of this call come first
+    # 2. what to convert and why not the rest: an error until here leaves the model unchanged
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
     products = plan_products(model, planner, filter_fn, total_steps, reasons)
     swaps = None if named is None else find_swaps(model, named, filter_fn)
     if not layers and not swaps and not products:
-        # the reasons of four layers
         modules = dict(model.named_modules())
-        leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]
+        leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]  # four say enough
         named_reasons = "; ".join(f"{name or type(model).__name__}: {reasons[name]}" for name in leaves)
         text = f"convert found nothing to convert in {type(model).__name__}"
         raise ArgumentError(f"{text} ({named_reasons})" if named_reasons else text)
+    # 3. classes of layers, products that modules write, and what the recipe exchanges
     keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator  # of the whole model
     for module, name, layer_plan in layers:
         changed = emulated_class(type(module))
@@ -163,45 +165,41 @@ def convert(
         swaps.apply(model, keys)
     if named is not None and rules:
         named = dataclasses.replace(named, name=f"{named.name}+rules")
-    # on the root: what was converted, under which recipe, and what was left alone
+    # 4. the record of the root: under which recipe, and what was left alone
     for module in model.modules():
         if named is not None and isinstance(module, EmulatedModule) and module.emulation is not None:
             module.emulation.recipe = named.name
     notes = () if swaps is None else (*swaps.notes, *swaps.recipe.left_to_training)
     if named is not None and named.multiple > 1:
         notes = (f"its source refuses rows and features that {named.multiple} does not divide, fmtsim not", *notes)
+    for hook in root(model).hooks.values():  # of an earlier convert, which exchanged attention alone
+        hook.remove()
     facts = record(model).root = Root(
         recipe=None if named is None else named.name, total_steps=total_steps,
         reasons=reasons if swaps is None else reasons | swaps.reasons,
         notes=(*(() if named is None else idle_shares(named, model)), *notes),
     )  # fmt: skip
     attach_name(model)
-    # switch off inference kernels that would read converted layers' weights without calling the layers.
+    # 5. inference kernels off that would read converted layers' weights without calling the layers
     for module in model.modules():
         for cls, attribute, off in _FUSED:
             if isinstance(module, cls) and is_converted(module):
-                record(module).attributes[attribute] = module.__dict__[attribute]
+                record(module).attributes.setdefault(attribute, module.__dict__[attribute])
                 module.__dict__[attribute] = off
+    # 6. hooks that warn later, the line that report has, and a warning where the caller chose nothing of what stays
     if any(layer_plan.scheduled for _, _, layer_plan in (*layers, *products)):
         facts.hooks["schedule"] = model.register_forward_pre_hook(_remind)
     if products:
         facts.hooks["computed"] = model.register_forward_hook(_warn_computed)
-    chosen_by_name = filter_fn is not None or callable(recipe)
-    # log the line that `report` has, and warn where more than 1 % stays as it is without a choice of the caller.
-    warn = bool(layers or products) and not chosen_by_name
     coverage = estimated(model, facts.reasons)
     if _LOG.isEnabledFor(logging.INFO):
         _LOG.info("%s", summary_line(model, facts.recipe, coverage, facts.notes))
-    raw_weights = tuple(row for row in coverage.raw if not is_meant(row.reason))  # left by a limit of fmtsim
-    count = sum(row.multiply_adds for row in raw_weights)
-    if warn and count * 100 > coverage.total:
-        warnings.warn(
-            f"convert leaves {percent(count, coverage.total)} of the weight multiply-adds of {type(model).__name__} as "
-            f"they are, estimated from shapes: {dataclasses.replace(coverage, raw=raw_weights).left()}; "
-            "fmtsim.report(model, batch) counts them, and filter_fn= says what is meant",
-            CoverageWarning,
-            stacklevel=caller_level(),
+    if (layers or products) and filter_fn is None and not callable(recipe):
+        text = (
+            f"convert leaves {{share}} of the weight multiply-adds of {type(model).__name__} as they are, estimated "
+            "from shapes: {left}; fmtsim.report(model, batch) counts them, and filter_fn= says what is meant"
         )
+        _warn_not_simulated(coverage, [row for row in coverage.raw if not is_meant(row.reason)], text)
     return model
 
 
@@ -213,6 +211,14 @@ def _with_attention(recipe: Any, attention: Any, format: Any) -> Recipe:
     if not isinstance(how, AttentionConfig):
         raise ArgumentError(f"attention={shown(attention)} is not attention; pass 'fa3', 'sage3' or an AttentionConfig")
     return dataclasses.replace(get_recipe(base, kind="training"), attention=how)
+
+
+def _warn_not_simulated(coverage: Coverage, rows: list[RawWeight], text: str) -> None:
+    """Warn of weights with more than 1 % of the multiply-adds; ``text`` has places for their share and their names."""
+    count = sum(row.multiply_adds for row in rows)
+    if count * 100 > coverage.total:
+        share, left = percent(count, coverage.total), dataclasses.replace(coverage, raw=tuple(rows)).left()
+        warnings.warn(text.format(share=share, left=left), CoverageWarning, stacklevel=caller_level())
 
 
 def summary_line(
@@ -249,7 +255,10 @@ def _remind(model: nn.Module, inputs: Any) -> None:
     facts.forwards += 1
     if facts.forwards < 2:
         return
-    facts.hooks.pop("schedule").remove()  # one warning is enough
+    hook = facts.hooks.pop("schedule", None)
+    if hook is None:  # another replica of nn.DataParallel warned
+        return
+    hook.remove()
     scheduled = [
         how for m in model.modules() if (how := m.__dict__.get("emulation")) is not None and how.plan is not None
     ]
@@ -267,20 +276,17 @@ def _warn_computed(model: nn.Module, inputs: Any, out: Any) -> None:
     if torch.compiler.is_compiling():
         return
     facts = root(model)
-    facts.hooks.pop("computed").remove()  # one forward pass shows every product
-    if not computed_products(model):
+    hook = facts.hooks.pop("computed", None)
+    if hook is not None:
+        hook.remove()  # one forward pass shows every product
+    if hook is None or not computed_products(model):
         return
+    text = (
+        f"{{share}} of the weight multiply-adds of {type(model).__name__}, estimated from shapes, are not simulated: "
+        "{left}; write such a product with fmtsim.EmulatedGEMM, and fmtsim.report(model, batch) counts it"
+    )
     coverage = estimated(model, facts.reasons)
-    raw_weights = tuple(row for row in coverage.raw if row.reason == COMPUTED)
-    count = sum(row.multiply_adds for row in raw_weights)
-    if count * 100 > coverage.total:
-        warnings.warn(
-            f"{percent(count, coverage.total)} of the weight multiply-adds of {type(model).__name__}, estimated from "
-            f"shapes, are not simulated: {dataclasses.replace(coverage, raw=raw_weights).left()}; write such a product "
-            "with fmtsim.EmulatedGEMM, and fmtsim.report(model, batch) counts it",
-            CoverageWarning,
-            stacklevel=caller_level(),
-        )
+    _warn_not_simulated(coverage, [row for row in coverage.raw if row.reason == COMPUTED], text)
 
 
 def revert(model: Model) -> Model:

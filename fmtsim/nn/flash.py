@@ -274,10 +274,10 @@ def quantised(
         x, heads = x.reshape(1, heads * rows, inner), 1
     operands = []
     for head in x:
-        keys = draws()
-        operands.append(quantize_operand(head, quantizer, keys))
+        drawn = draws()
+        operands.append(quantize_operand(head, quantizer, drawn))
         for watcher in watchers:
-            watcher.operand(Seen(name, head, operands[-1], keys))
+            watcher.operand(Seen(name, head, operands[-1], drawn))
     shape = (-1, rows, inner)
     slopes = [one.slope for one in operands if one.slope is not None]  # all heads have what the first has
     slope = torch.stack(slopes).reshape(shape) if slopes else None

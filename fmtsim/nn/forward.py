@@ -35,9 +35,9 @@ class Substituted(ModelMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the function."""
-        return func(*map(self._of, args), **{name: self._of(value) for name, value in kwargs.items()})
+        return func(*map(self._stand_in, args), **{name: self._stand_in(value) for name, value in kwargs.items()})
 
-    def _of(self, value: Any) -> Any:
+    def _stand_in(self, value: Any) -> Any:
         return self._stands_for.get(value, value) if isinstance(value, nn.Parameter) else value
 
 

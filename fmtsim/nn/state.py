@@ -79,16 +79,12 @@ def converted_state(model: nn.Module) -> dict[str, Any]:
         for name, module in modules
         if STATE in module._modules
     }
-    return {"recipe": _recipe_of(model), "layers": layers}
+    return {"recipe": root(getattr(model, _FSDP1, model)).recipe, "layers": layers}
 
 
 def _unwrapped(model: nn.Module, verb: str) -> list[tuple[str, EmulatedModule]]:
     """Return the converted layers under the names that they have without the wrappers of FSDP1."""
     return [(name.replace(f"{_FSDP1}.", ""), module) for name, module in converted_modules(model, verb)]
-
-
-def _recipe_of(model: nn.Module) -> str | None:
-    return root(getattr(model, _FSDP1, model)).recipe
 
 
 def _is_state(value: Any, depth: int = 3) -> bool:
@@ -113,7 +109,7 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
     if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
         raise ArgumentError(f"load_state takes what fmtsim.state returned, not {type(state).__name__}")
     modules = dict(_unwrapped(model, "load_state"))
-    recipe = _recipe_of(model)
+    recipe = root(getattr(model, _FSDP1, model)).recipe
     check_items(state, {"recipe": str | None, "layers": dict[str, dict[str, dict[str, torch.Tensor]]]}, "the state")
     if state["recipe"] != recipe:
         raise ArgumentError(

@@ -202,16 +202,15 @@ def convert_swiglu(model: Model, *, per: Per = "token", power_of_two: bool = Fal
         ArgumentError: There is no such layer, or an unknown rule. The model is then unchanged.
     """
     smooth_scale(torch.zeros(1, 1), per)  # refuses an unknown rule
-    layers = [module for _, module in gated_layers(model)]
+    layers = {module: parts for module in model.modules() if (parts := gated_parts(module)) is not None}
     if not layers:
         raise ArgumentError(
             f"convert_swiglu found no gated layer in {type(model).__name__}; "
             f"it looks for linear {', '.join(PROJECTIONS)} and act_fn=SiLU, or three linear layers that compute "
             "down(silu(gate(x)) * up(x)); or build the model with SmoothSwiGLU"
         )
-    for module in layers:
-        smoothing = Smoothing(per, power_of_two, gated_parts(module) or PROJECTIONS)
-        wrap(module, "swiglu", _smooth_forward, smoothing, recipe=False)
+    for module, parts in layers.items():
+        wrap(module, "swiglu", _smooth_forward, Smoothing(per, power_of_two, parts), recipe=False)
     return model
 
 
@@ -220,20 +219,6 @@ def revert_swiglu(model: Model) -> Model:
     if not unwrap_all(model, "swiglu"):
         raise ArgumentError(f"{type(model).__name__} has no converted gated layer; call convert_swiglu first")
     return model
-
-
-def gated_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the gated layers of a model that are not smoothed yet, by name."""
-    return [(name, module) for name, module in model.named_modules() if gated_parts(module) is not None]
-
-
-def other_silus(model: nn.Module) -> list[str]:
-    """Return the names of modules with SiLU and several linear layers that compute something else."""
-    names = (
-        name for name, m in model.named_modules()
-        if settings(m, "swiglu") is None and len(_linears(m)) > 1 and _names_silu(m) and gated_parts(m) is None
-    )  # fmt: skip
-    return list(names)
 
 
 def _smooth_forward(how: Smoothing, module: nn.Module, forward: Any, x: Tensor) -> Tensor:
@@ -409,11 +394,15 @@ def swap_details(module: nn.Module) -> list[str]:
 
 
 def _find_gated(model: nn.Module, where: str, replacement: Replacement, filter_fn: Filter | None, swaps: Swaps) -> None:
-    there = gated_layers(model)
+    parts = {module: gated_parts(module) for module in model.modules()}  # each is tried once
     smoothing = Smoothing(replacement.per, replacement.power_of_two)
-    chosen = _filtered(there, filter_fn, swaps)
-    swaps.gated += [(module, smoothing._replace(parts=gated_parts(module) or PROJECTIONS)) for _, module in chosen]
-    others = other_silus(model)  # the notes name them, because a rule may have meant them
+    chosen = _filtered([(n, m) for n, m in model.named_modules() if parts[m] is not None], filter_fn, swaps)
+    swaps.gated += [(m, smoothing._replace(parts=names)) for _, m in chosen if (names := parts[m]) is not None]
+    # the notes name modules with SiLU that compute something else, because a user may take them for gated layers
+    others = [
+        name for name, m in model.named_modules()
+        if settings(m, "swiglu") is None and len(_linears(m)) > 1 and _names_silu(m) and parts[m] is None
+    ]  # fmt: skip
     swaps.notes += [f"{', '.join(others[:4])}: SiLU among linear layers, and no gated layer"] if others else []
     swaps.notes += [f"{len(chosen)} gated layers became {smoothing}"] if chosen else []
     if chosen or all_settings(model, "swiglu"):
