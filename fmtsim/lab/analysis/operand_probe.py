@@ -25,7 +25,7 @@ from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.multihead_attention import Attended
 from fmtsim.nn.raw_matmuls import ParameterProduct
 from fmtsim.nn.sdpa import AttentionCall, run_attention
-from fmtsim.recipes.attention_config import BACKWARD, AttentionConfig
+from fmtsim.recipes.attention_config import BACKWARD
 from fmtsim.spec.quantizer import Clamp, Hadamard, Quantizer, Sparsity
 from fmtsim.support.dispatch import autocast_dtype, without_own_modes
 from fmtsim.support.errors import ArgumentError
@@ -97,7 +97,7 @@ class Site:
     ) -> tuple[Tensor, ...]:
         leaves = list(inputs)
         for i in places:
-            leaves[i] = _wide(inputs[i]).detach().requires_grad_()
+            leaves[i] = _to_float(inputs[i]).detach().requires_grad_()
         y = self.run(operand, tuple(leaves))
         return torch.autograd.grad(y, [leaves[i] for i in places], g.to(y.dtype))
 
@@ -109,15 +109,29 @@ class LinearSite(Site):
         self._how, self._part = how, part
         kinds = [kind for kind in how.products if kind.split(" ")[0] == part]
         original = how.products[next(kind for kind in kinds if kind.endswith("frozen"))]
-        config = _without_history(how.config) if fresh else how.config
-        rounds = [name for name in OPERANDS if _rounds(config, name)]
-        quantizers = {name: _quantizer(config, name) for name in rounds}
+        config = how.config
+        if fresh:
+            # 1. Scales without a history are those of the tensors themselves.
+            def immediate(q: Quantizer) -> Quantizer:
+                delayed = q.scaling is not None and q.scaling.history is not None
+                return replace(q, scaling=replace(q.scaling, history=None, empty="one")) if delayed else q  # type: ignore[type-var]
+
+            gemms = {name: getattr(config, name) for name in PRODUCTS}
+            gemms = {name: replace(gemm, a=immediate(gemm.a), b=immediate(gemm.b)) for name, gemm in gemms.items()}
+            config = replace(config, **gemms)
+        # 2. Operands that are rounded or otherwise changed from high precision.
+        quantizers = {name: _quantizer(config, name) for name in OPERANDS}
+        quantizers = {
+            name: q for name, q in quantizers.items()
+            if q.format is not None or q.then is not None or any(isinstance(t, Clamp | Sparsity) for t in q.transforms)
+        }  # fmt: skip
         super().__init__(".".join(filter(None, (module, part))), module, quantizers, FORWARD, seed)
         self.local = tuple(name for name in self.backward if product_of(name) == "wgrad")
+        # 3. A layer for each operand that may be rounded alone, for all of the forward pass, and for none.
         self._kinds, self._layers = kinds, dict[str | None, Layer]()
         for operand in (None, ALL, *quantizers):
             on = {operand} if operand != ALL else set(self.forward)
-            layer = Layer(switched(config, on), seed, {} if fresh else original.state)
+            layer = Layer(_round_alone(config, on), seed, {} if fresh else original.state)
             layer.sized, layer.rows = original.sized, original.rows  # so that calls are padded alike
             self._layers[operand] = layer
 
@@ -134,8 +148,8 @@ class LinearSite(Site):
 
     def run(self, operand: str | None, inputs: tuple[Tensor, ...]) -> Tensor:
         """Return ``x w^T``."""
-        x, w = map(_wide, inputs)
-        with watching(None):
+        x, w = map(_to_float, inputs)
+        with watching(None):  # the probe itself does not look
             return run_layer(x, w, None, self._layers[operand])
 
     def differs(self, operand: str) -> tuple[int, ...]:
@@ -150,9 +164,17 @@ class AttentionSite(Site):
         self._attended, config = attended, attended.call.config
         quantizers = {name: q for name, q in config.operands.items() if q.format is not None or q.then is not None}
         super().__init__(attended.name, attended.name, quantizers, "qkvp", seed)
-        on: dict[str | None, tuple[str, ...]] = {None: (), ALL: self.forward, **{name: (name,) for name in quantizers}}
-        self._calls = {operand: AttentionCall(_attention(config, names), seed) for operand, names in on.items()}
-        self.plain = AttentionCall(self._calls[None].config, seed)
+        rounded: dict[str | None, tuple[str, ...]] = {None: (), ALL: self.forward}
+        rounded |= {name: (name,) for name in quantizers}
+        self._calls: dict[str | None, AttentionCall] = {}
+        for operand, names in rounded.items():
+            # All others keep their rotations; the arithmetic is float32, on no machine.
+            qs: Any = {name: (q if name in names else _unrounded(q)) for name, q in config.operands.items()}
+            sides = {product: [name for name in qs if name.startswith(f"{product}.")] for product in BACKWARD}
+            gemms: Any = {product: Gemm(a=qs[a], b=qs[b]) for product, (a, b) in sides.items()}
+            alone = replace(config, target=None, q=qs["q"], k=qs["k"], v=qs["v"], p=qs["p"], **gemms)
+            self._calls[operand] = AttentionCall(alone, seed)
+        self.plain = AttentionCall(self._calls[None].config, seed)  # by which a probe finds the site
 
     def install(self, operand: str | None) -> None:
         """Round one operand in the model from now on, none (None), or ``ALL``."""
@@ -162,7 +184,7 @@ class AttentionSite(Site):
         """Return the attention of q, k and v, followed by mask, hides and factor."""
         q, k, v, *more = inputs
         with watching(None):
-            return run_attention(Inputs(_wide(q), _wide(k), _wide(v), *more), self._calls[operand])
+            return run_attention(Inputs(_to_float(q), _to_float(k), _to_float(v), *more), self._calls[operand])
 
     def differs(self, operand: str) -> tuple[int, ...]:
         """Return the places of q, k and v."""
@@ -192,11 +214,9 @@ def sites_of(model: nn.Module, seed: int, *, fresh: bool) -> list[Site]:
     return [site for site in sites if site.formats]
 
 
-def switched(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
-    """Return a layer that rounds some operands alone, in float32 on no machine; rotations stay.
-
-    An operand that is made of one of another product brings the quantiser of that.
-    """
+def _round_alone(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
+    """Return a layer that rounds some operands alone, in float32 on no machine; rotations stay."""
+    # An operand that is made of one of another product brings the quantiser of that.
     reused = (name for name in operands if name in _MADE_OF and config.operands[name].source in _REUSED)
     on = {*operands, *(_MADE_OF[name] for name in reused)}
     gemms: dict[str, Any] = {}
@@ -204,27 +224,20 @@ def switched(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
         gemm, names = getattr(config, product), [name for name in OPERANDS if product_of(name) == product]
         makers = [config.operands.get(_MADE_OF.get(name, "")) for name in names]
         pairs = zip(names, (gemm.a, gemm.b), makers, strict=True)
-        a, b = (q if name in on else _high(q, first) for name, q, first in pairs)
+        a, b = (q if name in on else _unrounded(q, forward) for name, q, forward in pairs)
         gemms[product] = Gemm(a=a, b=b)
     return replace(config, **gemms)
 
 
-def _high(q: Quantizer, made: Quantizer | None = None) -> Quantizer:
-    """Return a quantiser that rotates as another does, or as what it is made of does, and rounds nothing."""
-    reused = q.source in _REUSED and (made is None or bool(_turns(made)))
+def _unrounded(q: Quantizer, forward: Quantizer | None = None) -> Quantizer:
+    """Return a quantiser that rotates as another does, or as that of the forward pass does, and rounds nothing."""
+    rotations = tuple(replace(t, rounded=None) for t in q.transforms if isinstance(t, Hadamard))
+    # What the forward pass made is worth reusing where it is rotated, else it is the original.
+    rotated = forward is None or any(isinstance(t, Hadamard) for t in forward.transforms)
+    reused = q.source in _REUSED and rotated
     if q.source == "forward":
         return q if reused else Quantizer()
-    return Quantizer(transforms=_turns(q), source=q.source if reused else "original")
-
-
-def _turns(q: Quantizer) -> tuple[Hadamard, ...]:
-    return tuple(replace(turn, rounded=None) for turn in q.transforms if isinstance(turn, Hadamard))
-
-
-def _rounds(config: LinearConfig, operand: str) -> bool:
-    """Return True if an operand is rounded or otherwise changed from high precision."""
-    q = _quantizer(config, operand)
-    return q.format is not None or q.then is not None or any(isinstance(t, Clamp | Sparsity) for t in q.transforms)
+    return Quantizer(transforms=rotations, source=q.source if reused else "original")
 
 
 def _quantizer(config: LinearConfig, operand: str) -> Quantizer:
@@ -234,27 +247,7 @@ def _quantizer(config: LinearConfig, operand: str) -> Quantizer:
     return _quantizer(config, _MADE_OF[operand]) if derived else q
 
 
-def _without_history(config: LinearConfig) -> LinearConfig:
-    """Return a layer whose scales are those of the tensors themselves."""
-
-    def now(q: Quantizer) -> Quantizer:
-        if q.scaling is None or q.scaling.history is None:
-            return q
-        return replace(q, scaling=replace(q.scaling, history=None, empty="one"))
-
-    gemms = {name: getattr(config, name) for name in PRODUCTS}
-    return replace(config, **{name: replace(gemm, a=now(gemm.a), b=now(gemm.b)) for name, gemm in gemms.items()})
-
-
-def _attention(config: AttentionConfig, operands: Collection[str]) -> AttentionConfig:
-    """Return attention that rounds some operands alone, in float32 on no machine; rotations stay."""
-    qs: Any = {name: (q if name in operands else _high(q)) for name, q in config.operands.items()}
-    names = {name: [operand for operand in qs if operand.startswith(f"{name}.")] for name in BACKWARD}
-    gemms: Any = {name: Gemm(a=qs[a], b=qs[b]) for name, (a, b) in names.items()}
-    return replace(config, target=None, q=qs["q"], k=qs["k"], v=qs["v"], p=qs["p"], **gemms)
-
-
-def _wide(t: Tensor) -> Tensor:
+def _to_float(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
@@ -326,6 +319,7 @@ class Probe(Watcher):
         """Run a backward pass of some kind, whose graph may be needed again."""
         self._backward = kind
         loss.backward(retain_graph=again)  # type: ignore[no-untyped-call]
+        # Calls that share a weight: the square of the sum of their errors.
         for (site, operand, _), error in self._weights.items():
             self.local[site, operand] += _square(error)
         self._weights.clear()
@@ -347,11 +341,11 @@ class Probe(Watcher):
 
     def attention(self, run: Any, call: Any, *inputs: Any) -> Tensor:
         """Look at attention."""
-        with without_own_modes():
+        with without_own_modes():  # their rules are for operations of the model
             return self._look(self._sites[call], inputs, run, 3)
 
     def _look(self, site: Site, inputs: tuple[Any, ...], run: Any, count: int) -> Tensor:
-        if self._forward == "finite":
+        if self._forward == "finite":  # nothing is measured: find the first that is not
             y: Tensor = run(*inputs)
             for what, t in (*zip(("input", "weight"), inputs, strict=False), ("result", y)):
                 if not self.infinite and not bool(torch.isfinite(t).all()):
@@ -361,17 +355,22 @@ class Probe(Watcher):
         if node is None:
             return run(*inputs)  # type: ignore[no-any-return]
         if self._forward == "tangent":
-            self._meet_tangent(site, node, inputs)
+            self._weigh_tangent(site, node, inputs)
             return run(*inputs)  # type: ignore[no-any-return]
         seen = _Receive.apply(partial(self._inject, site, node), *inputs[:count])  # type: ignore[no-untyped-call]
         y = run(*seen, *inputs[count:])
-        shift = None
+        shift: Tensor | None = None
         if self._forward == "shifted":
-            shift = sum((self._signed(site, name, error) for name, error in node.errors.items()), torch.zeros(()))
+            # The errors of all operands at once, each row of the batch with a random sign.
+            shift = torch.zeros(())
+            for name, error in node.errors.items():
+                rows, signs = _by_row(error, self._samples), self.signs(site, name).to(error)
+                shift = shift + (rows * signs[: len(rows), None]).reshape(error.shape)
         anchor = torch.zeros((), requires_grad=True)  # results have gradients where no weight learns
-        return _Emit.apply(partial(self._meet, site, node), y, shift, anchor)  # type: ignore[no-any-return, no-untyped-call]
+        return _Emit.apply(partial(self._weigh, site, node), y, shift, anchor)  # type: ignore[no-any-return, no-untyped-call]
 
     def _node(self, site: Site, inputs: tuple[Any, ...]) -> _Node | None:
+        # 1. The number of the call tells which of a site's calls this is.
         index = self._counts[site]
         if torch._C._current_graph_task_id() != -1:  # activation checkpointing runs it again
             if index > 1:
@@ -382,6 +381,7 @@ class Probe(Watcher):
             index = 0
         else:
             self._counts[site] += 1
+        # 2. The pass without rounding keeps inputs and errors of each call; the others look them up.
         if self._forward == "plain":
             saved = tuple(t.detach() if isinstance(t, Tensor) else t for t in inputs)
             learns = tuple(isinstance(t, Tensor) and t.requires_grad for t in inputs)
@@ -392,7 +392,7 @@ class Probe(Watcher):
             return node
         earlier = self._nodes.get((site, index))
         if earlier is None or earlier.inputs[0].shape != inputs[0].shape:
-            self.rerouted.add(site.name)
+            self.rerouted.add(site.name)  # rounding changed which rows an expert gets
             return None
         return earlier
 
@@ -402,19 +402,24 @@ class Probe(Watcher):
         self.broken.add((site, operand))
         return False
 
-    def _signed(self, site: Site, operand: str, error: Tensor) -> Tensor:
-        signs = self.signs(site, operand).to(error)
-        rows = _by_row(error, self._samples)
-        return (rows * signs[: len(rows), None]).reshape(error.shape)
-
-    def _meet(self, site: Site, node: _Node, g: Tensor) -> None:
+    def _weigh(self, site: Site, node: _Node, g: Tensor) -> None:
         """Multiply the gradient of a result with the errors of the operands."""
         if self._backward == "inject":
             return
+        # 1. The first backward pass keeps the gradient. Operands that change the weight's gradient alone are done with:
+        #    the square of that error, or where calls share a weight of the sum of their errors.
         if self._backward == "first":
             node.g = g.detach()
-            if isinstance(site, LinearSite) and node.learns[1]:
-                self._meet_local(site, node, node.g)
+            local = site.local if isinstance(site, LinearSite) and node.learns[1] else ()
+            for operand, errors in site.gradient_errors(node.inputs, node.g, local).items():
+                if not self._sound(site, operand, errors[1]):
+                    continue
+                if self._counts[site] == 1:
+                    self.local[site, operand] += _square(errors[1])
+                    continue
+                weight = site, operand, node.inputs[1].data_ptr()
+                self._weights[weight] = errors[1] + self._weights.get(weight, 0.0)
+        # 2. Operands of the forward pass: <g, e>, the rows apart.
         for operand, error in node.errors.items():
             key, product = (site, operand), g.to(error.dtype) * error
             if self._backward == "score":
@@ -422,26 +427,17 @@ class Probe(Watcher):
                 self.score[key] += met.square().sum().item()
                 continue
             sums = _by_row(product, self._samples).sum(-1).double().cpu()
+            # g' - g: the pass with the errors added comes last, and adds what the first one has subtracted.
             signed = (sums * self.signs(site, operand)[: len(sums)]).sum().item()
             self.second[key] += signed if self._backward == "loss" else -signed
             if self._backward == "first":
                 self.first[key] += sums.sum().item()
 
-    def _meet_local(self, site: Site, node: _Node, g: Tensor) -> None:
-        w = node.inputs[1]
-        for operand, errors in site.gradient_errors(node.inputs, g, site.local).items():
-            if not self._sound(site, operand, errors[1]):
-                continue
-            if self._counts[site] == 1:
-                self.local[site, operand] += _square(errors[1])
-                continue
-            key = site, operand, w.data_ptr()
-            self._weights[key] = errors[1] + self._weights[key] if key in self._weights else errors[1]
-
     def _inject(self, site: Site, node: _Node, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Return the gradients of inputs with the errors of operands added."""
         if self._backward != "inject" or self.injected is None or self.injected[0] is not site or node.g is None:
             return grads
+        # The error at the gradient of the pass without rounding: what flows here now has errors from above.
         changed, operand = list(grads), self.injected[1]
         for place, error in site.gradient_errors(node.inputs, node.g, (operand,))[operand].items():
             grad = changed[place]
@@ -449,13 +445,13 @@ class Probe(Watcher):
                 changed[place] = grad + error.to(grad.dtype)
         return tuple(changed)
 
-    def _meet_tangent(self, site: Site, node: _Node, inputs: tuple[Any, ...]) -> None:
+    def _weigh_tangent(self, site: Site, node: _Node, inputs: tuple[Any, ...]) -> None:
         """Multiply the errors of gradients with how far the inputs moved: the squares of rows add up."""
         flows = tuple(name for name in site.backward if name not in site.local)
         if node.g is None or not any(node.learns[i] for name in flows for i in site.differs(name)):
             return
         for operand, errors in site.gradient_errors(node.inputs, node.g, flows).items():
-            met: Any = 0.0
+            met: Any = 0.0  # <A^T v, e>, by rows of the batch or shorter pieces of it
             for place, error in errors.items():
                 moved = inputs[place].to(error.dtype) - node.inputs[place].to(error.dtype)
                 met = met + _by_row(moved * error, _pieces(error, self._samples)).sum(-1).double() / self._step

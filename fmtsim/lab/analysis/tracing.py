@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from types import TracebackType
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import fmtsim
 from fmtsim.casts.arguments import check_module
-from fmtsim.casts.ops import Key
 from fmtsim.formats.interop import dtype_name
-from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.watch import Seen, Watcher, watching
 from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.gemm.units.unit import describe
-from fmtsim.lab.analysis.fingerprint import Fingerprint, Fingerprints, has_bits
+from fmtsim.lab.analysis.fingerprint import Fingerprints, has_bits
 from fmtsim.lab.analysis.one_step import batch_of, check_loss, run_step, unchanged
 from fmtsim.lab.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace, stored_call
 from fmtsim.machine.simulate import simulate
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import OperatorMode
-from fmtsim.spec.call import GemmCall
+from fmtsim.spec.call import GemmCall, Operands
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.gemm_spec import GemmSpec, gemm_spec_from_json
 from fmtsim.spec.operand import Operand
@@ -109,8 +107,14 @@ class Recorder(Watcher):
             else:
                 gradients += self.read([(name, p.grad)])
         loss = self._loss if loss is None else loss
+        modes = (mode.target for mode in _get_current_dispatch_mode_stack() if isinstance(mode, simulate))
+        if (target := next(modes, None)) is not None:
+            device = f"simulated {target}"
+        else:
+            where = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+            device = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
         about = {
-            "level": level, "model": type(self._model).__name__, "device": _device(self._model),
+            "level": level, "model": type(self._model).__name__, "device": device,
             "parameters": tuple(
                 (name, "x".join(map(str, p.shape)), _name_of(p.dtype)) for name, p in self._model.named_parameters()
             ),
@@ -118,24 +122,32 @@ class Recorder(Watcher):
         return partial(self._trace, gradients, None if loss is None else loss.detach().clone(), about)
 
     def _trace(self, gradients: Named, loss: Tensor | None, about: dict[str, Any]) -> Trace:
-        prints, tensor_bits = self._prints.finish(), dict[Any, TensorBits]()
+        fingerprints, known_bits = self._prints.finish(), dict[Any, TensorBits]()
 
-        def bits(each: Named) -> tuple[TensorBits, ...]:
-            for one in each:
-                if one not in tensor_bits:
-                    name, place, shape, dtype = one
-                    tensor_bits[one] = _bits(name, shape, dtype, prints[place])
-            return tuple([tensor_bits[one] for one in each])
+        def bits(tensors: Named) -> tuple[TensorBits, ...]:
+            for tensor in tensors:
+                if tensor not in known_bits:  # most tensors are an output and then an input
+                    name, place, shape, dtype = tensor
+                    code, parts, amax = fingerprints[place]
+                    special: Literal["", "inf", "nan"] = ""
+                    if amax is not None and not math.isfinite(amax):  # JSON has no such numbers
+                        special, amax = "nan" if math.isnan(amax) else "inf", None
+                    known_bits[tensor] = TensorBits(
+                        name=name, shape=shape, dtype=_name_of(dtype), hash=code, parts=parts, amax=amax,
+                        special=special,
+                    )  # fmt: skip
+            return tuple([known_bits[tensor] for tensor in tensors])
 
         operations = tuple(
             Operation(
-                index=index, layer=one.layer, direction=one.direction, operation=one.operation, call=one.call,
-                inputs=bits(one.inputs), outputs=bits(one.outputs), facts=tuple(one.facts()),
+                index=index, layer=event.layer, direction=event.direction, operation=event.operation, call=event.call,
+                inputs=bits(event.inputs), outputs=bits(event.outputs), facts=tuple(event.facts()),
             )
-            for index, one in enumerate(self._events)
+            for index, event in enumerate(self._events)
         )  # fmt: skip
         trace = Trace(
-            operations=operations, batch=self._prints.batch, versions=_versions(), gradients=bits(gradients),
+            operations=operations, batch=self._prints.batch, gradients=bits(gradients),
+            versions=(("fmtsim", fmtsim.__version__), ("torch", torch.__version__)),
             loss="" if loss is None else float(loss.double().reshape(())).hex(), **about,
         )  # fmt: skip
         trace.tensors.update(self._kept)
@@ -145,12 +157,14 @@ class Recorder(Watcher):
         """Yield parameters with the places of their gradients' fingerprints where one operation made all of it."""
         places: dict[nn.Parameter | None, list[int]] = {}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        for one in self._events:
-            if one.direction == "backward":
-                name = f"{one.layer}.{one.operation.removeprefix('gradient of ')}".lstrip(".")
-                places.setdefault(parameters.get(name.split(" (")[0]), []).append(one.outputs[0][1])
+        for event in self._events:
+            if event.direction == "backward":
+                # "gradient of weight (1 of 2)" of layer "0" is of the parameter "0.weight".
+                name = f"{event.layer}.{event.operation.removeprefix('gradient of ')}".lstrip(".")
+                places.setdefault(parameters.get(name.split(" (")[0]), []).append(event.outputs[0][1])
         for name, p in self._model.named_parameters():
             makers = places.get(p, [])
+            # A gradient that was there before, or that several operations add up to, has to be read.
             yield name, p, makers[0] if len(makers) == 1 and p in self._fresh else None
 
     def record(
@@ -164,7 +178,7 @@ class Recorder(Watcher):
         wanted = self._wanted
         index = len(self._events)
         if wanted is True or (wanted and (index in wanted or layer in wanted)):  # type: ignore[operator]
-            with torch._C._DisableTorchDispatch():
+            with torch._C._DisableTorchDispatch():  # copies are no operations of the model
                 self._kept[index] = {name: x.detach().clone() for name, x in outputs if has_bits(x)} | (stored or {})
         self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
 
@@ -183,6 +197,7 @@ class Recorder(Watcher):
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._active:
             return
+        # 1. A call inside a backward pass is one that activation checkpointing repeats. A first call begins a step.
         layer, again = self._names[module], torch._C._current_autograd_node() is not None
         if not self._calls and not again:
             self._prints.forget()  # optimizers' kernels may have written to parameters
@@ -193,12 +208,15 @@ class Recorder(Watcher):
         self._counts[key] = number = self._counts.get(key, -1) + 1
         call = _Call(layer, module, number, again)
         self._calls.append(call)
-        inputs = list(inputs_of(args, kwargs))
+        # 2. Read what the module is given, its parameters and its buffers. The first size of the model's first input
+        #    is that of the batch.
+        inputs = list(name_arguments(args, kwargs))
         if module is self._model and not self._events:
             self._prints.batch = next((x.shape[0] for _, x in inputs if x.dim()), 0)
             self._fresh = {p for p in module.parameters() if p.grad is None}
         buffers = ((f"buffer {name}", x) for name, x in module._buffers.items())
         call.inputs = self.read((*inputs, *module._parameters.items(), *buffers))
+        # 3. Remember where gradients of the inputs go, and the number of the first node that the call makes.
         if torch.is_grad_enabled():
             call.sources = {x if x.grad_fn is None else (x.grad_fn, x.output_nr): n for n, x in inputs}
         call.begin = _next_number()
@@ -209,10 +227,13 @@ class Recorder(Watcher):
         call = self._calls.pop()
         if output is None:  # or an error ended it
             return
-        outputs = [named_output for named_output in named("output", output) if has_bits(named_output[1])]
-        kind = f"{AGAIN}{_kind(module)}" if call.again else _kind(module)
-        how = module.emulation if isinstance(module, EmulatedModule) else None
-        facts = tuple if how is None else partial(_facts_of, how.recipe, how.config)
+        outputs = [pair for pair in name_tensors("output", output) if has_bits(pair[1])]
+        kind = (module.original_class if isinstance(module, EmulatedModule) else type(module)).__name__
+        kind = f"{AGAIN}{kind}" if call.again else kind
+        facts: Callable[[], Any] = tuple
+        if isinstance(module, EmulatedModule) and (how := module.emulation) is not None:
+            recipe, config = how.recipe, how.config  # of now: a schedule may change them
+            facts = lambda: [("runs", ": ".join(filter(None, (recipe, str(config)))))]  # noqa: E731
         self.record(call.layer, "forward", kind, call.inputs, outputs, facts, call.number)
         if module is self._model:
             self._loss = next((y.detach() for _, y in outputs if y.numel() == 1 and y.requires_grad), self._loss)
@@ -224,12 +245,13 @@ class Recorder(Watcher):
             for name, y in outputs:
                 node = y.grad_fn
                 if node is None or not call.begin <= node._sequence_nr() < _LEAF:
-                    continue
+                    continue  # the output is an input as it was
                 node.register_prehook(partial(self._comes, call, name, y.output_nr))
                 if node in seen:
                     continue
                 self._outside[node] = edges = self._edges(call, node, seen, leaving)
                 for inner, index, target in edges:
+                    # Of a leaf the node accumulates into its gradient, so the leaf itself is what was read.
                     source = target[0].variable if target[0]._sequence_nr() >= _LEAF else target
                     leaving.setdefault(call.sources.get(source, "what it read"), []).append((inner, index))
             for name, edge in leaving.items():
@@ -248,11 +270,13 @@ class Recorder(Watcher):
             if node in seen:
                 continue
             seen.add(node)
+            # Nodes of an inner call are not walked again: its edges to the outside stand in for them.
             outside = self._outside.get(node)
             edges = [(node, i, to) for i, to in enumerate(node.next_functions)] if outside is None else outside
             for inner, index, target in edges:
                 if target[0] is None:
                     continue
+                # An edge leads to a parameter of the module, to a node that the call made, or out of it.
                 number = target[0]._sequence_nr()
                 if number >= _LEAF and target[0].variable in parameter_names:
                     leaving.setdefault(parameter_names[target[0].variable], []).append((inner, index))
@@ -264,9 +288,10 @@ class Recorder(Watcher):
 
     def _comes(self, call: _Call, name: str, index: int, gradients: Any) -> None:
         if self._active and has_bits(gradients[index]):
-            named = f"gradient of {name}"
-            call.gradients = [gradient for gradient in call.gradients if gradient[0] != named]
-            call.gradients += self.read([(named, gradients[index])])
+            label = f"gradient of {name}"
+            # A second backward pass through one graph replaces what the first one brought.
+            call.gradients = [gradient for gradient in call.gradients if gradient[0] != label]
+            call.gradients += self.read([(label, gradients[index])])
 
     def _leaves(self, call: _Call, index: int, operation: str, gradients: Any, _: Any) -> None:
         if self._active and has_bits(gradients[index]):
@@ -293,103 +318,69 @@ class Recorder(Watcher):
         if not self._active:
             return
         inputs = self.read([("input", seen.original)])
-        outputs = _parts("output", seen.quantized)
+        outputs = _operand_tensors("output", seen.quantized)
         quantizer = seen.quantized.quantizer
         _, text = self._quantizers.get(id(quantizer)) or (None, str(quantizer))
         self._quantizers[id(quantizer)] = quantizer, text  # kept, so that no other takes its identity
         facts = [("quantizer", text)]
-        facts += [("random key", _key(key)) for key in seen.keys[:3] if key is not None]
+        for key in seen.keys[:3]:
+            if key is not None:
+                seed, offset = key if isinstance(key, RandomKey) else key.tolist()  # type: ignore[union-attr]
+                facts.append(("random key", f"seed {seed}, offset {offset}"))
         self.record(*self.where(), seen.name, inputs, outputs, lambda: facts)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
         """Run a product and see it."""
         if not self._active:
             return run()
-        inputs = self.read((*_parts("a", a), *_parts("b", b), ("bias", bias)))
+        inputs = self.read((*_operand_tensors("a", a), *_operand_tensors("b", b), ("bias", bias)))
         with seen_calls() as calls:
             y = run()
-        sizes = y.shape[0], y.shape[1], a.elements.shape[1]
-        self.record(*self.where(), name, inputs, [("output", y)], partial(_product_facts, calls, sizes))
+        (m, n), k = y.shape[:2], a.elements.shape[1]
+
+        def facts() -> list[tuple[str, str]]:
+            # Calls of a matrix unit alone have no sizes.
+            sized = ((call if call.m else replace(call, m=m, n=n, k=k), spec) for call, spec in calls.items())
+            return [row for call, spec in sized for row in _explain(call, spec)] or [("unit", "torch's own product")]
+
+        self.record(*self.where(), name, inputs, [("output", y)], facts)
         return y
 
 
-def inputs_of(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+def name_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors among a function's arguments with names."""
     if len(args) == 1:
-        yield from named("input", args[0])
+        yield from name_tensors("input", args[0])
     else:
         for index, x in enumerate(args):
-            yield from named(f"input {index}", x)
+            yield from name_tensors(f"input {index}", x)
     for key, x in kwargs.items():
-        yield from named(key, x)
+        yield from name_tensors(key, x)
 
 
-def named(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+def name_tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in tuples, lists and dicts with names."""
     if isinstance(x, Tensor):
         yield name, x
     elif isinstance(x, list | tuple):
         for index, item in enumerate(x):
-            yield from named(f"{name} {index}", item)
+            yield from name_tensors(f"{name} {index}", item)
     elif isinstance(x, dict):
         for key, item in x.items():
-            yield from named(f"{name} {key}", item)
+            yield from name_tensors(f"{name} {key}", item)
 
 
-def _parts(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:
+def _operand_tensors(name: str, x: Operand) -> tuple[tuple[str, Tensor | None], ...]:
     others = (("scale of the tensor", x.tensor_scale), ("scale", x.scale), ("rest", x.rest))
     return *((f"{name}, {label}", t) for label, t in others), (name, x.elements)
 
 
-def _bits(name: str, shape: tuple[int, ...], dtype: torch.dtype, found: Fingerprint) -> TensorBits:
-    amax, special = found.amax, ""
-    if amax is not None and not math.isfinite(amax):
-        special = "nan" if math.isnan(amax) else "inf"
-        amax = None
-    return TensorBits(
-        name=name, shape=shape, dtype=_name_of(dtype), hash=found.hash, parts=found.parts, amax=amax,
-        special=special,  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-def _kind(module: nn.Module) -> str:
-    return (module.original_class if isinstance(module, EmulatedModule) else type(module)).__name__
-
-
-def _facts_of(recipe: str | None, config: LinearConfig) -> list[tuple[str, str]]:
-    return [("runs", ": ".join(filter(None, (recipe, str(config)))))]
-
-
-def _product_facts(calls: dict[GemmCall, GemmSpec], sizes: tuple[int, int, int]) -> list[tuple[str, str]]:
-    m, n, k = sizes  # which calls of a unit alone do not have
-    sized = ((call if call.m else replace(call, m=m, n=n, k=k), spec) for call, spec in calls.items())
-    return [row for call, spec in sized for row in _explained(call, spec)] or [("unit", "torch's own product")]
-
-
 @lru_cache(maxsize=1024)
-def _explained(call: GemmCall, spec: GemmSpec) -> tuple[tuple[str, str], ...]:
+def _explain(call: GemmCall, spec: GemmSpec) -> tuple[tuple[str, str], ...]:
     return explained(call, spec).rows
 
 
-def _key(key: Key) -> str:
-    seed, offset = key if isinstance(key, RandomKey) else key.tolist()  # type: ignore[union-attr]
-    return f"seed {seed}, offset {offset}"
-
-
 _name_of = lru_cache(maxsize=64)(dtype_name)
-
-
-def _device(model: nn.Module) -> str:
-    simulated = [mode.target for mode in _get_current_dispatch_mode_stack() if isinstance(mode, simulate)]
-    if simulated:
-        return f"simulated {simulated[0]}"
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-@lru_cache(maxsize=1)
-def _versions() -> tuple[tuple[str, str], ...]:
-    return ("fmtsim", fmtsim.__version__), ("torch", torch.__version__)
 
 
 _NOTHING = ("aten::detach", "aten::alias", "aten::_unsafe_view", "prim::device")
@@ -540,16 +531,19 @@ class _Operators(OperatorMode):
         name = func._schema.name
         if func.is_view or name in _NOTHING:
             return func(*args, **kwargs)
-        inputs = self._recorder.read(inputs_of(args, kwargs))
+        if name == "fmtsim::gemm":
+            # Its first argument is the list of operands, whose tensors are named by their roles.
+            arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+            roles = dict(zip(Operands._fields, arguments.pop("operands"), strict=False))
+            inputs = self._recorder.read(name_arguments((), roles | arguments))
+        else:
+            inputs = self._recorder.read(name_arguments(args, kwargs))
         stored, facts = ({}, tuple) if not self._recorder.stores_all else stored_call(func, args, kwargs)
         y = func(*args, **kwargs)
-        outputs = [output for output in named("output", y) if has_bits(output[1])]
+        outputs = [pair for pair in name_tensors("output", y) if has_bits(pair[1])]
         if outputs:
-            facts = partial(_gemm_facts, args[1]) if name == "fmtsim::gemm" else facts
+            if name == "fmtsim::gemm":
+                spec = gemm_spec_from_json(args[1])
+                facts = lambda: [("datapath", describe(spec.datapath)), ("plan", str(spec.plan))]  # noqa: E731
             self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts, stored=stored)
         return y
-
-
-def _gemm_facts(text: str) -> list[tuple[str, str]]:
-    spec = gemm_spec_from_json(text)
-    return [("datapath", describe(spec.datapath)), ("plan", str(spec.plan))]

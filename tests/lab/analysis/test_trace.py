@@ -282,6 +282,18 @@ def test_views_have_their_own_shapes():
     assert forward["Flatten"].inputs[0].hash == forward["Flatten"].outputs[0].hash  # which is read once
 
 
+def test_operands_of_products_are_named_by_their_roles():
+    layer, x = nn.Linear(32, 16).bfloat16(), torch.ones(16, 32, dtype=torch.bfloat16)
+    for options, scales in (
+        ({"format": "mxfp8_e4m3", "target": "blackwell.tcgen05.mxf8f6f4"}, ["scale_a", "scale_b"]),
+        ({"format": "e4m3_tensor_amax", "target": "h200"}, ["row", "column"]),
+    ):
+        found = fmtsim.trace(fmtsim.convert(copy.deepcopy(layer), **options), x, level="aten")
+        products = [one for one in found.operations if one.operation == "fmtsim::gemm"]
+        names = [[bits.name for bits in one.inputs if bits.name != "bias"] for one in products]
+        assert names == [["a", "b", *scales]] * 2 and "plan" in dict(products[0].facts)
+
+
 def test_gradients_are_those_at_the_end():
     """Of a weight that is used twice, and of one that had a gradient before."""
     made = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
