@@ -89,7 +89,8 @@ def pack(codes: torch.Tensor, bits: int, *, validated: bool = False) -> torch.Te
     group = 8 // math.gcd(bits, 8)  # codes that end on a byte boundary together
     count = codes.shape[-1]
     narrow = bits < 8
-    padded = torch.nn.functional.pad(codes.to(torch.uint8 if narrow else _work_dtype(bits)), (0, -count % group))
+    work_dtype = torch.uint8 if narrow else torch.int32 if bits < 24 else torch.int64  # a code and a shifted byte fit
+    padded = torch.nn.functional.pad(codes.to(work_dtype), (0, -count % group))
     if narrow:
         return _pack_bytes(padded, bits, group)[..., : packed_size(count, bits)].contiguous()
     grouped = padded.unflatten(-1, (padded.shape[-1] // group, group))
@@ -143,7 +144,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         for k in range(1, group):
             codes |= (words << (8 - bits) * k) & (mask << 8 * k)
         return codes.view(torch.uint8).view(*grouped.shape[:-2], grouped.shape[-2] * group)[..., :count].contiguous()
-    grouped = grouped.to(_work_dtype(bits))
+    grouped = grouped.to(torch.int32 if bits < 24 else torch.int64)
     codes = torch.stack([_code(grouped, k, bits) for k in range(group)], dim=-1)
     return codes.to(code_dtype(bits)).flatten(-2)[..., :count].contiguous()
 
@@ -178,11 +179,6 @@ def _code(grouped: torch.Tensor, k: int, bits: int) -> torch.Tensor:
         shift = 8 * j - k * bits
         code |= grouped[..., j] << max(shift, 0) >> max(-shift, 0)
     return code & ((1 << bits) - 1)
-
-
-def _work_dtype(bits: int) -> torch.dtype:
-    """Return a dtype in which a code and a byte shifted by less than a code's width fit."""
-    return torch.int32 if bits < 24 else torch.int64
 
 
 def _require_bits(bits: int) -> None:

@@ -126,7 +126,10 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, StoredTensor],
     if checksum != expected:
         raise DataError(f"{path}: the checksum is {checksum}, the file says {expected}; it is corrupt, write it again")
     # 3. tensors, which fill the payload
-    tensors = {name: _tensor(path, name, entry, payload) for name, entry in header.items()}
+    tensors = {}
+    for name, entry in header.items():
+        tag, shape, (first, end) = _checked(path, name, entry)
+        tensors[name] = StoredTensor(tag, shape, payload[first:end])
     if sum(len(tensor.data) for tensor in tensors.values()) != len(payload):
         raise DataError(f"{path}: tensors of the header share bytes or leave some out; it is corrupt")
     return tensors, metadata
@@ -187,12 +190,6 @@ def _is_entry(entry: Any) -> bool:
     if not isinstance(shape, list) or not isinstance(offsets, list) or not isinstance(entry["dtype"], str):
         return False
     return len(offsets) == 2 and all(type(one) is int and 0 <= one < 1 << 63 for one in shape + offsets)
-
-
-def _tensor(path: Path, name: str, entry: Any, payload: memoryview) -> StoredTensor:
-    """Cut one tensor out of the bytes."""
-    tag, shape, (start, end) = _checked(path, name, entry)
-    return StoredTensor(tag, shape, payload[start:end])
 
 
 def _checked(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:

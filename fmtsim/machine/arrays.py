@@ -23,7 +23,7 @@ from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
 
 
-def chain_of(unit: str, fmt: str | torch.dtype, instruction_k: int | None = None) -> GemmSpec:
+def chain_spec(unit: str, fmt: str | torch.dtype, instruction_k: int | None = None) -> GemmSpec:
     """Return the chain of a unit's instructions, with sums in float32, for operands of a format; or of shorter ones."""
     record = get_format(fmt)
     call = gemm_call("mm", (record, record), (0, 0, 0), torch.float32, target=unit, accumulate="fp32")  # type: ignore[arg-type]

@@ -15,9 +15,8 @@ from torch.nn.functional import pad
 from fmtsim.cpu.runtime.jit import fma32, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import mufu
-from fmtsim.machine.arrays import LN2, LOG2E, SIXTEEN_BITS, canonical, chain_of, flush, product, put, read, words_of
+from fmtsim.machine.arrays import LN2, LOG2E, SIXTEEN_BITS, canonical, chain_spec, flush, product, put, read, words_of
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
-from fmtsim.spec.gemm_spec import GemmSpec
 
 _QUERIES, _KEYS = 128, 128  # a tile; rows of scores do not depend on how many queries are computed at once
 _HEADS = 128  # at once
@@ -113,7 +112,7 @@ def forward(
     _check(q, k, v, dropout)
     if mask is not None or q.shape[-2] == 1:
         raise UnknownOrder("attention with a mask tensor or of one query, tile by tile")
-    (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], chain_of("hopper.wgmma", q.dtype)
+    (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], chain_spec("hopper.wgmma", q.dtype)
     factor = float32((scale or d**-0.5) * math.log2(math.e))
     # tiles above the diagonal add zeros, unless v holds NaN or Inf
     skips = causal and _is_tame(v)
@@ -122,31 +121,25 @@ def forward(
     for head in range(0, len(q), _HEADS):
         some = slice(head, head + _HEADS)
         for row in range(0, queries, _QUERIES):
+            # 1. a tile of queries, which see keys before `ends` alone
             rows = q[some, row : row + _QUERIES]
             ends = min(keys, row + rows.shape[1]) if skips else keys
-            _forward_rows(rows, k[some], v[some], row, ends, causal, factor, spec, output[some], logsumexp[some])
+            largest, sums = np.empty(rows.shape[:2], np.float32), np.empty((*rows.shape[:2], 4), np.float32)
+            acc, work = torch.zeros(0, 0, 0), 16 * rows.shape[1] * _KEYS
+            # 2. the keys, a tile after the other
+            for column in range(0, ends, _KEYS):
+                first, tile = column == 0, slice(column, column + _KEYS)
+                scores = product(rows, k[some, tile], spec)
+                p = torch.empty(scores.shape, dtype=q.dtype)
+                arrays = scores.numpy(), factor, row, column, causal, first, largest, sums, acc.numpy(), words_of(p)
+                run(lambda i, j: _probabilities(*arrays, i, j), len(rows), 1, work)  # noqa: B023
+                acc = product(p, v[some, tile].mT, spec, c=None if first else acc)
+            # 3. the output, and the logarithms of the sums
+            skipped = -(-ends // _KEYS) < -(-keys // _KEYS)
+            done = acc.numpy(), largest, sums, skipped, row, words_of(output[some]), logsumexp[some].numpy()
+            run(lambda i, j: _finish(*done, i, j), len(rows), 1, rows.shape[1] * d)  # noqa: B023
     output = _stored(output.view(batch, heads, queries, d))
     return output, logsumexp.view(batch, heads, queries)
-
-
-def _forward_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: int, ends: int, causal: bool, factor: float32,
-    spec: GemmSpec, output: torch.Tensor, logsumexp: torch.Tensor,
-) -> None:  # fmt: skip
-    """Write the output of a tile of queries, which see keys before ``ends`` alone, of some heads."""
-    heads, queries, d = q.shape
-    largest, sums = np.empty((heads, queries), np.float32), np.empty((heads, queries, 4), np.float32)
-    acc, work = torch.zeros(0, 0, 0), 16 * queries * _KEYS
-    for column in range(0, ends, _KEYS):
-        first, tile = column == 0, slice(column, column + _KEYS)
-        scores = product(q, k[:, tile], spec)
-        p = torch.empty(scores.shape, dtype=q.dtype)
-        arrays = scores.numpy(), factor, row, column, causal, first, largest, sums, acc.numpy(), words_of(p)
-        run(lambda i, j: _probabilities(*arrays, i, j), heads, 1, work)  # noqa: B023
-        acc = product(p, v[:, tile].mT, spec, c=None if first else acc)
-    skipped = -(-ends // _KEYS) < -(-k.shape[1] // _KEYS)
-    done = acc.numpy(), largest, sums, skipped, row, words_of(output), logsumexp.numpy()
-    run(lambda i, j: _finish(*done, i, j), heads, 1, queries * d)
 
 
 @kernel
@@ -226,7 +219,7 @@ def backward(
     low = logsumexp[logsumexp > -math.inf]
     if bias is not None and keys % _KEYS == _KEYS // 2 and bool((low < -8).any()):
         raise UnknownOrder(f"the gradient of q for {keys} keys and rows that a mask makes negative throughout")
-    factor, spec = float32(scale or d**-0.5), chain_of("hopper.wgmma", q.dtype)
+    factor, spec = float32(scale or d**-0.5), chain_spec("hopper.wgmma", q.dtype)
     skips = causal and _is_tame(g, q, k, v, output)
     to_tile = lambda x: pad(_heads(x, heads), (0, 0, 0, -x.shape[2] % 64))  # noqa: E731
     g, q, k, v, output = map(to_tile, (g, q, k, v, output))
@@ -238,11 +231,34 @@ def backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for head in range(0, len(q), _HEADS // 4):
         some = slice(head, head + _HEADS // 4)
-        _backward_heads(
-            g[some], q[some], k[some], v[some], output[some], lse[some], biases[some], factor, causal, skips,
-            (queries, keys), spec,
-            dq[some], dk[some], dv[some],
-        )  # fmt: skip
+        g_some, q_some, k_some, v_some, output_some = (x[some] for x in (g, q, k, v, output))
+        count, rows_in_all = q_some.shape[:2]
+        delta, total = np.empty((count, rows_in_all), np.float32), torch.zeros(count, rows_in_all, d)
+        words = words_of(g_some), words_of(output_some)
+        run(lambda i, j: _dot_products(*words, delta, i, j), count, 1, rows_in_all * d)  # noqa: B023
+        # a tile of keys after the other: the last one first, as dQ is added
+        last = (k_some.shape[1] - 1) // _KEYS * _KEYS
+        for column in range(last, -1, -_KEYS):
+            # 1. scores, and dP = dO V^T; above the diagonal P and dS are zeros
+            tile, row = slice(column, column + _KEYS), min(column, rows_in_all) if skips else 0
+            if row == rows_in_all:
+                dk[some, tile] = dv[some, tile] = 0
+                continue
+            scores = product(q_some[:, row:], k_some[:, tile], spec)
+            dp = product(g_some[:, row:], v_some[:, tile], spec)
+            p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
+            arrays = (
+                scores.numpy(), dp.numpy(), lse[some], biases[some], delta, factor, row, column, causal,
+                (queries, keys), words_of(p), words_of(ds),
+            )  # fmt: skip
+            run(lambda i, j: _score_gradients(*arrays, i, j), count, 1, 32 * scores[0].numel())  # noqa: B023
+            # 2. dV = P^T dO; dK = dS^T Q
+            dv[some, tile] = product(p.mT, g_some[:, row:].mT, spec)
+            dk[some, tile] = product(ds.mT, q_some[:, row:].mT, spec)
+            # 3. dQ = dS K, a chain for each 128 keys
+            part = product(ds, k_some[:, tile].mT, spec)
+            total[:, row:] = part if column == last else total[:, row:] + part
+        dq[some] = total
     dq, dk, dv = dq[:, :queries], dk[:, :keys], dv[:, :keys]
     # groups: the gradients of each head, rounded, are added in float32
     if key_heads < heads:
@@ -256,35 +272,3 @@ def _grouped(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype)
     run(lambda i, j: _sum_groups(words_of(x), words_of(y), i, j), len(x), 1, x[0].numel())
     return y
-
-
-def _backward_heads(
-    g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: np.ndarray,
-    bias: np.ndarray, factor: float32, causal: bool, skips: bool, ends: tuple[int, int], spec: GemmSpec,
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-) -> None:  # fmt: skip
-    """Write the gradients of some heads, a tile of keys after the other: the last one first, as dQ is added."""
-    heads, queries, d = q.shape
-    delta, total = np.empty((heads, queries), np.float32), torch.zeros(heads, queries, d)
-    run(lambda i, j: _dot_products(words_of(g), words_of(output), delta, i, j), heads, 1, queries * d)
-    keys = k.shape[1]
-    last = (keys - 1) // _KEYS * _KEYS
-    for column in range(last, -1, -_KEYS):
-        # 1. scores, and dP = dO V^T; above the diagonal P and dS are zeros
-        tile, row = slice(column, column + _KEYS), min(column, queries) if skips else 0
-        if row == queries:
-            dk[:, tile] = dv[:, tile] = 0
-            continue
-        scores, dp = product(q[:, row:], k[:, tile], spec), product(g[:, row:], v[:, tile], spec)
-        p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
-        arrays = (
-            scores.numpy(), dp.numpy(), lse, bias, delta, factor, row, column, causal, ends, words_of(p), words_of(ds),
-        )  # fmt: skip
-        run(lambda i, j: _score_gradients(*arrays, i, j), heads, 1, 32 * scores[0].numel())  # noqa: B023
-        # 2. dV = P^T dO; dK = dS^T Q
-        dv[:, tile] = product(p.mT, g[:, row:].mT, spec)
-        dk[:, tile] = product(ds.mT, q[:, row:].mT, spec)
-        # 3. dQ = dS K, a chain for each 128 keys
-        part = product(ds, k[:, tile].mT, spec)
-        total[:, row:] = part if column == last else total[:, row:] + part
-    dq.copy_(total)

@@ -61,7 +61,7 @@ def product(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None = None, res
     """
     a_triples, b_triples = _triples(a, "sbb", residue_first), _triples(b, "bsb", residue_first)
     acc = np.zeros((*a.shape[:2], b.shape[1]), np.float32) if acc_f32 is None else acc_f32
-    spec = arrays.chain_of("hopper.mma", "tf32")
+    spec = arrays.chain_spec("hopper.mma", "tf32")
     ends = [*range(3, a_triples.shape[2], 3 * _K_TILE // _STEP), a_triples.shape[2]]
     for start, end in zip([0, *ends], ends, strict=False):
         lhs, rhs = (
@@ -75,7 +75,7 @@ def _products(dtype: torch.dtype) -> Callable:
     """Return ``product`` for operands of a dtype: in 16 bits a chain of steps of 8 elements of K, from acc on."""
     if dtype not in SIXTEEN_BITS:
         return product
-    spec = arrays.chain_of("hopper.wgmma", dtype, _STEP)
+    spec = arrays.chain_spec("hopper.wgmma", dtype, _STEP)
 
     def multiply(a: np.ndarray, b: np.ndarray, acc_f32: np.ndarray | None = None, residue_first: bool = False) -> Any:
         a16, b16 = (torch.from_numpy(np.ascontiguousarray(x)).to(dtype) for x in (a, b))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from fmtsim.machine.arrays import SIXTEEN_BITS, chain_of, product, tree
+from fmtsim.machine.arrays import SIXTEEN_BITS, chain_spec, product, tree
 from fmtsim.machine.reduce import reduce
 from fmtsim.machine.unknown import UnknownOrder
 
@@ -101,8 +101,8 @@ def order_of(which: str, shape: Shape, dtype: torch.dtype) -> Order:
 def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
     """Return the sums of [M, K] and [N, K] in float32, along K as they lie."""
     if order.unit == "fma":
-        return product(a.float(), b.float(), chain_of("fp32_fma", torch.float32))
-    return product(a, b, chain_of("hopper.mma", a.dtype))
+        return product(a.float(), b.float(), chain_spec("fp32_fma", torch.float32))
+    return product(a, b, chain_spec("hopper.mma", a.dtype))
 
 
 def _stored(y: torch.Tensor, order: Order, dtype: torch.dtype) -> torch.Tensor:
@@ -124,13 +124,6 @@ def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     (top, left), (rows, columns), (down, right) = shape.padding, shape.kernel, shape.stride
     x = pad(x, (left, left, top, top)).unfold(2, rows, down).unfold(3, columns, right)
     return x.permute(0, 2, 3, 4, 5, 1).reshape(-1, rows * columns, shape.channels)
-
-
-def _forward(x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
-    order = order_of("forward", shape, x.dtype)
-    filters = weight.permute(0, 2, 3, 1).reshape(shape.outputs, -1, shape.channels)
-    y = _stored(_product(_in_order(_windows(x, shape), order), _in_order(filters, order), order), order, x.dtype)
-    return y.view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()
 
 
 def _input_gradient(g: torch.Tensor, weight: torch.Tensor, columns: int, shape: Shape) -> torch.Tensor:
@@ -217,7 +210,11 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     Raises:
         UnknownOrder: A shape, dtype or layout without a recorded order.
     """
-    y = _forward(_rows(x), _rows(weight), _shape(x, weight, options))
+    shape = _shape(x, weight, options)
+    order = order_of("forward", shape, x.dtype)
+    filters = _rows(weight).permute(0, 2, 3, 1).reshape(shape.outputs, -1, shape.channels)
+    sums = _product(_in_order(_windows(_rows(x), shape), order), _in_order(filters, order), order)
+    y = _stored(sums, order, x.dtype).view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()
     y = y if x.ndim == 4 else y.squeeze(2)
     return y if bias is None else y + bias.detach().view(-1, *[1] * (x.ndim - 2))
 

@@ -158,10 +158,6 @@ def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, s
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
-def _stable_sort(x: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: Any = None) -> Any:
-    return torch.sort(x, dim=dim, descending=descending, stable=True)
-
-
 STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too: the host's order of equal elements is another
 
 
@@ -277,7 +273,9 @@ KNOWN: dict[Any, Callable] = {
         x, order, dim, keepdim, dtype or x.dtype
     ),
     _ATEN.topk: _stable_topk,
-    _ATEN.sort: _stable_sort,
+    _ATEN.sort: lambda x, dim=-1, descending=False, *, stable=None: torch.sort(
+        x, dim=dim, descending=descending, stable=True
+    ),
     **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
@@ -351,7 +349,7 @@ def _grouped_mm(
         if p.numel() == 0 or q.numel() == 0:
             return torch.zeros(p.shape[0], q.shape[1], dtype=p.dtype)
         if p.dtype == torch.bfloat16:
-            return arrays.product(p, q.mT, arrays.chain_of("hopper.wgmma", p.dtype), dtype=p.dtype)
+            return arrays.product(p, q.mT, arrays.chain_spec("hopper.wgmma", p.dtype), dtype=p.dtype)
         try:
             return _known_product(mm, p, q, target=target)
         except Guess as guess:

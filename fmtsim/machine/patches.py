@@ -50,13 +50,8 @@ def _to(dtype: torch.dtype, *arguments: Any) -> Any:
     return tree_map(lambda x: x.to(dtype) if _is_cast(x) else x, arguments)
 
 
-def to_lower(*arguments: Any) -> Any:
-    """Return arguments, their floating-point tensors but float64's in autocast's dtype."""
-    return _to(torch.get_autocast_dtype("cpu"), *arguments)
-
-
 def _lower(operator: Callable, args: Any, kwargs: Any) -> Any:
-    args, kwargs = to_lower(args, kwargs)
+    args, kwargs = _to(torch.get_autocast_dtype("cpu"), args, kwargs)
     return operator(*args, **kwargs)
 
 
@@ -252,7 +247,7 @@ def _attention(
     A mask that takes a gradient goes to the memory-efficient kernel.
     """
     if torch.is_autocast_enabled("cpu"):
-        query, key, value, attn_mask = to_lower(query, key, value, attn_mask)
+        query, key, value, attn_mask = _to(torch.get_autocast_dtype("cpu"), query, key, value, attn_mask)
     backends = torch.backends.cuda
     kernels = backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled
     if _takes_efficient(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):

@@ -27,7 +27,7 @@ from fmtsim.formats.packing import code_dtype, pack, unpack
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.optim.rules import square_root
-from fmtsim.rounding.codebooks import thresholds_of
+from fmtsim.rounding.codebooks import codebook_thresholds
 from fmtsim.rounding.elementary import ln
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import CastSpec, EncodedParts, RandomKey
@@ -218,7 +218,7 @@ def _decoded(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _thresholds(fmt: CodebookFormat, ties: str, device: torch.device) -> Tensor:
-    return torch.tensor(thresholds_of(fmt, ties), device=device)
+    return torch.tensor(codebook_thresholds(fmt, ties), device=device)
 
 
 def _rows(x: Tensor, fmt: StateFormat) -> Tensor:

@@ -89,7 +89,7 @@ class PtqReport(Result):
     @property
     def summary(self) -> str:
         """One line: the recipe, the share of the weights that is quantised, and what is left."""
-        return f"{self.recipe}: {share_of(self.coverage, 'quantised')}"
+        return f"{self.recipe}: {coverage_text(self.coverage, 'quantised')}"
 
     def __getitem__(self, name: str) -> PtqRow:
         rows = [row for row in self.rows if row.name == name]
@@ -108,7 +108,7 @@ class PtqReport(Result):
         where = f" {self.machine}" if self.machine else ""
         total = f"{len(self.rows)} weights by {self.recipe}{where} in {self.seconds:.1f} s"
         lines = [total + (f"; equalised {', '.join(self.equalised)}" if self.equalised else "")]
-        lines += [share_of(self.coverage, "quantised").partition(";")[0]] if self.coverage.raw else []
+        lines += [coverage_text(self.coverage, "quantised").partition(";")[0]] if self.coverage.raw else []
         lines += [f"attention: {self.attention}"] if self.attention else []
         lines += [f"rounded, too: {some(self.extended)}"] if self.extended else []
         lines += [f"calibration never ran {some(self.unreached)}: {UNREACHED}"] if self.unreached else []
@@ -168,7 +168,7 @@ def coverage_of_weights(model: nn.Module, done: Container[str]) -> Coverage:
     return replace(found, simulated=found.total - sum(row.multiply_adds for row in raw), raw=raw)
 
 
-def share_of(coverage: Coverage, done: str) -> str:
+def coverage_text(coverage: Coverage, done: str) -> str:
     """Return in words which share of the weights that products read is quantised, or coded, and what is not."""
     rest = f"; left: {coverage.left()}" if coverage.raw else ""
     return f"{percent(coverage.simulated, coverage.total)} of the weights that products read {done}{rest}"
@@ -206,7 +206,7 @@ def _inside(name: str, model: nn.Module) -> bool:
     return bool(name) and isinstance(model.get_submodule(name.rpartition(".")[0]), EmulatedModule)
 
 
-def row_of(slot: Slot, methods: str) -> PtqRow:
+def report_row(slot: Slot, methods: str) -> PtqRow:
     """Return the row of a weight that was measured."""
     part = slot.parts[0]
     assert slot.quantised is not None

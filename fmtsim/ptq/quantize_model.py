@@ -26,7 +26,7 @@ from fmtsim.nn.multihead_attention import convert_attention, revert_attention
 from fmtsim.nn.planning import machine_options
 from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.ptq.calibrate import Part, batches_of, call, check_model, evaluating, row_major
-from fmtsim.ptq.ptq_report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, row_of, tied
+from fmtsim.ptq.ptq_report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, report_row, tied
 from fmtsim.ptq.ptq_state import Quantised, RoundedWeight, contract, extend
 from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
 from fmtsim.ptq.steps import (
@@ -161,7 +161,7 @@ def ptq(
                     coded = recipe.weights is not None and slot.quantizer.format is not None
                     methods = [str(recipe.smooth)] * (slot.parts[0].name in smoothed) + [str(recipe.weights)] * coded
                     methods += ["bias correction"] * (recipe.bias_correction and bias_corrects(slot))
-                    rows.append(row_of(slot, ", ".join(methods)))
+                    rows.append(report_row(slot, ", ".join(methods)))
                 # What the weights of layers with one matrix are rounded with, before they are overwritten.
                 for slot in products.slots.values():
                     for part in slot.parts:

@@ -210,22 +210,17 @@ def equalise(model: nn.Module, settings: Equalise) -> list[str]:
             f"{type(model).__name__} has no layers to equalise: no nn.Sequential holds two with ReLU between them; "
             "name them in Equalise(pairs=(('fc1', 'fc2'),))"
         )
-    for _ in range(settings.rounds):
-        for _, first, second in pairs:
-            _equalise_pair(first, second)
+    for _, first, second in pairs * settings.rounds:
+        with torch.no_grad():
+            into = second.weight if second.weight.dim() == 2 else second.weight.flatten(2)
+            r1 = first.weight.abs().flatten(1).amax(1)
+            r2 = into.abs().amax(0) if into.dim() == 2 else into.abs().amax((0, 2))
+            s = torch.where((r1 > 0) & (r2 > 0), (r1.double() / r2.double()).sqrt(), 1.0).to(r1.dtype)
+            first.weight.div_(s.reshape(-1, *(1,) * (first.weight.dim() - 1)))
+            if first.bias is not None:
+                first.bias.div_(s)
+            second.weight.mul_(s.reshape(1, -1, *(1,) * (second.weight.dim() - 2)))
     return [name for name, _, _ in pairs]
-
-
-@torch.no_grad()
-def _equalise_pair(first: Any, second: Any) -> None:
-    into = second.weight if second.weight.dim() == 2 else second.weight.flatten(2)
-    r1 = first.weight.abs().flatten(1).amax(1)
-    r2 = into.abs().amax(0) if into.dim() == 2 else into.abs().amax((0, 2))
-    s = torch.where((r1 > 0) & (r2 > 0), (r1.double() / r2.double()).sqrt(), 1.0).to(r1.dtype)
-    first.weight.div_(s.reshape(-1, *(1,) * (first.weight.dim() - 1)))
-    if first.bias is not None:
-        first.bias.div_(s)
-    second.weight.mul_(s.reshape(1, -1, *(1,) * (second.weight.dim() - 2)))
 
 
 def _named(model: nn.Module, names: tuple[tuple[str, str], ...]) -> list[tuple[str, Any, Any]]:

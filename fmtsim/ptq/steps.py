@@ -287,7 +287,16 @@ def install(products: Products, correct_bias: bool) -> set[str]:
                     if scale is not None:
                         setattr(memory, name, scale)
         slot.w.copy_(slot.quantised)
-        if correct_bias and _correct(slot):
+        if correct_bias and bias_corrects(slot) and slot.error is not None:  # none was measured where no data went
+            # the mean error of a layer's outputs is added to its bias; layers without one get one
+            owner: Any = slot.parts[0].module
+            if owner.bias is None:
+                outputs = getattr(owner, "out_features", None) or owner.out_channels
+                bias = torch.zeros(outputs, dtype=slot.w.dtype, device=slot.w.device)
+                owner.bias = nn.Parameter(bias, requires_grad=False)
+            moved, dims = slot.w.storage_offset() - owner.weight.storage_offset(), owner.weight.dim()
+            row = moved // owner.weight.stride(0) if dims > 2 else 0
+            owner.bias[row : row + slot.w.shape[0]] += (slot.error / slot.seen).to(owner.bias.dtype)
             corrected.add(slot.name)
     for part in products.parts.values():
         if part.top is not None:
@@ -343,21 +352,6 @@ def bias_corrects(slot: Slot) -> bool:
     part = slot.parts[0]
     sums = isinstance(part.module, EmulatedConvTranspose | EmulatedBilinear)  # of products are their outputs
     return not (part.part or len(slot.parts) > 1 or sums) and hasattr(part.module, "bias")
-
-
-def _correct(slot: Slot) -> bool:
-    """Add the mean error of a layer's outputs to its bias; layers without one get one."""
-    module: Any = slot.parts[0].module
-    if not bias_corrects(slot) or slot.error is None:  # no error was measured where no data went
-        return False
-    if module.bias is None:
-        outputs = getattr(module, "out_features", None) or module.out_channels
-        module.bias = nn.Parameter(torch.zeros(outputs, dtype=slot.w.dtype, device=slot.w.device), requires_grad=False)
-    parameter = module.weight
-    first = (slot.w.storage_offset() - parameter.storage_offset()) // parameter.stride(0) if parameter.dim() > 2 else 0
-    rows = slice(first, first + slot.w.shape[0])
-    module.bias[rows] += (slot.error / slot.seen).to(module.bias.dtype)
-    return True
 
 
 def measure_batch_norm(model: nn.Module, batches: list[Any], show: Progress) -> int:

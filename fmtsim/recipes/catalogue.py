@@ -124,13 +124,6 @@ def _bitnet(*, paper: bool) -> LinearConfig:
     return layer(cast("int8", tokens), cast("int2", ternary), HIGH, w_back=FORWARD, x_back=FORWARD)
 
 
-def _qat() -> LinearConfig:
-    weights = Scaling(block=(1, 32), top=7.5, arithmetic="reciprocal", input_scale=True)
-    return layer(
-        cast("uint8_channel_zp"), cast("int4_full", weights), HIGH, w_back=FORWARD, x_back=FORWARD, dequantized=True
-    )  # fmt: skip
-
-
 def _rows() -> Quantizer:
     return cast("int8", _ROW)
 
@@ -183,7 +176,14 @@ _INTEGERS = (
     Recipe(
         name="ao_int4_qat",
         machine=HOPPER,
-        linear=_qat(),
+        linear=layer(
+            cast("uint8_channel_zp"),
+            cast("int4_full", Scaling(block=(1, 32), top=7.5, arithmetic="reciprocal", input_scale=True)),
+            HIGH,
+            w_back=FORWARD,
+            x_back=FORWARD,
+            dequantized=True,
+        ),
         source="torchao 36027d8, 8da4w: weights in groups of 32, activations by token with a zero point",
         notes="scales of weights are 2^-126 at least, as in the source; torchao before 0.18 took the dtype's eps, "
         "2^-23 of float32. Those of activations are float32 of 2^-126 at least; the source's are computed in x's "

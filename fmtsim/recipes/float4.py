@@ -45,9 +45,7 @@ def _nvfp4() -> LinearConfig:
     )  # fmt: skip
 
 
-def _four_six(x: str, w: str) -> LinearConfig:
-    gradient = cast("nvfp4", rounding=_NVFP4_STOCHASTIC)
-    return layer(cast(x), cast(w), gradient, w_back=FORWARD, casts_weight=False)
+_GRADIENT = cast("nvfp4", rounding=_NVFP4_STOCHASTIC)
 
 
 def _two_ways() -> tuple[Recipe, ...]:
@@ -236,7 +234,7 @@ RECIPES = (
         Recipe(
             name=name,
             machine=BLACKWELL,
-            linear=_four_six(x, w),
+            linear=layer(cast(x), cast(w), _GRADIENT, w_back=FORWARD, casts_weight=False),
             source=f"{_TE} with nvfp4_4over6={scope!r}, its scales to 256, errors by {metric}, without rotations",
         )
         for name, scope, metric, x, w in (

@@ -45,7 +45,8 @@ def _cells(quantizer: Quantizer) -> tuple[str, ...]:
     while step is not None:
         formats.append("high precision" if step.format is None else step.format.name)
         scales.append(_scale(step))
-        roundings.append("" if step.format is None else str(step.rounding.mode) + _bits(step))
+        drawn = "" if step.rounding.random_bits is None else f" ({step.rounding.random_bits} bits)"
+        roundings.append("" if step.format is None else str(step.rounding.mode) + drawn)
         step = step.then
     transforms = "; ".join(map(str, quantizer.transforms))
     gradient = str(quantizer.gradient)
@@ -53,11 +54,6 @@ def _cells(quantizer: Quantizer) -> tuple[str, ...]:
         _SOURCES[quantizer.source], transforms, " > ".join(formats), " > ".join(scales), " > ".join(roundings),
         "" if gradient == "straight through" else gradient,
     )  # fmt: skip
-
-
-def _bits(quantizer: Quantizer) -> str:
-    bits = quantizer.rounding.random_bits
-    return f" ({bits} bits)" if bits is not None else ""
 
 
 def _scale(quantizer: Quantizer) -> str:

@@ -36,7 +36,7 @@ class Table(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def thresholds_of(fmt: CodebookFormat, ties: str) -> np.ndarray:
+def codebook_thresholds(fmt: CodebookFormat, ties: str) -> np.ndarray:
     """Return the least float32 number that rounds above each code but the last, in order.
 
     Half-way is ``fl(fl(a + b) / 2)`` for neighbours a < b with ties to even codes, as bitsandbytes' search has it;
@@ -48,19 +48,17 @@ def thresholds_of(fmt: CodebookFormat, ties: str) -> np.ndarray:
         middle = (low + high) * np.float32(0.5)
         above = np.nextafter(middle, np.float32(np.inf), dtype=np.float32)
         return np.where(np.arange(low.size) % 2 == 1, middle, above).astype(np.float32)
-    return np.array([_least_up(a, b) for a, b in zip(low, high, strict=True)], np.float32)
-
-
-def _least_up(low: np.float32, high: np.float32) -> np.float32:
-    """Search the float32 numbers near the middle for the first whose distance from low is half a step or more."""
-    half = np.float32(high - low) * np.float32(0.5)
-    x = np.float32(low + half)
-    down, up = np.float32(-np.inf), np.float32(np.inf)
-    while np.float32(x - low) >= half:
-        x = np.nextafter(x, down, dtype=np.float32)
-    while np.float32(x - low) < half:
-        x = np.nextafter(x, up, dtype=np.float32)
-    return x
+    thresholds, down, up = [], np.float32(-np.inf), np.float32(np.inf)
+    for a, b in zip(low, high, strict=True):
+        # of the float32 numbers near the middle the first whose distance from a is half a step or more
+        half = np.float32(b - a) * np.float32(0.5)
+        x = np.float32(a + half)
+        while np.float32(x - a) >= half:
+            x = np.nextafter(x, down, dtype=np.float32)
+        while np.float32(x - a) < half:
+            x = np.nextafter(x, up, dtype=np.float32)
+        thresholds.append(x)
+    return np.array(thresholds, np.float32)
 
 
 @lru_cache(maxsize=32)
@@ -70,7 +68,7 @@ def table_of(fmt: CodebookFormat, ties: str) -> Table:
     Raises:
         ArgumentError: The codebook has more than 256 values, or several thresholds in one bucket.
     """
-    thresholds = thresholds_of(fmt, ties)
+    thresholds = codebook_thresholds(fmt, ties)
     if len(fmt.values) > 256 or fmt.max > 1:
         raise ArgumentError(f"{fmt.name} has {len(fmt.values)} values up to {fmt.max:g}; kernels take 256 up to 1")
     keys = np.arange(BUCKETS, dtype=np.int64) + LOWEST_KEY

@@ -202,9 +202,15 @@ def quantize_matrix(
         [cut(rows_of, columns) for columns in spans(width, fmt.block[1])] for rows_of in spans(height, fmt.block[0])
     ]
     levels = fmt if isinstance(fmt, BlockFormat) and fmt.tensor_scale else None
-    shared: list[list[Any]] = (
-        [[None] * len(row) for row in blocks] if levels is None else _shared_amaxes(blocks, levels)
-    )
+    shared: list[list[Any]] = [[None] * len(row) for row in blocks]
+    if levels is not None:  # for each block the largest magnitude of what shares a scale of the second level with it
+        outer, inner = (n or 1 << 63 for n in levels.scaling.blocks_per_level)
+        largest: dict[tuple[int, int], Fraction] = {}
+        for i, row in enumerate(blocks):
+            for j, block in enumerate(row):
+                place = i // outer, j // inner
+                largest[place] = max(largest.get(place, Fraction(0)), clamped32(block.amax))
+        shared = [[largest[i // outer, j // inner] for j in range(len(row))] for i, row in enumerate(blocks)]
     results = [
         [_quantize_block(block, fmt, cast, amax) for block, amax in zip(*pair, strict=True)]
         for pair in zip(blocks, shared, strict=True)
@@ -230,8 +236,13 @@ def _quantize_block(
     block: _Block, fmt: BlockFormat | LogTileFormat, cast: _Cast, shared_amax: Fraction | None
 ) -> _Result:
     if isinstance(fmt, LogTileFormat):
-        magnitudes = [m for m in (clamped32(abs(Fraction(x))) for x in block.finite) if m]
-        low, step = _log_range(magnitudes, fmt) if magnitudes else (0.0, 0.0)
+        magnitudes, low, step = [m for m in (clamped32(abs(Fraction(x))) for x in block.finite) if m], 0.0, 0.0
+        if magnitudes:  # the lowest logarithm and the step, both float32
+            high = ln(float(max(magnitudes)))
+            floor = round_value(Fraction(high) - Fraction(LOG_RANGE), FP64, "nearest_even", "ieee")
+            low = rounded(max(ln(float(min(magnitudes))), floor), FP32)
+            span = Fraction(round_value(max(Fraction(high) - Fraction(low), Fraction(0)), FP64, "nearest_even", "ieee"))
+            step = rounded(round_value(span / (fmt.max_code - 1), FP64, "nearest_even", "ieee"), FP32)
         values = _log_values(low, step, fmt.max_code if magnitudes else 0)
         sign_bit = 1 << (fmt.bits - 1)
         codes = []
@@ -256,7 +267,18 @@ def _quantize_block(
             else min(results, key=lambda r: _error(block, r[0], r[1], fmt, shared_amax))[0]
         )
     if fmt.power_of_two:
-        scale = power_of_two(max(-127, min(127, _scale_exponent(block.amax, fmt))) if block.amax else -127)
+        # section 5: the exponent of one scale a block
+        amax, exponent, top = block.amax, -127, fmt.element.max_exponent
+        if amax and fmt.scale_rule == "floor":
+            exponent = floor_log2(amax) - top
+        elif amax and fmt.scale_rule == "ceil":
+            exponent = ceil_log2(amax) - top
+        elif amax and fmt.scale_rule == "even":
+            half_place = power_of_two(floor_log2(amax) - fmt.element.mantissa_bits - 1)  # type: ignore[union-attr]
+            exponent = floor_log2(amax + half_place) - top
+        elif amax and (product := rn32(clamped32(amax) * rn32(1 / Fraction(fmt.element.max)))):
+            exponent = ceil_log2(product)
+        scale = power_of_two(max(-127, min(127, exponent)))
         factor = 1 / scale
     else:
         m, a = rn32_or_infinite(Fraction(fmt.element.max)), clamped32(block.amax)
@@ -304,34 +326,7 @@ def _scaled_block(
     return _Result(float(scale), codes, [times(q, scale, cast.out) for q in elements], factor)
 
 
-# Section 5: one scale a block. What makes a scale also returns what elements are multiplied with.
-
-
-def _scale_exponent(amax: Fraction, fmt: BlockFormat) -> int:
-    top = fmt.element.max_exponent
-    if fmt.scale_rule == "floor":
-        return floor_log2(amax) - top
-    if fmt.scale_rule == "ceil":
-        return ceil_log2(amax) - top
-    if fmt.scale_rule == "even":
-        half_place = power_of_two(floor_log2(amax) - fmt.element.mantissa_bits - 1)  # type: ignore[union-attr]
-        return floor_log2(amax + half_place) - top
-    product = rn32(clamped32(amax) * rn32(1 / Fraction(fmt.element.max)))
-    return ceil_log2(product) if product else -127
-
-
 # Section 6: block scales, and one of the tensor, of a row or of a window.
-
-
-def _shared_amaxes(blocks: list[list[_Block]], fmt: BlockFormat) -> list[list[Fraction]]:
-    """Return for each block the largest magnitude of what shares a scale of the second level with it."""
-    outer, inner = (n or 1 << 63 for n in fmt.scaling.blocks_per_level)
-    largest: dict[tuple[int, int], Fraction] = {}
-    for i, row in enumerate(blocks):
-        for j, block in enumerate(row):
-            place = i // outer, j // inner
-            largest[place] = max(largest.get(place, Fraction(0)), clamped32(block.amax))
-    return [[largest[i // outer, j // inner] for j in range(len(row))] for i, row in enumerate(blocks)]
 
 
 def _shared_scales(results: list[list[_Result]], fmt: BlockFormat) -> float | list[list[float]]:
@@ -379,16 +374,6 @@ def _zero_point_block(block: _Block, fmt: BlockFormat, cast: _Cast) -> _Result:
 
 
 # Section 8: LogFMT tiles.
-
-
-def _log_range(magnitudes: list[Fraction], fmt: LogTileFormat) -> tuple[float, float]:
-    """Return the lowest logarithm and the step, both float32."""
-    high = ln(float(max(magnitudes)))
-    floor = round_value(Fraction(high) - Fraction(LOG_RANGE), FP64, "nearest_even", "ieee")
-    low = rounded(max(ln(float(min(magnitudes))), floor), FP32)
-    span = Fraction(round_value(max(Fraction(high) - Fraction(low), Fraction(0)), FP64, "nearest_even", "ieee"))
-    step = round_value(span / (fmt.max_code - 1), FP64, "nearest_even", "ieee")
-    return low, rounded(step, FP32)
 
 
 @lru_cache(maxsize=4096)

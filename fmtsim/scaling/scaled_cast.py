@@ -47,12 +47,24 @@ def transformed(x: Tensor, transform: Transform, signs: Any) -> tuple[Tensor, Te
         y = rows.clamp(low, high).reshape(x.shape)
         return y, x.float() - y.float() if transform.compensate else None
     if isinstance(transform, Sparsity):
-        if transform.tiles:
-            return torch.where(_in_tiles(x), x, 0.0), None
-        # the two largest of four neighbours in a row, the earlier of equal ones
-        fours = x.abs().reshape(x.shape[0], -1, 4)
-        indices = fours.sort(dim=-1, descending=True, stable=True).indices[..., :2]
-        mask = torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, indices, True)
+        if not transform.tiles:
+            # the two largest of four neighbours in a row, the earlier of equal ones
+            fours = x.abs().reshape(x.shape[0], -1, 4)
+            indices = fours.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+            mask = torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, indices, True)
+            return torch.where(mask.reshape(x.shape), x, 0.0), None
+        # of tiles of 4 x 4: elements, largest first, while their row and column have fewer than two
+        down, across = x.shape[0] // 4, x.shape[1] // 4
+        tiles = x.abs().reshape(down, 4, across, 4).transpose(1, 2).reshape(-1, 16)
+        mask, tile = torch.zeros_like(tiles, dtype=torch.bool), torch.arange(len(tiles), device=x.device)
+        in_row, in_column = (torch.zeros(len(tiles), 4, dtype=torch.int64, device=x.device) for _ in range(2))
+        for index in tiles.sort(dim=-1, descending=True, stable=True).indices.unbind(-1):
+            row, column = index // 4, index % 4
+            room = (in_row[tile, row] < 2) & (in_column[tile, column] < 2)
+            mask[tile, index] = room
+            in_row[tile, row] += room
+            in_column[tile, column] += room
+        mask = mask.reshape(down, across, 4, 4).transpose(1, 2)
         return torch.where(mask.reshape(x.shape), x, 0.0), None
     y = rotated(x, transform, signs)
     if transform.rounded is not None:
@@ -68,21 +80,6 @@ def rotated(x: Tensor, transform: Hadamard, signs: Any, *, inverse: bool = False
     size = transform.size or x.shape[dim]
     mask = random_signs(size, signs) if transform.signs == "random" else transform.signs
     return hadamard(x, size, mask, dim=dim, inverse=inverse)
-
-
-def _in_tiles(x: Tensor) -> Tensor:
-    """Return the mask of tiles of 4 x 4: elements, largest first, while their row and column have fewer than two."""
-    rows, columns = x.shape[0] // 4, x.shape[1] // 4
-    tiles = x.abs().reshape(rows, 4, columns, 4).transpose(1, 2).reshape(-1, 16)
-    mask, tile = torch.zeros_like(tiles, dtype=torch.bool), torch.arange(len(tiles), device=x.device)
-    in_row, in_column = (torch.zeros(len(tiles), 4, dtype=torch.int64, device=x.device) for _ in range(2))
-    for place in tiles.sort(dim=-1, descending=True, stable=True).indices.unbind(-1):
-        row, column = place // 4, place % 4
-        room = (in_row[tile, row] < 2) & (in_column[tile, column] < 2)
-        mask[tile, place] = room
-        in_row[tile, row] += room
-        in_column[tile, column] += room
-    return mask.reshape(rows, columns, 4, 4).transpose(1, 2).reshape(x.shape)
 
 
 Keys = tuple[RandomKey | None, RandomKey | None]

@@ -321,7 +321,7 @@ class Book(NamedTuple):
     least: float
 
 
-def book_of(fmt: StateFormat) -> Book | None:
+def state_codebook(fmt: StateFormat) -> Book | None:
     """Return the codebook of a state for kernels, None where they do not know its format."""
     element = fmt.format
     if not isinstance(element, CodebookFormat) or fmt.rule != "amax" or fmt.expand:

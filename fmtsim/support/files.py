@@ -37,9 +37,26 @@ def write_files(contents: Mapping[StrPath, Content | None]) -> None:
     """
     staged: dict[StrPath, Path] = {}
     try:
+        # 1. a temporary file beside the one that a path, or a link, leads to, or a file that is written
         for path, content in contents.items():
-            if content is not None:
-                _stage(path, content.encode() if isinstance(content, str) else content, staged)
+            data = content.encode() if isinstance(content, str) else content
+            if isinstance(data, Path):
+                if not os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
+                    staged[path] = data
+                    continue
+                data = data.read_bytes()  # a link may lead to another disk
+            if data is None:
+                continue
+            if os.path.exists(path) and not os.path.isfile(path):
+                Path(path).write_bytes(data)  # a device has no name to take; a folder fails here
+                continue
+            temporary = Path(os.path.realpath(path)).with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+            with open(temporary, "xb") as file:
+                staged[path] = temporary
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        # 2. all in their places
         for path, content in contents.items():
             if path in staged:
                 os.replace(staged[path], os.path.realpath(path))
@@ -54,24 +71,6 @@ def write_files(contents: Mapping[StrPath, Content | None]) -> None:
         for temporary in staged.values():
             with contextlib.suppress(OSError):
                 temporary.unlink()
-
-
-def _stage(path: StrPath, data: bytes | Path, staged: dict[StrPath, Path]) -> None:
-    """Write a temporary file beside the one that a path, or a link, leads to, or take a file that is written."""
-    if isinstance(data, Path):
-        if not os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
-            staged[path] = data
-            return
-        data = data.read_bytes()  # a link may lead to another disk
-    if os.path.exists(path) and not os.path.isfile(path):
-        Path(path).write_bytes(data)  # a device has no name to take; a folder fails here
-        return
-    temporary = Path(os.path.realpath(path)).with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    with open(temporary, "xb") as file:
-        staged[path] = temporary
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def remove_stale(folder: Path) -> None:

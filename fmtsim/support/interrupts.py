@@ -32,8 +32,10 @@ def raised() -> Iterator[Callable[[], tuple[str, int]]]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         received[:] = [signal.Signals(number)]
         _handle(_end)
-        if _drops_exceptions(frame):
-            _end(number, frame)
+        while frame is not None:  # a destructor and an LLVM callback lose exceptions (half a kernel remains)
+            if frame.f_code.co_name == "__del__" or "llvmlite" in frame.f_code.co_filename:
+                _end(number, frame)
+            frame = frame.f_back
         raise _Interrupt
 
     before = {number: signal.getsignal(number) for number in _WORDS}
@@ -52,15 +54,6 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in _WORDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
-
-
-def _drops_exceptions(frame: FrameType | None) -> bool:
-    """Return True if an exception would be lost: in a destructor, or in an LLVM callback (half a kernel remains)."""
-    while frame is not None:
-        if frame.f_code.co_name == "__del__" or "llvmlite" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -221,7 +221,7 @@ def at(path: str, error: type[FmtsimError], text: str) -> FmtsimError:
 def record_of(cls: type, value: Any, path: str) -> Any:
     """Build a record of a class from an object of JSON; ``path`` is what errors call it."""
     a_name = f"a{'n' * (cls.__name__[0] in 'AEIO')} {cls.__name__}"
-    value = fields_of(value, path, a_name)
+    value = record_fields(value, path, a_name)
     if path.count(".") > DEEPEST:
         raise at(path, ArgumentError, f"more than {DEEPEST} objects inside each other")
     fields = [field for field in dataclasses.fields(cls) if field.init]
@@ -245,7 +245,7 @@ def record_of(cls: type, value: Any, path: str) -> Any:
         return cls(**values)
 
 
-def fields_of(value: Any, path: str, what: str) -> dict[str, Any]:
+def record_fields(value: Any, path: str, what: str) -> dict[str, Any]:
     """Return a copy of an object of JSON; raise ArgumentError where it is none."""
     if not isinstance(value, dict):
         raise at(path, ArgumentError, f"{shown(value)} is not an object; write the fields of {what}, {{...}}")

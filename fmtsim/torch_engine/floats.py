@@ -63,8 +63,19 @@ def round_off(
         assert words is not None
         near = shift.clamp(max=30) if significand.dtype == torch.int32 else shift
         quotient = significand >> near
-        rest = (significand - (quotient << near)).to(torch.int64)
-        return quotient + _moves_up(rest, shift.to(torch.int64), rounding, words).to(quotient.dtype)
+        # d = rest / 2**places is the discarded fraction, whose bits the words are added to
+        rest, places = (significand - (quotient << near)).to(torch.int64), shift.to(torch.int64)
+        bits = rounding.bits + (rounding.variant == "b")
+        dropped = (places - bits).clamp(min=0)
+        fraction = (rest >> dropped) << (bits - places).clamp(min=0)  # floor(d * 2**bits)
+        if rounding.variant == "b":
+            words = 2 * words + 1
+        elif rounding.variant == "c":
+            tail = rest & ((1 << dropped) - 1)
+            half = (1 << dropped) >> 1  # 0 where nothing was dropped, and then so is the tail
+            up = (tail > half) | ((tail == half) & (dropped > 0) & ((fraction & 1) == 1))
+            fraction = fraction + up.to(fraction.dtype)
+        return quotient + (fraction + words >= (1 << bits)).to(quotient.dtype)
     if rounding.mode == "toward_zero":
         return significand >> shift
     below = (1 << shift) - 1  # all dropped bits set: adding it moves every inexact number up, and no exact one
@@ -99,21 +110,6 @@ def by_threshold(
         return of(plus) if plus == minus else torch.where(negative, of(minus), of(plus))  # type: ignore[arg-type]
 
     return torch.where(odd(), by_sign(True), by_sign(False)) if rule.looks_at_parity else by_sign(False)
-
-
-def _moves_up(rest: torch.Tensor, shift: torch.Tensor, rounding: Rounding, words: torch.Tensor) -> torch.Tensor:
-    """Decide stochastic rounding for ``d = rest / 2**shift``, as int64 zeros and ones."""
-    bits = rounding.bits + (rounding.variant == "b")
-    dropped = (shift - bits).clamp(min=0)
-    fraction = (rest >> dropped) << (bits - shift).clamp(min=0)  # floor(d * 2**bits)
-    if rounding.variant == "b":
-        words = 2 * words + 1
-    elif rounding.variant == "c":
-        tail = rest & ((1 << dropped) - 1)
-        half = (1 << dropped) >> 1  # 0 where nothing was dropped, and then so is the tail
-        up = (tail > half) | ((tail == half) & (dropped > 0) & ((fraction & 1) == 1))
-        fraction = fraction + up.to(fraction.dtype)
-    return (fraction + words >= (1 << bits)).to(rest.dtype)
 
 
 FP64 = FloatFormat(name="fp64", exponent_bits=11, mantissa_bits=52, source="IEEE 754-2019, 3.6")

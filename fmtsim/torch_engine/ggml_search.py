@@ -60,7 +60,7 @@ def nearest_wrapped(x: Tensor) -> Tensor:
     return ((x + 12582912.0).view(torch.int32) & 0x7FFFFF) - 0x400000
 
 
-def inverse_of(d: Tensor) -> Tensor:
+def reciprocal_or_zero(d: Tensor) -> Tensor:
     """Return 1 / d, 0 of 0."""
     return torch.where(d == 0, 0.0, over(1.0, d))
 
@@ -79,7 +79,7 @@ def parts_of(x: Tensor, fmt: PackedFormat) -> Tensor:
 def fit_largest(x: Tensor, fmt: PackedFormat) -> tuple[Tensor, Tensor]:
     """Return scales [blocks, 1] and codes."""
     d = over(signed_largest(x), -float(fmt.zero))
-    inverse = inverse_of(d)
+    inverse = reciprocal_or_zero(d)
     codes = (x * inverse).add_(fmt.zero + 0.5).to(torch.int8).clamp_(max=2 * fmt.zero - 1)
     return d, coded(codes, d, inverse)
 

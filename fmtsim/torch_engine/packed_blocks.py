@@ -20,6 +20,7 @@ Numbers = dict[str, Tensor]
 """The fields of blocks by name, [blocks, count]: float16 of 16 bits, else int8 or uint8, high bits joined to low."""
 
 _CPU_CHUNK = 1 << 19  # elements: temporaries stay in the last cache, and calls of torch cost little beside them
+_TRIT_RUNS = ((32, 5), (16, 5), (4, 4))  # bytes, and elements in each byte, a run of bytes apart
 
 
 def encode(x: Tensor, spec: CastSpec, fits: Any = search) -> EncodedParts:
@@ -54,8 +55,17 @@ def encode(x: Tensor, spec: CastSpec, fits: Any = search) -> EncodedParts:
             values, (bits, width) = numbers[field.low], (field.bits, field.width)
             if bits >= 8:
                 part.copy_(values.contiguous().view(torch.uint8))
+            elif not width and field.name == "scales":
+                # eight 6-bit scales and eight minima: the second four of each in nibbles and the first four's top bits
+                low, high = (torch.cat([values[:, i : i + 4], values[:, i + 8 : i + 12]], 1) for i in (0, 4))
+                part.copy_(torch.cat([low | high >> 4 << 6, high[:, :4] & 15 | high[:, 4:] << 4], 1))
             elif not width:
-                part.copy_((_k_bytes if field.name == "scales" else _trit_bytes)(values))
+                # base-3 digits: a byte is ceil(256 n / 243) of the number n that five digits are
+                runs, lengths = [], [wide * count for wide, count in _TRIT_RUNS]
+                for run, (wide, count) in zip(values.int().split(lengths, 1), _TRIT_RUNS, strict=True):
+                    powers = torch.tensor([3 ** (4 - i) for i in range(count)], dtype=torch.int32, device=run.device)
+                    runs.append(((run.view(-1, count, wide) * powers[:, None]).sum(1) * 256 + 242) // 243)
+                part.copy_(torch.cat(runs, 1))
             else:
                 values = values >> fmt.bits_of(field.low) if field.name != field.low else values
                 planes = _lanes((values & (1 << bits) - 1).contiguous().view(len(rows_of_out), -1, 8 // bits, width))
@@ -94,8 +104,15 @@ def _numbers(part: Tensor, field: Field) -> Tensor:
     part = part.clone(memory_format=torch.contiguous_format)  # at an address that wider numbers may have
     if bits == 16:
         return part.view(torch.float16)
+    if not width and field.name == "scales":
+        first, top, nibbles = part[:, :8] & 63, part[:, :8] >> 6 << 4, part[:, 8:]
+        return torch.cat([first[:, :4], nibbles & 15 | top[:, :4], first[:, 4:], nibbles >> 4 | top[:, 4:]], 1)
     if not width:
-        return _k_numbers(part) if field.name == "scales" else _trits(part)
+        runs = []
+        for run, (wide, count) in zip(part.int().split([w for w, _ in _TRIT_RUNS], 1), _TRIT_RUNS, strict=True):
+            powers = torch.tensor([3**i for i in range(count)], dtype=torch.int32, device=part.device)
+            runs.append(((run[:, None] * powers[:, None] & 255) * 3 >> 8).view(-1, wide * count))
+        return torch.cat(runs, 1).to(torch.uint8)
     packed = _lanes(part.view(len(part), -1, width))
     planes = packed.new_empty((*packed.shape[:2], 8 // bits, packed.shape[2]))
     mask = (1 << bits) - 1 if packed.dtype == torch.uint8 else ((1 << bits) - 1) * 0x0101010101010101
@@ -107,37 +124,6 @@ def _numbers(part: Tensor, field: Field) -> Tensor:
 def _lanes(x: Tensor) -> Tensor:
     """Return bytes eight at a time, as int64, where rows allow it: torch has no vectors for rows of a few bytes."""
     return x.view(torch.int64) if x.shape[-1] % 8 == 0 else x
-
-
-def _k_bytes(numbers: Tensor) -> Tensor:
-    """Pack eight 6-bit scales and eight minima: the second four of each in nibbles and the first four's top bits."""
-    first, second = (torch.cat([numbers[:, i : i + 4], numbers[:, i + 8 : i + 12]], 1) for i in (0, 4))
-    return torch.cat([first | second >> 4 << 6, second[:, :4] & 15 | second[:, 4:] << 4], 1)
-
-
-def _k_numbers(part: Tensor) -> Tensor:
-    first, top, nibbles = part[:, :8] & 63, part[:, :8] >> 6 << 4, part[:, 8:]
-    return torch.cat([first[:, :4], nibbles & 15 | top[:, :4], first[:, 4:], nibbles >> 4 | top[:, 4:]], 1)
-
-
-_TRIT_RUNS = ((32, 5), (16, 5), (4, 4))  # bytes, and elements in each byte, a run of bytes apart
-
-
-def _trit_bytes(digits: Tensor) -> Tensor:
-    """Pack base-3 digits: a byte is ceil(256 n / 243) of the number n that five digits are."""
-    runs = []
-    for run, (width, count) in zip(digits.int().split([w * c for w, c in _TRIT_RUNS], 1), _TRIT_RUNS, strict=True):
-        powers = torch.tensor([3 ** (4 - i) for i in range(count)], dtype=torch.int32, device=run.device)
-        runs.append(((run.view(-1, count, width) * powers[:, None]).sum(1) * 256 + 242) // 243)
-    return torch.cat(runs, 1).to(torch.uint8)
-
-
-def _trits(part: Tensor) -> Tensor:
-    runs = []
-    for run, (width, count) in zip(part.int().split([w for w, _ in _TRIT_RUNS], 1), _TRIT_RUNS, strict=True):
-        powers = torch.tensor([3**i for i in range(count)], dtype=torch.int32, device=part.device)
-        runs.append(((run[:, None] * powers[:, None] & 255) * 3 >> 8).view(-1, width * count))
-    return torch.cat(runs, 1).to(torch.uint8)
 
 
 # Values.
@@ -216,7 +202,7 @@ def _encode_range(x: Tensor, fmt: PackedFormat) -> Numbers:
     if bool((zero := (low == 0).squeeze(1)).any()):  # which the first has the sign of
         low[zero] = search.first(x[zero], x[zero] == 0)
     d = over(high - low, float(top)) + 0.0  # of zeros, too
-    inverse = search.inverse_of(d)
+    inverse = search.reciprocal_or_zero(d)
     codes = (x - low).mul_(inverse).add_(0.5).to(torch.int8).clamp_(max=top)
     return {"d": d.half(), "min": low.half(), "codes": search.coded(codes, d, inverse)}
 
@@ -225,7 +211,7 @@ def _encode_rounded(x: Tensor, fmt: PackedFormat) -> Numbers:
     """Q8_0, Q2_0, TQ1_0, TQ2_0: the largest magnitude becomes ``top``; ties away from zero."""
     top, unusable = fmt.search
     d = over(torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True)).abs(), top)
-    inverse = search.inverse_of(d)
+    inverse = search.reciprocal_or_zero(d)
     y = x * inverse
     below_half = (y.view(torch.int32) & -1 << 31).bitwise_or_(0x3EFFFFFF)  # of y's sign: a half would carry
     codes = y.add_(below_half.view(torch.float32)).to(torch.int8).add_(fmt.zero)
@@ -342,8 +328,8 @@ def _encode_codebook(x: Tensor, fmt: PackedFormat) -> Numbers:
     if fmt.part == fmt.elements:
         return {"d": scales.half(), "codes": codes.T.to(torch.uint8)}
     d = over(-_largest_scale(scales), 32.0)
-    steps = search.nearest(search.inverse_of(d) * scales, -32, 31)
-    codes = search.nearest_value(parts * search.inverse_of(d * steps).view(-1), fmt.values).T.reshape(x.shape)
+    steps = search.nearest(search.reciprocal_or_zero(d) * scales, -32, 31)
+    codes = search.nearest_value(parts * search.reciprocal_or_zero(d * steps).view(-1), fmt.values).T.reshape(x.shape)
     return {"d": d.half(), "scales": (steps + 32).to(torch.uint8), "codes": codes.to(torch.uint8)}
 
 

@@ -196,7 +196,7 @@ def test_addends_of_rows_of_zeros(power, device):
 def test_chains_that_the_next_block_need_not_cut_again(kept, terms, device):
     """A chain keeps what is below the accumulator's last place only where the next block truncates that anyway."""
     unit = Datapath(block=32, fraction_bits=13, accumulator=custom(8, kept), term_rounding=terms)
-    numbers = aligned_fp64_mma.floor_of(definition("e4m3", unit=unit), 32, 100)
+    numbers = aligned_fp64_mma.floor_constants(definition("e4m3", unit=unit), 32, 100)
     assert numbers is not None and numbers.single and numbers.acc_mantissa == kept
     assert check(FP64_MMA, *operands("e4m3"), definition("e4m3", unit=unit), device=device) == 0
 
@@ -209,14 +209,14 @@ def test_float32_takes_sums_that_it_holds_with_a_bit_to_spare(block):
             scaled = {"scale": scale, "scale_block": block} if scale else {}
             unit = Datapath(block=block, fraction_bits=fraction_bits, accumulator=custom(8, kept), **scaled)
             single = (block << head + fraction_bits) < 1 << 21 and kept <= 20 and block >= 8
-            floor = aligned_fp64_mma.floor_of(definition("e4m3", unit=unit), block, 100)
+            floor = aligned_fp64_mma.floor_constants(definition("e4m3", unit=unit), block, 100)
             assert floor is not None and floor.single is single, (fraction_bits, kept)
 
 
 @pytest.mark.parametrize(("fmt", "eight"), [("e4m3", True), ("fp16", False)])
 def test_spacings_of_powers(fmt, eight):
     """A spacing of 8 takes a shift; formats of many exponents have no room for it."""
-    assert (aligned_fp64_mma.floor_of(definition(fmt), 32, 100).spacing == 8) is eight
+    assert (aligned_fp64_mma.floor_constants(definition(fmt), 32, 100).spacing == 8) is eight
 
 
 @pytest.mark.slow
@@ -258,21 +258,21 @@ def test_every_choice(choice, kind, device, monkeypatch):
     """What ptxas makes of a specialisation has been wrong where the same source, as another one, was right."""
     unit, fmt, plan = KINDS[kind]
     monkeypatch.setattr(aligned_fp64_mma, "CHOICES", dict.fromkeys(CHOICES, (choice,)))
-    aligned_fp64_mma.configuration_of.cache_clear()
+    aligned_fp64_mma.choose_configuration.cache_clear()
     try:
         spec = definition(fmt, unit=unit, plan=plan)
         assert check(FP64_MMA, *operands(fmt, k=300), spec, device=device) == 0
     finally:
-        aligned_fp64_mma.configuration_of.cache_clear()
+        aligned_fp64_mma.choose_configuration.cache_clear()
 
 
 def chosen(kind, **change):
     """Return the macros of a kind of product on an H200."""
     unit, fmt, plan = KINDS[kind]
     block = {"tf32": 8, "bf16": 16, "fp16": 16, "e4m3": 32}[fmt]
-    floor = aligned_fp64_mma.floor_of(definition(fmt, unit=unit, plan=plan), block, 4096)
+    floor = aligned_fp64_mma.floor_constants(definition(fmt, unit=unit, plan=plan), block, 4096)
     gpu = Gpu((9, 0), 227 << 10)
-    how = aligned_fp64_mma.configuration_of(floor, block, int(plan != GemmPlan()), gpu)._replace(**change)
+    how = aligned_fp64_mma.choose_configuration(floor, block, int(plan != GemmPlan()), gpu)._replace(**change)
     return FP64_MMA._product_macros(None, aligned_fp64_mma.Specialisation(floor, how))
 
 

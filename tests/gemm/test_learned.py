@@ -10,7 +10,7 @@ import torch
 
 from fmtsim.gemm.targets import learned
 from fmtsim.gemm.targets.learned import FEATURES, MAGIC, Group, Learned, Tree
-from fmtsim.gemm.targets.question import Choice, Kind, Question, question_of
+from fmtsim.gemm.targets.question import Choice, Kind, Question, library_question
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused
@@ -179,7 +179,7 @@ def test_trees_that_come_with_fmtsim():
             assert group.held_out >= 8_000 and group.right / group.held_out > 0.87
             assert group.certain_right / group.certain > 0.999
     calls = [mm(m, 776, k) for m in (1, 7, 64, 1000) for k in (8, 100, 4096)]
-    assert all(rule.find(question_of(call)) is not None for call in calls)
+    assert all(rule.find(library_question(call)) is not None for call in calls)
 
 
 def test_parts_are_bounded_by_k_and_by_the_workspace():

@@ -18,7 +18,7 @@ from fmtsim.gemm.targets.question import (
     book_question,
     kind_from_list,
     kind_to_list,
-    question_of,
+    library_question,
 )
 from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused
@@ -48,9 +48,9 @@ BF16 = mm(64, 4096, 14336, "bf16", out=torch.bfloat16)
     ],
 )
 def test_what_torch_asks(call, settings, room, reductions):
-    kind = question_of(call, settings).kind
+    kind = library_question(call, settings).kind
     assert (kind.room, kind.reductions) == (room, reductions)
-    assert kind._replace(room=0, reductions="any") == question_of(call).kind
+    assert kind._replace(room=0, reductions="any") == library_question(call).kind
 
 
 def test_nothing_of_16_bits_is_split_where_vllm_is_batch_invariant():
@@ -76,10 +76,10 @@ def test_sums_in_float32():
     assert (nvjet.basis, nvjet.plan.split, cutlass.basis) == ("reported", 3, "guess")
     assert "with the settings reductions=fp32 in the book h200" in nvjet.plan.source
     assert target.find(replace(BF16, out=torch.float32)) == get_target("h200").find(replace(BF16, out=torch.float32))
-    question = question_of(BF16, FLOAT32)
-    assert book_question(question) == question_of(BF16)
+    question = library_question(BF16, FLOAT32)
+    assert book_question(question) == library_question(BF16)
     assert answers_question(Choice(66, 3, 2), question) and not answers_question(Choice(24, 3, 2), question)
-    assert answers_question(Choice(24, 3, 2), question_of(BF16))
+    assert answers_question(Choice(24, 3, 2), library_question(BF16))
 
 
 def test_recorded_rules_are_about_usual_settings():
@@ -134,7 +134,7 @@ def test_old_files_of_kinds_are_read():
     assert (kind.room, kind.reductions) == (0, "any")
     written = kind_to_list(kind)
     assert len(written) == 7 and kind_from_list(written) == kind
-    invariant = question_of(BF16, INVARIANT).kind
+    invariant = library_question(BF16, INVARIANT).kind
     assert kind_from_list(kind_to_list(invariant)) == invariant
 
 

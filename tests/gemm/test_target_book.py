@@ -9,7 +9,7 @@ import torch
 
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.planfile import Family
-from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, question_of
+from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, library_question
 from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused
 from tests.support.targets import mm
@@ -88,7 +88,7 @@ def test_a_call_that_the_book_lacks_is_asked_on_the_very_machine(tmp_path, monke
     assert found.plan.source == (
         "cuBLASLt 13.1.0's choice, asked on this machine: algorithm 66, 4 parts, reduction scheme 2"
     )
-    assert asked == [(question_of(mm(97, 48, 11528)), target)]
+    assert asked == [(library_question(mm(97, 48, 11528)), target)]
     assert get_target("chain").find(mm(97, 48, 11528)).basis == "rule" and len(asked) == 1  # no GPU's
 
 
@@ -157,4 +157,4 @@ def test_books_of_plan_files(tmp_path):
 def test_a_call_about_which_a_question_is_asked(kind, layout):
     for batch in (1, 3):
         question = Question(kind, layout, 16, 32, 64, batch)
-        assert question_of(call_of(question)) == question
+        assert library_question(call_of(question)) == question

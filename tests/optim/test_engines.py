@@ -319,7 +319,7 @@ def test_threads_change_nothing(scheme):
 def test_words_of_kernels_find_the_codes_of_a_search(scheme, slot):
     """Around every threshold, over a grid of leading bits, and beyond both ends."""
     fmt = getattr(fmtsim.optim.get_scheme(scheme), slot)
-    table, turns = codebooks.table_of(fmt.format, fmt.ties), codebooks.thresholds_of(fmt.format, fmt.ties)
+    table, turns = codebooks.table_of(fmt.format, fmt.ties), codebooks.codebook_thresholds(fmt.format, fmt.ties)
     near = np.concatenate([turns, np.nextafter(turns, np.float32(2)), np.nextafter(turns, np.float32(-2))])
     grid = (np.arange(1 << 15, dtype=np.uint32) << 15)[: 0x3F800000 >> 15].view(np.float32)
     y = np.concatenate([near, grid, -grid, np.float32([0, -0.0, 1, -1, 1e-45, -1e-45])]).astype(np.float32)

@@ -9,7 +9,7 @@ import pytest
 from fmtsim.formats.catalogue import dynamic_values
 from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.registry import get_format
-from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, table_of, thresholds_of
+from fmtsim.rounding.codebooks import BUCKETS, KEY_SHIFT, LOWEST_KEY, NO_THRESHOLD, codebook_thresholds, table_of
 from fmtsim.support.errors import ArgumentError
 
 F32 = np.float32
@@ -22,7 +22,7 @@ EDGES = CodebookFormat(name="edges", values=(-LAST - 0.125, -LAST + 0.125, 0.0, 
 @pytest.mark.parametrize("fmt", BOOKS, ids=lambda fmt: fmt.name)
 def test_thresholds_with_ties_to_even_codes(fmt):
     """Half-way is fl(fl(a + b) / 2): an odd code below gives it away, an even one keeps it."""
-    values, turning = np.array(fmt.values, F32), thresholds_of(fmt, "even")
+    values, turning = np.array(fmt.values, F32), codebook_thresholds(fmt, "even")
     assert turning.dtype == F32 and len(turning) == len(values) - 1
     for code, (a, b, least) in enumerate(zip(values, values[1:], turning, strict=False)):
         middle = F32(F32(a + b) / F32(2))
@@ -32,7 +32,7 @@ def test_thresholds_with_ties_to_even_codes(fmt):
 @pytest.mark.parametrize("fmt", BOOKS, ids=lambda fmt: fmt.name)
 def test_thresholds_with_ties_up(fmt):
     """The least x with fl(x - a) >= fl(fl(b - a) / 2)."""
-    values, turning = np.array(fmt.values, F32), thresholds_of(fmt, "up")
+    values, turning = np.array(fmt.values, F32), codebook_thresholds(fmt, "up")
     for a, b, least in zip(values, values[1:], turning, strict=False):
         half = F32(F32(b - a) / F32(2))
         assert F32(least - a) >= half > F32(np.nextafter(least, DOWN) - a)
@@ -51,7 +51,7 @@ def looked_up(table, y):
 @pytest.mark.parametrize("ties", ["even", "up"])
 @pytest.mark.parametrize("fmt", [*BOOKS[:2], EDGES], ids=lambda fmt: fmt.name)
 def test_tables_give_the_code_of_every_threshold_and_its_neighbours(fmt, ties):
-    table, turning = table_of(fmt, ties), thresholds_of(fmt, ties)
+    table, turning = table_of(fmt, ties), codebook_thresholds(fmt, ties)
     drawn = np.random.default_rng(0).uniform(-1, 1, 4000).astype(F32)
     edges = (np.arange(BUCKETS, dtype=np.uint32) + np.uint32(LOWEST_KEY)) << np.uint32(KEY_SHIFT)
     edges = np.concatenate([edges.view(F32), (edges - np.uint32(1)).view(F32)])

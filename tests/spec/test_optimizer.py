@@ -19,9 +19,9 @@ from fmtsim.spec.optimizer import (
     ParameterStep,
     Scheme,
     StateFormat,
-    book_of,
     in_parameter,
     key_of,
+    state_codebook,
 )
 
 E4M3, BF16, FP16 = (get_format(name) for name in ("e4m3", "bf16", "fp16"))
@@ -100,10 +100,10 @@ def test_codebooks_that_kernels_know():
         element = CodebookFormat(name="b", values=values)
         for ties in ("even", "up"):
             fmt = scaled_state(element, "amax", ties=ties, least=1e-9, keep_sign=True)
-            book, table = book_of(fmt), table_of(element, ties)
+            book, table = state_codebook(fmt), table_of(element, ties)
             assert book is not None and book.values.tolist() == list(values)
             assert (book.lowest, book.least) == (LOWEST_KEY, 1e-9)
-            assert book_of(replace(fmt, keep_sign=False)).words.tolist() == table.words.tolist()
+            assert state_codebook(replace(fmt, keep_sign=False)).words.tolist() == table.words.tolist()
             assert book.words[:BUCKETS].tolist() == table.words[:BUCKETS].tolist()
             for offset in (0, 1 << 15, 0xFFFF):
                 kept, plain = ((words >> 17) + (offset >= (words & 0x1FFFF)) for words in (book.words, table.words))
@@ -119,4 +119,4 @@ def test_codebooks_that_kernels_know():
         scaled_state(CodebookFormat(name="d", values=(*SIXTEEN.values[:-1], 0.99)), "amax"),
         scaled_state(close, "amax"),
     ):
-        assert book_of(other) is None, other
+        assert state_codebook(other) is None, other

@@ -125,7 +125,8 @@ def caster(spec: CastSpec, random: Random, shape: torch.Size) -> Cast | None:
         return lambda piece, result, *_: round_by_table(array_of(piece), result.numpy(), table, values)
     if mode == "stochastic":
         words = words_of(spec.rounding, random, shape)
-        draws = stochastic_kernel(grid)
+        draws = stochastic_special if grid.special else stochastic_saturating
+        draws = stochastic_linear if grid.by_bits else draws
         return lambda piece, result, *at: draws(array_of(piece), result.numpy(), grid, words, *at)
     if mode == "nearest_even":
         # The kernel that rounds to nearest even on a grid.
@@ -371,10 +372,3 @@ def _stochastic(rounded, special):  # type: ignore[no-untyped-def]
 
 stochastic_saturating, stochastic_special = _stochastic(stochastic_steps, False), _stochastic(stochastic_steps, True)
 stochastic_linear = _stochastic(stochastic_bits, True)
-
-
-def stochastic_kernel(g):  # type: ignore[no-untyped-def]
-    """Return the kernel that rounds stochastically on a grid."""
-    if g.by_bits:
-        return stochastic_linear
-    return stochastic_special if g.special else stochastic_saturating

@@ -194,13 +194,6 @@ def shape_of(fmt: FloatFormat | IntFormat) -> Shape:
     return Shape(fmt.mantissa_bits, fmt.min_exponent, not fmt.has_subnormals)
 
 
-def special_value(fmt: FloatFormat, overflow: Overflow) -> float:
-    """Return the magnitude that Inf, and finite numbers under nearest rounding, become above the largest value."""
-    if overflow == "saturate":
-        return fmt.max
-    return math.inf if fmt.infinities else math.nan if fmt.has_nan else fmt.max
-
-
 @lru_cache(maxsize=1024)
 def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
     """Return the parameters of the fast kernels, or None where a cast needs the general one."""
@@ -242,6 +235,10 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
     else:
         beyond = _bits(math.inf) if by_bits or mode != "nearest_even" else np.int32((0x7F000000 - shift) | 0x7FFFFF)
     rule = RULES[mode]
+    # the magnitude that Inf, and finite numbers under nearest rounding, become above the largest value
+    over = fmt.max
+    if isinstance(fmt, FloatFormat) and overflow != "saturate":
+        over = math.inf if fmt.infinities else math.nan if fmt.has_nan else fmt.max
     smallest, tie, low = _flush_points(shape.min_exponent, has_zero) if flush else (0.0, 0.0, 0.0)
     return Grid(
         limit=_bits(fmt.max) if saturate or not rule.leaves_range(False) else beyond,
@@ -249,7 +246,7 @@ def grid_of(fmt: ElementFormat, overflow: Overflow, mode: Mode) -> Grid | None:
         sign=np.int32(-(1 << 31) if fmt.signed else 0),
         special=np.bool_(not natural),
         over_above=np.float32(math.inf if saturate else fmt.max),
-        over_value=np.float32(fmt.max if isinstance(fmt, IntFormat) else special_value(fmt, overflow)),
+        over_value=np.float32(over),
         nan_value=np.float32(math.nan if fmt.has_nan else fmt.max),
         zero=np.float32(-0.0 if negative_zero else 0.0),
         by_bits=np.bool_(by_bits),

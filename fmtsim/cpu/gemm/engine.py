@@ -145,7 +145,17 @@ def _method(spec: GemmSpec, k: int) -> Method | None:
     rounding = unit.rounding
     if rounding.mode == "stochastic" and (rounding.variant != "a" or rounding.layout != "word"):
         return None
-    if not _sums_fit(unit, spec):
+    # Sums of chains and parts, added in float64 and rounded to their format, have to be as if rounded once. Numbers of
+    # 24 bits each are, where a sum keeps as many bits as the chains that join it; so are those of float64.
+    plan, chain, outer = spec.plan, unit.accumulator, spec.outer if spec.promotes else unit.accumulator
+    if plan.scaled_promotion and unit.scale is not None:
+        return None  # the scales are the unit's
+    if all(is_representable(fmt, torch.float32) for fmt in (chain, outer)):
+        fits = outer.mantissa_bits >= chain.mantissa_bits
+    else:
+        one_sum = not spec.promotes and plan.split == 1 and plan.part_k is None and plan.reduce != "in_place"
+        fits = chain == outer and not plan.scaled_promotion and (one_sum or grid_of(chain).kind == 64)
+    if not fits:
         return None
     if ieee_chains.covers(spec):
         return ieee_chains.gemm
@@ -157,20 +167,6 @@ def _rounds(fmt: FloatFormat) -> bool:
     """Return True if lanes round to a format: by Inf above its largest value, with 2^52 last places below 2^1024."""
     to_inf = fmt.infinities and fmt.overflow != "saturate"
     return to_inf and fmt.has_subnormals and fmt.nan == "ieee" and fmt.max_exponent - fmt.mantissa_bits <= 971
-
-
-def _sums_fit(unit: Datapath, spec: GemmSpec) -> bool:
-    """Return True if sums of chains and parts, added in float64 and rounded to their format, are as if rounded once.
-
-    Numbers of 24 bits each are, where a sum keeps as many bits as the chains that join it; so are those of float64.
-    """
-    plan, chain, outer = spec.plan, unit.accumulator, spec.outer if spec.promotes else unit.accumulator
-    if plan.scaled_promotion and unit.scale is not None:
-        return False  # the scales are the unit's
-    if all(is_representable(fmt, torch.float32) for fmt in (chain, outer)):
-        return outer.mantissa_bits >= chain.mantissa_bits
-    one_sum = not spec.promotes and plan.split == 1 and plan.part_k is None and plan.reduce != "in_place"
-    return chain == outer and not plan.scaled_promotion and (one_sum or grid_of(chain).kind == 64)
 
 
 # Fused units: constants of their kernels.

@@ -228,12 +228,18 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec,
     NaN and Inf go through the multiply-adds as IEEE 754 says; NaN has any payload.
     """
     assert isinstance(spec.datapath, Datapath)
-
     dtype = np.float64 if grid_of(spec.datapath.accumulator).kind == 64 else np.float32
-
     length = RUN_BYTES // (LANES * np.dtype(dtype).itemsize)
-    if not adds_in_order(spec.plan):
-        _stacked(a, b, c, spec, out, dtype, length)
+    if not adds_in_order(spec.plan):  # sums are added on a stack: lanes, and folded parts
+        stack = stacked(a.shape[1], spec.datapath, spec.plan)
+        stack_runs = _runs(np.arange(stack.slots.size), stack.order.ends, stack.additions, length)
+        addend = None if c is None else c.detach().numpy()
+        chains = Chains(spec, stack.order, 1, stack.depth, addend, (_NO_FLOATS, _NO_FLOATS), out.numpy())
+
+        def add(tile: Tile, acc: np.ndarray, order: Order, sums: Sums) -> None:
+            multiply_add(tile.rows, tile.panel, stack_runs, order, sums, acc)
+
+        each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), slots=stack.slots)
         return
 
     def step(slabs: Slabs) -> Step:
@@ -242,19 +248,6 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec,
         return lambda tile, acc, order, sums: multiply_add(tile.rows, tile.panel, runs, order, sums, acc)
 
     run_chains(a, b, c, scales, spec, out, dtype, step)
-
-
-def _stacked(a: Tensor, b: Tensor, c: Tensor | None, spec: GemmSpec, out: Tensor, dtype: type, length: int) -> None:
-    """Write a product whose sums are added on a stack: lanes, and folded parts."""
-    stack = stacked(a.shape[1], spec.datapath, spec.plan)
-    runs = _runs(np.arange(stack.slots.size), stack.order.ends, stack.additions, length)
-    addend = None if c is None else c.detach().numpy()
-    chains = Chains(spec, stack.order, 1, stack.depth, addend, (_NO_FLOATS, _NO_FLOATS), out.numpy())
-
-    def add(tile: Tile, acc: np.ndarray, order: Order, sums: Sums) -> None:
-        multiply_add(tile.rows, tile.panel, runs, order, sums, acc)
-
-    each_tile(a, b, dtype, lambda tile: _tile(chains, tile, add), slots=stack.slots)
 
 
 def _runs(slots: np.ndarray, ends: np.ndarray, additions: np.ndarray, length: int) -> np.ndarray:

@@ -22,8 +22,7 @@ from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.formats.element import CodebookFormat, IntFormat, LogFormat
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import RandomKey
-from fmtsim.spec.optimizer import Book, Counter, Numbers, ParameterStep, Scheme, StateFormat, book_of
+from fmtsim.spec.optimizer import Book, Counter, Numbers, ParameterStep, Scheme, StateFormat, state_codebook
 
 ALIGNMENT = simd.LANES
 """Blocks are multiples of this."""
@@ -293,30 +292,6 @@ def takes_bytes(fmt: StateFormat) -> bool:
     return fmt.block == (1, None) and fmt.rule == "inverse" and fmt.rounding == Rounding(mode="stochastic")
 
 
-def decode_bytes(codes: torch.Tensor, scales: torch.Tensor, row: int) -> torch.Tensor:
-    """Return the float32 values of codes (uint8) with a scale for each row, flat."""
-    out = torch.empty(codes.numel(), dtype=torch.float32)
-    arguments = (*arrays_of([codes.view(torch.int8), scales, out]), row)
-    run(lambda start, stop: _decode(*arguments, start, stop), scales.numel(), 1, row)
-    return out
-
-
-def encode_bytes(
-    x: torch.Tensor,
-    fmt: StateFormat,
-    row: int,
-    key: RandomKey,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    to: torch.Tensor,
-) -> None:
-    """Write codes and scales of float32 numbers, and what these decode to."""
-    assert isinstance(fmt.format, IntFormat)  # takes_bytes() asked
-    ends = fmt.format.min_code, fmt.format.max_code, np.float32(fmt.least)
-    arguments = (*arrays_of([x, codes.view(torch.int8), scales, to]), row, *ends, *key_words(key))
-    run(lambda start, stop: _encode_weights(*arguments, start, stop), scales.numel(), 1, row)
-
-
 @kernel
 def _decode(codes, scales, out, row, start, stop):
     for r in range(start, stop):
@@ -481,9 +456,17 @@ def _step(rule: str, step: ParameterStep, zeroing: bool) -> int:
         return step_logarithms(kind == "rounded", p, g, *tensors, weights.format, numbers, zeroing)
     if weights is not None:
         codes, scales, row = state["weights"], state["weights_scale"], weights.block_of(tuple(p.shape))
-        values = decode_bytes(codes, scales, row)
+        # float32 values of codes (uint8) with a scale for each row, flat
+        values = torch.empty(codes.numel(), dtype=torch.float32)
+        arguments = (*arrays_of([codes.view(torch.int8), scales, values]), row)
+        run(lambda start, stop: _decode(*arguments, start, stop), scales.numel(), 1, row)
         bad = step_floats(kind, values, g, moments, numbers, zeroing)
-        encode_bytes(values, weights, row, step.key("weights"), codes, scales, p)
+        # codes and scales of the result, and what these decode to
+        assert isinstance(weights.format, IntFormat)  # takes_bytes() asked
+        ends = weights.format.min_code, weights.format.max_code, np.float32(weights.least)
+        tensors_of_row = arrays_of([values, codes.view(torch.int8), scales, p])
+        encoding = (*tensors_of_row, row, *ends, *key_words(step.key("weights")))
+        run(lambda start, stop: _encode_weights(*encoding, start, stop), scales.numel(), 1, row)
         return bad
     if formats[names[0]].format is None:
         return step_floats(kind, p, g, moments, numbers, zeroing)
@@ -515,4 +498,4 @@ def _takes(rule: str, step: ParameterStep) -> bool:
 @lru_cache(maxsize=64)
 def book(fmt: StateFormat) -> Book | None:
     """Return the codebook of a state, None where kernels do not know it."""
-    return book_of(fmt)
+    return state_codebook(fmt)

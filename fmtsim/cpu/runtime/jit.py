@@ -62,19 +62,15 @@ def kernel(function: Callable) -> Callable:
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = KernelCache(function)  # type: ignore[attr-defined]
     compiler = dispatcher._compiler  # type: ignore[attr-defined]
-    compiler.compile = _announced(compiler.compile, kernel_name(function))
-    return dispatcher
-
-
-def _announced(compile_: Callable, name: str) -> Callable:
-    """Return what compiles a kernel, below a line that says so where it takes long."""
+    compile_, name = compiler.compile, kernel_name(function)
 
     @functools.wraps(compile_)
     def compiled(*arguments):  # type: ignore[no-untyped-def]
-        with compiling(name, cache_folder()):
+        with compiling(name, cache_folder()):  # a line says so where it takes long
             return compile_(*arguments)
 
-    return compiled
+    compiler.compile = compiled
+    return dispatcher
 
 
 def device(function: Callable) -> Callable:

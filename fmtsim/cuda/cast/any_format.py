@@ -71,21 +71,6 @@ def encode_rows(x: Tensor, codes: Tensor, spec: CastSpec, random: Random, rows: 
     )  # fmt: skip
 
 
-def decode_general(parts: EncodedParts, out: Tensor, spec: CastSpec) -> None:
-    """Write the values of codes into out, of their shape, rounded once; all tensors are contiguous."""
-    fmt, layout = spec.format, _layout(ONE, ONE, (1, 1), parts.codes.dtype, out.dtype)
-    element: ElementFormat = fmt  # type: ignore[assignment]
-    if isinstance(fmt, BlockFormat):
-        view, element = view_of(out, spec.dim), fmt.element
-        assert view is not None
-        layout = _layout(view, view, block_extent(fmt, view.sizes), parts.codes.dtype, out.dtype)
-    kernel("any_format.cu", "decode", device_index(out))(
-        -(-out.numel() // THREADS), THREADS, parts.codes, parts.scales, parts.offsets, parts.tensor_scale, out,
-        np.uint64(out.numel()), layout, element_of(element, Rounding(), spec.format.default_overflow),
-        tables_of(element, out.device).pointers,
-    )  # fmt: skip
-
-
 def _layout(view: View, out: View, block: tuple[int, int], dtype: torch.dtype, out_dtype: torch.dtype) -> bytes:
     """Return a ``BlockLayout``: where elements lie in the input and the output, and which share a block."""
     sizes, strides = view
@@ -150,7 +135,18 @@ def decode(parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
     parts = EncodedParts(*(None if part is None else part.contiguous() for part in parts))  # type: ignore[arg-type]
     target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     if not _decode_by_table(parts, spec, target):
-        decode_general(parts, target, spec)
+        # the general kernel: values of any codes, rounded once
+        fmt, layout = spec.format, _layout(ONE, ONE, (1, 1), parts.codes.dtype, target.dtype)
+        element: ElementFormat = fmt  # type: ignore[assignment]
+        if isinstance(fmt, BlockFormat):
+            view, element = view_of(target, spec.dim), fmt.element
+            assert view is not None
+            layout = _layout(view, view, block_extent(fmt, view.sizes), parts.codes.dtype, target.dtype)
+        kernel("any_format.cu", "decode", device_index(target))(
+            -(-target.numel() // THREADS), THREADS, parts.codes, parts.scales, parts.offsets, parts.tensor_scale,
+            target, np.uint64(target.numel()), layout, element_of(element, Rounding(), spec.format.default_overflow),
+            tables_of(element, target.device).pointers,
+        )  # fmt: skip
     if target is not out:
         out.copy_(target)
 

@@ -26,7 +26,7 @@ from fmtsim.cuda.cast.scale_rules import (
     fast_macros,
     output_of,
     run_macros,
-    vector_of,
+    vector_width,
 )
 from fmtsim.cuda.runtime import Defines, device_index, kernel, multiprocessors
 from fmtsim.cuda.runtime.launch import Bound
@@ -282,7 +282,7 @@ def rows_of(
     fast, (run, _, outer) = fast_macros(spec, dtype, output, without_tensor_scale), how
     if fast is None or run % 16:
         return None
-    vector = vector_of(dtype, output, spec.format.bits)
+    vector = vector_width(dtype, output, spec.format.bits)
     macros = run_macros(fast, dtype, vector, run if outer == 1 else 0, whole)
     return Rows(spec, macros, how, 4 * vector * THREADS, index)
 
@@ -326,7 +326,7 @@ def _columns(
     if run not in _COLUMN_RUNS or fast is None:
         return False
     narrow = output == PACKED and fmt.bits < 8  # two codes of a row share a byte
-    vector = vector_of(x.dtype, output, fmt.bits)
+    vector = vector_width(x.dtype, output, fmt.bits)
     while trailing % vector:
         vector //= 2
     down, across = max(run // 32, 1), 8 // max(run // 32, 1)

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 import torch
 
@@ -22,7 +23,7 @@ from fmtsim.cuda.cast.scale_rules import (
     fast_macros,
     rule_of,
     run_macros,
-    vector_of,
+    vector_width,
 )
 from fmtsim.cuda.cast.scaled_operands import BOTH, GROUPED, NARROWED
 from fmtsim.cuda.runtime import Defines
@@ -88,24 +89,20 @@ def _blocks() -> Variants:
         for rounding in (Rounding(), _STOCHASTIC) if place < 3 else (Rounding(),):
             fmt = get_format(name)
             assert isinstance(fmt, BlockFormat)
-            yield from _of_format(CastSpec(format=fmt, rounding=rounding, overflow="saturate"), fmt)
-
-
-def _of_format(spec: CastSpec, fmt: BlockFormat) -> Variants:
-    for dtype in (torch.bfloat16, torch.float32):
-        for output in (FLOAT32, BFLOAT16, CODES, PACKED):
-            without_tensor_scale = output == BFLOAT16 and fmt.tensor_scale
-            fast = fast_macros(spec, dtype, output, without_tensor_scale)
-            if fast is None or (output == BFLOAT16 and dtype == torch.float32 and not without_tensor_scale):
-                continue
-            run, vector = fmt.block[1] or 4096, vector_of(dtype, output, fmt.bits)
-            yield "block_rows.cu", "cast_runs", run_macros(fast, dtype, vector, run)
-            if run not in (16, 32, 128):
-                continue
-            packed = output == PACKED and fmt.bits == 4
-            yield "block_columns.cu", "cast_columns", column_macros(fast, run, vector, packed, False)
-            if run <= 32 and output == BFLOAT16:
-                yield "block_columns.cu", "cast_columns", column_macros(fast, run, vector, packed, True)
+            spec = CastSpec(format=fmt, rounding=rounding, overflow="saturate")
+            for dtype, output in product((torch.bfloat16, torch.float32), (FLOAT32, BFLOAT16, CODES, PACKED)):
+                without_tensor_scale = output == BFLOAT16 and fmt.tensor_scale
+                fast = fast_macros(spec, dtype, output, without_tensor_scale)
+                if fast is None or (output == BFLOAT16 and dtype == torch.float32 and not without_tensor_scale):
+                    continue
+                run, vector = fmt.block[1] or 4096, vector_width(dtype, output, fmt.bits)
+                yield "block_rows.cu", "cast_runs", run_macros(fast, dtype, vector, run)
+                if run not in (16, 32, 128):
+                    continue
+                packed = output == PACKED and fmt.bits == 4
+                yield "block_columns.cu", "cast_columns", column_macros(fast, run, vector, packed, False)
+                if run <= 32 and output == BFLOAT16:
+                    yield "block_columns.cu", "cast_columns", column_macros(fast, run, vector, packed, True)
 
 
 def _scaled() -> Variants:

@@ -216,7 +216,10 @@ class Grid(NamedTuple):
 @lru_cache(maxsize=1024)
 def grid_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> Grid | None:
     """Return the parameters of a cast, or None where it needs the general kernels."""
-    if not _covers_rounding(rounding):
+    # nearest even; stochastic with bits and the half step of variant b within one word
+    variant = rounding.variant == "a" or (rounding.variant == "b" and rounding.bits < 32)
+    stochastic = rounding.mode == "stochastic" and rounding.layout == "word" and variant
+    if not stochastic and rounding.mode != "nearest_even":
         return None
     if isinstance(fmt, IntFormat):
         if fmt.bits > _WIDEST_INTEGER or (fmt.half_offset and rounding.mode != "nearest_even"):
@@ -231,13 +234,6 @@ def grid_of(fmt: ElementFormat, rounding: Rounding, overflow: Overflow) -> Grid 
         method = HALVES if fmt.half_offset else FIXED
         return Grid(parameters, method, False, asymmetric, True, True, False, _random(rounding), 0)
     return _float_grid(fmt, rounding, overflow) if isinstance(fmt, FloatFormat) else None
-
-
-def _covers_rounding(rounding: Rounding) -> bool:
-    """Nearest even; stochastic with bits and the half step of variant b within one word."""
-    if rounding.mode != "stochastic":
-        return rounding.mode == "nearest_even"
-    return rounding.layout == "word" and (rounding.variant == "a" or (rounding.variant == "b" and rounding.bits < 32))
 
 
 def _words(rounding: Rounding) -> tuple[int, int]:

@@ -266,7 +266,7 @@ def plan_of(quantizer: Quantizer) -> Plan | None:
 _plans: dict[int, tuple[Quantizer, Plan | None]] = {}
 
 
-def rotation_of(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZES) -> Hadamard | None:
+def inner_rotation(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZES) -> Hadamard | None:
     """Return the only rotation among transforms if it is along the inner axis and of one of these sizes, else None."""
     if len(transforms) != 1 or not isinstance(transforms[0], Hadamard):
         return None
@@ -277,7 +277,7 @@ def rotation_of(transforms: tuple[Transform, ...], sizes: tuple[int, ...] = SIZE
 @lru_cache(maxsize=256)
 def _plan_of(quantizer: Quantizer) -> Plan | None:
     corrects = quantizer.scaling is not None and quantizer.scaling.eden is not None
-    rotation = rotation_of(quantizer.transforms, (_LONG,) if corrects else SIZES)
+    rotation = inner_rotation(quantizer.transforms, (_LONG,) if corrects else SIZES)
     if (rotation is None and (quantizer.transforms or corrects)) or quantizer.then or quantizer.source == "forward":
         return None
     if rotation is not None and rotation.rounded not in (None, BF16):

@@ -131,7 +131,7 @@ def amax_macros(dtype: torch.dtype) -> Defines:
     return macros(INPUT=DTYPES[dtype], VECTOR=16 // dtype.itemsize)
 
 
-def vector_of(dtype: torch.dtype, output: int, bits: int = 8) -> int:
+def vector_width(dtype: torch.dtype, output: int, bits: int = 8) -> int:
     """Return the elements of a vector: neither side passes 16 bytes, but where narrow codes have to fill a word."""
     if output == PACKED and bits < 8:
         return 8
@@ -206,7 +206,7 @@ def _fits_bfloat16(fmt: BlockFormat, without_tensor_scale: bool) -> bool:
 def _packs(fmt: BlockFormat, dtype: torch.dtype) -> bool:
     """Return True if the kernel writes codes and scales as ``Encoded`` keeps them."""
     scale = fmt.scale
-    if vector_of(dtype, PACKED, fmt.bits) * fmt.bits % 8:
+    if vector_width(dtype, PACKED, fmt.bits) * fmt.bits % 8:
         return False
     if fmt.power_of_two and scale.bits <= 8:
         return scale.exponent_bias == 127 and scale.min_exponent == -127 and scale.nan_code == 255
@@ -276,7 +276,11 @@ def rule_of(quantizer: Quantizer) -> KernelRule | None:
     if grid is None or stored is None or (ties and grid.method not in (MAGIC, FIXED)):
         return None
     masks = not isinstance(quantizer.gradient, StraightThrough)
-    divides = (scaling.arithmetic == "divide" and scaling.history is None) * (2 if _inverts(scaling) else 1)
+    # dividing by a scale is multiplying with it where float32 holds 1 / scale exactly
+    within = all(2.0**-127 <= step <= 2.0**127 for step in scaling.allowed)
+    exact_scale = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
+    inverts = _powers(scaling) and within and exact_scale and scaling.multiplier == 1 and scaling.eps_rule != "inverse"
+    divides = (scaling.arithmetic == "divide" and scaling.history is None) * (2 if inverts else 1)
     rule = _rule(quantizer, scaling, stored[0], divides)
     return KernelRule(rule, grid, stored[1], ties, masks, _folds(element, scaling), divides == 1)
 
@@ -312,13 +316,6 @@ def _powers(scaling: Scaling) -> bool:
     """Return True if scales are powers of two before they are stored, the multiplier aside."""
     steps = scaling.allowed
     return all(math.frexp(step)[0] == 0.5 for step in steps) if steps else scaling.power_of_two is not None
-
-
-def _inverts(scaling: Scaling) -> bool:
-    """Return True if float32 holds 1 / scale exactly, so that dividing by a scale is multiplying with it."""
-    within = all(2.0**-127 <= step <= 2.0**127 for step in scaling.allowed)
-    exact_scale = scaling.scale == FP32 or (scaling.scale.mantissa_bits == 0 and scaling.scale.min_exponent >= -127)
-    return _powers(scaling) and within and exact_scale and scaling.multiplier == 1 and scaling.eps_rule != "inverse"
 
 
 def _folds(element: FloatFormat | IntFormat, scaling: Scaling) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.cuda.cast.parameters import DTYPES, aligned, macros
-from fmtsim.cuda.cast.rotated import rotation_of
+from fmtsim.cuda.cast.rotated import inner_rotation
 from fmtsim.cuda.runtime import Defines, device_index, kernel
 from fmtsim.cuda.runtime.launch import Bound
 from fmtsim.spec.quantizer import Transform
@@ -41,7 +41,7 @@ def hadamard(x: Tensor, size: int, flips: Tensor | None, inverse: bool) -> Tenso
 
 def covers_finish(y: Tensor, transforms: tuple[Transform, ...]) -> bool:
     """Return True if ``finish_rotated`` takes a gradient; the device is not looked at."""
-    rotation = rotation_of(transforms)
+    rotation = inner_rotation(transforms)
     fits = not transforms or (rotation is not None and rotation.signs != "random")
     return fits and y.dim() == 2 and y.dtype == torch.float32 and y.is_contiguous() and not y.shape[1] % 64
 
@@ -62,7 +62,7 @@ def finish_rotated(
         dtype: float32, bfloat16 or float16.
         scales: float32 tensors of one number, or None.
     """
-    rotation = rotation_of(transforms)
+    rotation = inner_rotation(transforms)
     signs = rotation.signs if rotation is not None and isinstance(rotation.signs, int) else 0
     return _launch(y, mask, dtype, 1 if rotation is None else rotation.size or 1, None, None, scales, signs)
 

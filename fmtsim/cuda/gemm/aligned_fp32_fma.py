@@ -114,7 +114,15 @@ def shape_of(spec: GemmSpec, block: int, k: int) -> _Shape | None:
         return None  # sums leave the binade of M
     lowest, top = emins[0] + emins[1] - 1, a.max_exponent + b.max_exponent
     smallest = min(lowest - fraction, a.min_exponent - a.mantissa_bits + b.min_exponent - b.mantissa_bits)
-    if not _stays_normal(unit, lowest, top, k) or smallest < _TINY + max(a.max_exponent, b.max_exponent) + 2:
+    if smallest < _TINY + max(a.max_exponent, b.max_exponent) + 2:
+        return None
+    # all sums are zero or normal numbers of accumulator and float32, and below their largest: they are multiples of
+    # 2**(lowest - fraction), which a block without products has as its grid
+    acc = unit.accumulator
+    bottom = max(acc.min_exponent, -126) + max(acc.mantissa_bits - fraction, 0)
+    bounded = unit.min_exponent is not None and unit.min_exponent > lowest
+    highest = min(acc.max_exponent, 127 - 24 + fraction) - 2
+    if lowest - fraction < bottom or bounded or top + 2 + k.bit_length() > highest:
         return None
     # powers of two that stand for exponents: sums of as many as are added stay below the next power.
     spans = [fmt.max_exponent - emin for fmt, emin in zip((a, b), emins, strict=True)]
@@ -134,16 +142,3 @@ def _takes(unit: Datapath) -> bool:
     acc = unit.accumulator
     ieee = acc.nan == "ieee" and acc.infinities and acc.has_subnormals
     return plain and ieee and unit.term_rounding == "toward_zero" and unit.rounding.mode == "toward_zero"
-
-
-def _stays_normal(unit: Datapath, lowest: int, top: int, k: int) -> bool:
-    """Return True if all sums are zero or normal numbers of accumulator and float32, and below their largest.
-
-    Sums are multiples of ``2**(lowest - fraction_bits)``, which a block without products has as its grid.
-    """
-    acc = unit.accumulator
-    assert unit.fraction_bits is not None
-    bottom = max(acc.min_exponent, -126) + max(acc.mantissa_bits - unit.fraction_bits, 0)
-    bounded = unit.min_exponent is not None and unit.min_exponent > lowest
-    highest = min(acc.max_exponent, 127 - 24 + unit.fraction_bits) - 2
-    return lowest - unit.fraction_bits >= bottom and not bounded and top + 2 + k.bit_length() <= highest

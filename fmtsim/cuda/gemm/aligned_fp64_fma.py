@@ -21,10 +21,10 @@ from fmtsim.cuda.gemm.job import (
     Job,
     Packing,
     Range,
+    exponent_range,
     is_plain,
-    panels_of,
+    panel_count,
     promotion_of,
-    range_of,
 )
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.element import FloatFormat
@@ -108,7 +108,7 @@ class AlignedFp64Fma(FastPath):
 
     def _panels(self, job: Job, shape: _Shape) -> tuple[int, int]:
         """Return the panels of both operands, in the kernel's order."""
-        first, second = (panels_of(x.shape[0]) for x, _ in self._sides(job, shape))
+        first, second = (panel_count(x.shape[0]) for x, _ in self._sides(job, shape))
         return first, second
 
     def _pack(self, job: Job, shape: _Shape, side: int, panels: int) -> Packing:
@@ -151,7 +151,7 @@ def shape_of(spec: GemmSpec, block: int) -> _Shape | None:
     if mode == _STOCHASTIC:
         formats.reverse()
         by_rest = how.variant == "c" or how.layout != "word" or how.bits + odd > min(32, 51 - acc.mantissa_bits)
-    scale, sides = range_of(unit.scale), [range_of(fmt) for fmt in formats]
+    scale, sides = exponent_range(unit.scale), [exponent_range(fmt) for fmt in formats]
     bits = sum(side.bits for side in sides) + 2 * scale.bits
     eps = max(bits, fraction + 4, acc.mantissa_bits + 1) + 1 if terms in (_ZERO, _AWAY) else 0
     if sides[0].bits + scale.bits + eps > 53 or not _fits(sides, scale, fraction, block, terms):

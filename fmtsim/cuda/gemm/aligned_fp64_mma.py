@@ -28,7 +28,7 @@ from fmtsim.cuda.gemm.job import (
     Plan,
     launch,
     layout_of,
-    panels_of,
+    panel_count,
 )
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.element import FloatFormat
@@ -182,12 +182,12 @@ class AlignedFp64Mma(FastPath):
     def _shape(self, job: Job) -> Specialisation | None:
         if job.gpu.capability not in DEVICES or job.dtype != torch.float32:
             return None
-        floor = floor_of(job.spec, job.order.block, job.shape[2], *(scale is not None for _, scale in job.sides))
+        floor = floor_constants(job.spec, job.order.block, job.shape[2], *(scale is not None for _, scale in job.sides))
         if floor is None:
             return None
         plan = job.spec.plan
         promotion = 1 + plan.scaled_promotion + plan.successive_scales if job.promotes else 0
-        return Specialisation(floor, configuration_of(floor, job.order.block, promotion, job.gpu))
+        return Specialisation(floor, choose_configuration(floor, job.order.block, promotion, job.gpu))
 
     def _product_macros(self, job: Job, shape: Specialisation) -> Defines:
         return macros(**{name.upper(): value for name, value in shape.configuration._asdict().items()})
@@ -207,7 +207,7 @@ class AlignedFp64Mma(FastPath):
     def _panels(self, job: Job, shape: Specialisation) -> tuple[int, int]:
         """Return the panels of both operands: of 64 rows, and of as many columns as a configuration has."""
         rows_a, rows_b = shape.configuration.rows
-        return panels_of(job.shape[0], rows_a), panels_of(job.shape[1], rows_b)
+        return panel_count(job.shape[0], rows_a), panel_count(job.shape[1], rows_b)
 
     def _pack(self, job: Job, shape: Specialisation, side: int, panels: int) -> Packing:
         """Pack the bases of rows, and records (aligned_fp64_mma_layout.cuh)."""
@@ -224,7 +224,11 @@ class AlignedFp64Mma(FastPath):
     def run(self, job: Job, plan: Plan, sums: Tensor, marks: Tensor) -> None:
         """Write the sums [parts, M, N] of all tiles but those that it marks: rows have bases, panels no flags."""
         (floor, how), order, panels = plan.shape, job.order, self._panels(job, plan.shape)
-        job = replace(job, a=_readable(job.a), b=_readable(job.b))
+        job = replace(
+            job,
+            a=job.a if job.a.dtype in SINGLES else job.a.float(),
+            b=job.b if job.b.dtype in SINGLES else job.b.float(),
+        )
         (a_bases, a), (b_bases, b) = (self._packed(job, plan, side, panels[side]) for side in (0, 1))
         # the structure Sums of aligned_fp64_mma.cu
         c = (0, 0, 0) if job.c is None else (job.c.data_ptr(), *job.c.stride())
@@ -256,10 +260,17 @@ class AlignedFp64Mma(FastPath):
 
 
 @lru_cache(maxsize=1024)
-def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b: bool = False) -> Floor | None:
+def floor_constants(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_b: bool = False) -> Floor | None:
     """Return the constants of the kernels for a unit, None where they do not take it."""
+    # 1. units that truncate terms and sums, and formats whose numbers float32 holds
     unit, sides = spec.datapath, []
-    if not isinstance(unit, Datapath) or not _is_floor(unit) or block > LONGEST_BLOCK:
+    if not isinstance(unit, Datapath) or block > LONGEST_BLOCK or unit.group != 1 or unit.signed_zero:
+        return None
+    if unit.term_rounding not in ("toward_zero", "down") or unit.rounding.mode != "toward_zero":
+        return None
+    if unit.fraction_bits is None or unit.fraction_bits >= 45:
+        return None
+    if unit.accumulator.min_exponent > -100 or unit.accumulator.mantissa_bits > 23:
         return None
     if spec.promotes and layout_of(spec.outer) != layout_of(FP32):
         return None
@@ -267,8 +278,9 @@ def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_
         if not isinstance(fmt, FloatFormat) or fmt.min_subnormal < 2.0**-149 or fmt.max_exponent > 127:
             return None
         sides.append(_side(fmt, unit, scaled))
+    # 2. bits of what stands for a zero or a rest (eps), and of a sum (room)
     a, b = sides
-    f, acc_mantissa = unit.fraction_bits or 0, unit.accumulator.mantissa_bits
+    f, acc_mantissa = unit.fraction_bits, unit.accumulator.mantissa_bits
     down = unit.term_rounding == "down"
     eps = 0 if down else max(a.bits + b.bits, f + 2, acc_mantissa + 1) + 1
     two_words = a.bits + eps > _HIGH_WORD
@@ -287,7 +299,7 @@ def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_
         return None
     # the exponents of products between which sums fit the accumulator's range, truncated by its bits alone.
     fmt = unit.accumulator
-    lowest = max(fmt.min_exponent - fmt.mantissa_bits + (unit.fraction_bits or 0), fmt.min_exponent)
+    lowest = max(fmt.min_exponent - fmt.mantissa_bits + f, fmt.min_exponent)
     if unit.min_exponent is not None:
         lowest = max(lowest, unit.min_exponent)
     highest = fmt.max_exponent - 2 - head - k.bit_length()
@@ -299,12 +311,6 @@ def floor_of(spec: GemmSpec, block: int, k: int, scaled_a: bool = False, scaled_
         factor=factor, fraction_bits=f, least_exponent=-math.floor((offset / 2 - _LOWEST_POWER) / spacing),
         lowest=lowest, highest=highest, acc_mantissa=acc_mantissa, spacing=spacing, offset=offset,
     )  # fmt: skip
-
-
-def _is_floor(unit: Datapath) -> bool:
-    truncates = unit.term_rounding in ("toward_zero", "down") and unit.rounding.mode == "toward_zero"
-    plain = unit.group == 1 and not unit.signed_zero and unit.fraction_bits is not None and unit.fraction_bits < 45
-    return truncates and plain and unit.accumulator.min_exponent <= -100 and unit.accumulator.mantissa_bits <= 23
 
 
 def _side(fmt: FloatFormat, unit: Datapath, scaled: bool) -> OperandRange:
@@ -324,7 +330,7 @@ def _fits(a: OperandRange, b: OperandRange, spacing: float, offset: float) -> bo
 
 
 @lru_cache(maxsize=1024)
-def configuration_of(floor: Floor, block: int, promote: int, gpu: Gpu) -> Configuration:
+def choose_configuration(floor: Floor, block: int, promote: int, gpu: Gpu) -> Configuration:
     """Choose the fastest configuration that shared memory holds, with the kilobyte that each block takes besides."""
     span, places = -(-block // 8) * 8, -(-block // 4) * 4
     two_words, eight = floor.two_words and not floor.down, floor.spacing == _EIGHT
@@ -356,10 +362,6 @@ def _powers(floor: Floor, side: int, device: torch.device) -> Tensor:
     count = 1 - floor.least_exponent if floor.wide else of_side.top - of_side.emin + 1
     values = torch.tensor([2.0 ** (floor.offset / 2 - floor.spacing * i) for i in range(count)], dtype=torch.float64)
     return values.to(torch.bfloat16).view(torch.int16).to(device)
-
-
-def _readable(x: Tensor) -> Tensor:
-    return x if x.dtype in SINGLES else x.float()
 
 
 def _operand(job: Job, floor: Floor, side: int, x: Tensor, scales: Tensor | None, powers: int) -> bytes:

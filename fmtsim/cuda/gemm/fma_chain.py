@@ -24,13 +24,13 @@ from fmtsim.cuda.gemm.job import (
     Job,
     Packing,
     Range,
+    exponent_range,
     is_plain,
     layout_of,
     order_bytes,
-    panels_of,
-    problem_of,
+    panel_count,
+    problem_bytes,
     promotion_of,
-    range_of,
 )
 from fmtsim.cuda.runtime import Defines
 from fmtsim.formats.element import FloatFormat
@@ -107,7 +107,7 @@ class FmaChain(FastPath):
 
     def _panels(self, job: Job, shape: _Shape) -> tuple[int, int]:
         """Return the panels of both operands: two columns of the second share a word of 16-bit numbers."""
-        return panels_of(job.shape[0]), panels_of(job.shape[1], 2 * TILE if shape.numbers <= BFLOATS else TILE)
+        return panel_count(job.shape[0]), panel_count(job.shape[1], 2 * TILE if shape.numbers <= BFLOATS else TILE)
 
     def _pack(self, job: Job, shape: _Shape, side: int, panels: int) -> Packing:
         """Pack words, and the spans of their exponents, in the layout of fma_chain.cuh."""
@@ -128,7 +128,7 @@ class FmaChain(FastPath):
         """Return the arguments of the product: words of both operands before spans, places in place of blocks."""
         places, limits = np.int64(job.order.blocks * shape.padded), shape.limits(job.shape[2])
         operands = *packed[::2], *packed[1::2], flags, job.c
-        return *operands, order_bytes(job), places, marks, sums, limits, problem_of(job, TILE)
+        return *operands, order_bytes(job), places, marks, sums, limits, problem_bytes(job, TILE)
 
     def _shared(self, job: Job, shape: _Shape) -> int:
         return _STAGES * 2 * TILE * shape.depth * _WORDS[shape.numbers].itemsize
@@ -145,7 +145,7 @@ def shape_of(spec: GemmSpec, block: int, k: int, with_c: bool) -> _Shape | None:
         return None
     if not all(isinstance(fmt, FloatFormat) for fmt in (spec.a, spec.b)):
         return None
-    a, b = range_of(spec.a), range_of(spec.b)
+    a, b = exponent_range(spec.a), exponent_range(spec.b)
     numbers = _instruction(spec) if block == 1 else None
     bounded = clamped = False
     if numbers is None and not all(is_representable(fmt, torch.float32) for fmt in (spec.a, spec.b)):

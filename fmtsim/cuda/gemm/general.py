@@ -21,7 +21,7 @@ from fmtsim.cuda.gemm.job import (
     format_bytes,
     is_plain,
     order_bytes,
-    problem_of,
+    problem_bytes,
     sums_of,
 )
 from fmtsim.cuda.runtime import Defines
@@ -96,7 +96,8 @@ def _launch(
     if marks is not None:
         blocks = min(blocks, _WALKING * runtime.multiprocessors(index))
     runtime.kernel(file, name, index, defines)(
-        blocks, _THREADS, job.a, job.b, job.c, order.source, order_bytes(job), marks, sums, problem_of(job, TILE, grid),
+        blocks, _THREADS, job.a, job.b, job.c, order.source, order_bytes(job), marks, sums,
+        problem_bytes(job, TILE, grid),
     )  # fmt: skip
 
 
@@ -114,13 +115,13 @@ def reduce(job: Job, sums: Tensor, start: Tensor | None) -> None:
     blocks, strides, steps = -(-out.numel() // _THREADS), [*map(np.int64, out.stride())], job.order.combination
     if steps is not None:
         runtime.kernel("reduce.cu", "combine_sums", runtime.device_index(out), ())(
-            blocks, _THREADS, sums, steps, np.int32(len(steps)), out, *strides, formats, problem_of(job, TILE)
+            blocks, _THREADS, sums, steps, np.int32(len(steps)), out, *strides, formats, problem_bytes(job, TILE)
         )
         return
     runtime.kernel("reduce.cu", "reduce_parts", runtime.device_index(out), ())(
         blocks, _THREADS, sums, start, out, *strides, np.int32(len(sums)),
         np.int32(_REDUCTIONS.index(plan.reduce)), np.int32(plan.partial is not None), np.int32(plan.round_trip),
-        formats, problem_of(job if start is None else replace(job, c=start), TILE),
+        formats, problem_bytes(job if start is None else replace(job, c=start), TILE),
     )  # fmt: skip
 
 

@@ -228,7 +228,7 @@ class Range(NamedTuple):
     top: int
 
 
-def range_of(fmt: OperandFormat | None) -> Range:
+def exponent_range(fmt: OperandFormat | None) -> Range:
     """Return the bits and exponents of a format, zeros for anything but floating-point formats."""
     if not isinstance(fmt, FloatFormat):
         return Range(0, 0, 0)
@@ -243,7 +243,7 @@ def sums_of(spec: GemmSpec, k: int, with_c: bool) -> Sums | None:
     """
     unit = spec.datapath
     assert isinstance(unit, Datapath)
-    a, b, scale = range_of(spec.a), range_of(spec.b), range_of(unit.scale)
+    a, b, scale = exponent_range(spec.a), exponent_range(spec.b), exponent_range(unit.scale)
     count = min(unit.block or k, k)
     product = a.bits + b.bits + 2 * scale.bits
     span = a.top + b.top - a.lsb - b.lsb + unit.group.bit_length() + 2 * scale.bits
@@ -258,21 +258,19 @@ def sums_of(spec: GemmSpec, k: int, with_c: bool) -> Sums | None:
             bits += max(a.top + b.top, 0) + unit.group.bit_length()
         if bits <= 62:
             return Sums(wide, 0, 0)
-    elif not with_c and _stays_in_range(unit, k) and span + 2 * (scale.top - scale.lsb) + 3 + k.bit_length() <= 62:
-        return Sums(wide, 0, lowest)
-    acc = range_of(unit.accumulator)
+    else:
+        # a running sum is at most four times the sum of all magnitudes where roundings add no more
+        blocks, mantissa_bits = -(-k // (unit.block or k)), unit.accumulator.mantissa_bits
+        in_range = unit.rounding.mode in ("nearest_even", "toward_zero") or blocks >> mantissa_bits == 0
+        if not with_c and in_range and span + 2 * (scale.top - scale.lsb) + 3 + k.bit_length() <= 62:
+            return Sums(wide, 0, lowest)
+    acc = exponent_range(unit.accumulator)
     top = max(a.top + b.top + 2 * scale.top + count.bit_length(), acc.top, 128) + 2
     if unit.fraction_bits is not None and unit.min_exponent is not None:
         top = max(top, unit.min_exponent - unit.fraction_bits + 2 + count.bit_length())
     narrow = is_representable(unit.accumulator, torch.float32)
     lowest = min(lowest, -149 if narrow else -1074)
     return next((Sums(wide, n, lowest) for n in LIMBS if top - lowest <= 32 * (n - 4)), None)
-
-
-def _stays_in_range(unit: Datapath, k: int) -> bool:
-    """Return True if a running sum is at most four times the sum of all magnitudes: roundings add no more."""
-    blocks = -(-k // (unit.block or k))
-    return unit.rounding.mode in ("nearest_even", "toward_zero") or blocks >> unit.accumulator.mantissa_bits == 0
 
 
 def is_plain(fmt: FloatFormat | None) -> bool:
@@ -298,10 +296,14 @@ def promotion_of(spec: GemmSpec) -> int:
     return 1 if plain and layout_of(spec.outer) == layout_of(FP32) else 2
 
 
-def problem_of(job: Job, tile: int, grid: int = 0) -> bytes:
+def problem_bytes(job: Job, tile: int, grid: int = 0) -> bytes:
     """Return a product as ``Problem``: ``tile`` rows and columns for a mark, ``grid`` of ``sums_of``."""
     m, n, _ = job.shape
-    strides = [stride for x in (job.a, job.b, job.scale_a, job.scale_b, job.c) for stride in _strides(x)]
+    strides = [
+        stride
+        for x in (job.a, job.b, job.scale_a, job.scale_b, job.c)
+        for stride in ((0, 0) if x is None else (x.stride(0), x.stride(1)))
+    ]
     how = job.spec.datapath.rounding if isinstance(job.spec.datapath, Datapath) else Rounding()
     head = struct.pack("<10q", *strides) + draw_of(how, job.random)
     types = TYPES.index(job.a.dtype), TYPES.index(job.b.dtype)
@@ -315,10 +317,6 @@ def order_bytes(job: Job) -> bytes:
     order = job.order
     tensors = job.scale_a, job.scale_b, order.scale_places, order.ends, order.part_blocks
     return struct.pack("<5Q", *(0 if x is None else x.data_ptr() for x in tensors))
-
-
-def _strides(x: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
 
 @lru_cache(maxsize=1024)
@@ -335,14 +333,15 @@ def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
         fraction_bits, sum_bits, parity = unit.fraction_bits, unit.sum_bits, unit.parity
     leaves = unit.block if isinstance(unit, PairwiseDatapath) else 0
     saturates = isinstance(unit, IntegerDatapath) and unit.saturate
-    a, b, scale = range_of(spec.a), range_of(spec.b), range_of(fused.scale)
+    a, b, scale = exponent_range(spec.a), exponent_range(spec.b), exponent_range(fused.scale)
+    lowest = (fused.operand or fmt for fmt in (spec.a, spec.b))
     rest = struct.pack(
         "<24i",
         plan.scaled_promotion, plan.successive_scales, KINDS[sum_dtype(unit)], fraction_bits,
         CODES[fused.term_rounding], NO_BOUND if fused.min_exponent is None else fused.min_exponent,
         fused.group, fused.signed_zero,
         fused.scale_block, scale.bits - 1, 0 if fused.scale is None else fused.scale.min_exponent, sum_bits,
-        a.bits - 1, b.bits - 1, *(_lowest_exponent(fmt, fused) for fmt in (spec.a, spec.b)),
+        a.bits - 1, b.bits - 1, *(fmt.min_exponent if isinstance(fmt, FloatFormat) else 0 for fmt in lowest),
         grid, a.lsb, b.lsb, parity, leaves, saturates, 0, 0,
     )  # fmt: skip
     return formats, rest
@@ -351,11 +350,6 @@ def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
 def accumulator_of(unit: Arithmetic) -> FloatFormat:
     """Return the format of a unit's running sum."""
     return unit.accumulator if isinstance(unit, Datapath) else FP32
-
-
-def _lowest_exponent(fmt: OperandFormat, unit: Datapath) -> int:
-    lowest = unit.operand or fmt
-    return lowest.min_exponent if isinstance(lowest, FloatFormat) else 0
 
 
 def format_bytes(fmt: FloatFormat) -> bytes:
@@ -433,7 +427,7 @@ class FastPath(ABC):
 
     def _panels(self, job: Job, shape: Any) -> tuple[int, int]:
         """Return the panels of both operands of the kernel."""
-        return panels_of(job.shape[0]), panels_of(job.shape[1])
+        return panel_count(job.shape[0]), panel_count(job.shape[1])
 
     def _arguments(
         self, job: Job, shape: Any, packed: list[Tensor], flags: Tensor, marks: Tensor, sums: Tensor
@@ -442,7 +436,7 @@ class FastPath(ABC):
         (m, n, k), order, blocks = job.shape, job.order, np.int32(job.order.blocks)
         if not self.addends:
             return *packed, flags, order.ends, order.part_blocks, blocks, sums, marks, np.int32(m), np.int32(n)
-        return *packed, flags, job.c, order_bytes(job), blocks, marks, sums, shape.limits(k), problem_of(job, TILE)
+        return *packed, flags, job.c, order_bytes(job), blocks, marks, sums, shape.limits(k), problem_bytes(job, TILE)
 
     def plan(self, job: Job) -> Plan | None:
         """Return the path's plan for a product, None where it does not take it; reads no data."""
@@ -474,7 +468,7 @@ class FastPath(ABC):
         )  # fmt: skip
 
 
-def panels_of(rows: int, width: int = TILE) -> int:
+def panel_count(rows: int, width: int = TILE) -> int:
     """Return the panels of a matrix of so many rows."""
     return -(-rows // width)
 

@@ -74,7 +74,15 @@ def passes(path: FastPath, job: Job, plan: Plan) -> bool:
     that leaves every result of it to the general one is not used either.
     """
     index = runtime.device_index(job.a)
-    name = _class_of(path, job, plan)
+    # a digest of all that may decide how a path's kernels run a product, but shape and data
+    gemm_plan, order = job.spec.plan, job.order
+    lies = [(x.dtype, *(stride == 1 for stride in x.stride()), _alignment(x)) for x in (job.a, job.b)]
+    present = [x is not None for x in (job.c, job.scale_a, job.scale_b, job.random)]
+    features = (
+        job.promotes, gemm_plan.scaled_promotion, gemm_plan.successive_scales, order.contiguous, len(order.parts) > 1,
+    )  # fmt: skip
+    facts = path.name, plan.programs, replace(job.spec, plan=GemmPlan()).to_json(), lies, present, features
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()
     verdict = _verdicts.get((index, name))
     if verdict is not None:
         return verdict
@@ -90,23 +98,21 @@ def passes(path: FastPath, job: Job, plan: Plan) -> bool:
         if wrong or not compared:
             _verdicts[index, name] = False
             if wrong:  # a path that left all tiles would leave those of a call too
-                warnings.warn(_complaint(index, plan, wrong, compared), KernelWarning, stacklevel=2)
+                kernels = ", ".join(
+                    " ".join([file, *(f"-D{key}={value}" for key, value in macros)])
+                    for file, _, macros in plan.programs
+                )
+                text = (
+                    f"a fast path does not give the bits of the general path on cuda:{index} ({wrong} of {compared} "
+                    "results have other bits), so products of this kind take the general path, which is slower. "
+                    f"Kernels: {kernels}; {runtime.architecture(index)}, {_versions()}. Another version of "
+                    "nvidia-cuda-nvrtc may compile them rightly; please report this message."
+                )
+                warnings.warn(text, KernelWarning, stacklevel=2)
             return False
         _remember(passed, name)
     _verdicts[index, name] = True
     return True
-
-
-def _class_of(path: FastPath, job: Job, plan: Plan) -> str:
-    """Return a digest of all that may decide how a path's kernels run a product, but shape and data."""
-    gemm_plan, order = job.spec.plan, job.order
-    lies = [(x.dtype, *(stride == 1 for stride in x.stride()), _alignment(x)) for x in (job.a, job.b)]
-    present = [x is not None for x in (job.c, job.scale_a, job.scale_b, job.random)]
-    features = (
-        job.promotes, gemm_plan.scaled_promotion, gemm_plan.successive_scales, order.contiguous, len(order.parts) > 1,
-    )  # fmt: skip
-    text = path.name, plan.programs, replace(job.spec, plan=GemmPlan()).to_json(), lies, present, features
-    return hashlib.sha256(repr(text).encode()).hexdigest()
 
 
 def _alignment(x: Tensor) -> bool:
@@ -144,18 +150,6 @@ def _like(path: FastPath, job: Job, plan: Plan, place: int) -> tuple[Job, Plan] 
         if sample_plan is not None and sample_plan.programs == plan.programs:
             return like, sample_plan
     return None
-
-
-def _complaint(index: int, plan: Plan, wrong: int, compared: int) -> str:
-    kernels = ", ".join(
-        " ".join([file, *(f"-D{key}={value}" for key, value in macros)]) for file, _, macros in plan.programs
-    )
-    return (
-        f"a fast path does not give the bits of the general path on cuda:{index} ({wrong} of {compared} results "
-        f"have other bits), so products of this kind take the general path, which is slower. Kernels: {kernels}; "
-        f"{runtime.architecture(index)}, {_versions()}. Another version of nvidia-cuda-nvrtc may compile them rightly; "
-        "please report this message."
-    )
 
 
 # What has passed, on disk: a file for each environment, a line for each class.

@@ -7,11 +7,11 @@ fmtsim/optim: rules.py (the updates), codec.py (scales and codes); the bits are 
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,9 @@ from fmtsim.spec.optimizer import (
     ParameterStep,
     Scheme,
     StateFormat,
-    book_of,
     in_parameter,
     key_of,
+    state_codebook,
 )
 
 ENTRIES, WORDS = 30, 15
@@ -120,7 +120,7 @@ def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
             return None
         if weight_format is not None and (weight_format.format is None or scheme.minimum or scheme.whole_blocks):
             return None
-        weights, logs = _weights_of(weight_format)
+        weights, logs = weight_slot(weight_format)
         if weights is None:
             return None
         rows = weight_format is not None and weight_format.block == (1, None) and weight_format.scaling is not None
@@ -145,25 +145,25 @@ def _of_states(scheme: Scheme, names: tuple[str, ...]) -> Kernels | None:
         plain = all(not fmt.stochastic and not fmt.least and fmt.least_of == "numbers" for fmt in every)
         return Kernels("optimizer_expanded.cu", (), resident=2) if plain else None
     (block, bits), *others = {(fmt.block, fmt.bits) for fmt in every}
-    if others or block[1] is None or any(book_of(fmt) is None for fmt in every):
+    if others or block[1] is None or any(state_codebook(fmt) is None for fmt in every):
         return None
     return Kernels("optimizer.cu", _books_of(block[1], bits, names), books=True)
 
 
-def _weights_of(state: StateFormat | None) -> tuple[str | None, LogFormat | None]:
+def weight_slot(state: StateFormat | None) -> tuple[str | None, LogFormat | None]:
     """Return the kernels' state of weights, None where they do not know it, and the format of logarithms."""
     if state is None:
         return _ABSENT, None
     fmt = state.format
     if isinstance(fmt, LogFormat) and state.rule == "fixed" and state.block == (None, None) and fmt.bits in (8, 16):
         return f"Logs<{fmt.bits}>", fmt
-    return integer_of(state) if isinstance(fmt, IntFormat) else slot_of(state), None
+    return integer_slot(state) if isinstance(fmt, IntFormat) else slot_of(state), None
 
 
-def integer_of(state: StateFormat) -> str | None:
+def integer_slot(state: StateFormat) -> str | None:
     """Return the kernels' Integer of a state, None where they do not know its codes: they know whole bytes."""
     fmt, how = state.format, state.rounding
-    assert isinstance(fmt, IntFormat)  # _weights_of has looked
+    assert isinstance(fmt, IntFormat)  # weight_slot has looked
     if fmt.bits != 8 or not fmt.signed or fmt.half_offset or fmt.fraction_bits or state.rule not in _SCALES:
         return None
     drawn = how.bits if how.mode == "stochastic" else 0
@@ -366,12 +366,19 @@ class OptimizerBatch:
         """
         if not present.issuperset(self._ids):
             return None
-        addresses = []
+        addresses, dtype = [], self._dtype
         for p, shape, state, tensors in zip(self.parameters, self._shapes, self.states, self._moments, strict=True):
-            if not self._is_as_before(p, shape, state, tensors):
+            # parameter, gradient and state are as before, but for their memory
+            g = p.grad
+            if g is None or g.dtype is not dtype or g.layout is not torch.strided or not g.is_contiguous():
                 return None
-            assert p.grad is not None
-            addresses.append((p.data_ptr(), p.grad.data_ptr()))
+            if p.dtype is not dtype or p.shape != shape or g.shape != shape or not p.is_contiguous():
+                return None
+            if p.get_device() != self._device or not all(map(is_, map(state.get, self._names), tensors)):
+                return None
+            if not self.live and state["step"] != self.states[0]["step"]:
+                return None
+            addresses.append((p.data_ptr(), g.data_ptr()))
         table = np.array(addresses, np.int64)
         if (table % _ALIGNED).any():
             return None
@@ -379,16 +386,6 @@ class OptimizerBatch:
             start = i * len(part.table)
             part.table[: part.entries, :2] = table[start : start + part.entries]
         return self._parts
-
-    def _is_as_before(self, p: Tensor, shape: torch.Size, state: Mapping[str, Any], tensors: tuple[Any, ...]) -> bool:
-        g, dtype = p.grad, self._dtype
-        if g is None or g.dtype is not dtype or g.layout is not torch.strided or not g.is_contiguous():
-            return False
-        if p.dtype is not dtype or p.shape != shape or g.shape != shape or not p.is_contiguous():
-            return False
-        if p.get_device() != self._device or not all(map(is_, map(state.get, self._names), tensors)):
-            return False
-        return self.live or state["step"] == self.states[0]["step"]
 
     def step(
         self, parts: Sequence[Launch], scalars: Numbers | Hyperparameters, counter: Tensor, seed: int, number: int
@@ -501,7 +498,7 @@ def _books(scheme: Scheme, names: tuple[str, ...], device: torch.device) -> tupl
 
     A rule of one moment has its codebook twice.
     """
-    books = {name: book_of(getattr(scheme, name)) for name in names}
+    books = {name: state_codebook(getattr(scheme, name)) for name in names}
     first, second = (books.get(name) or next(iter(books.values())) for name in ("first", "second"))
     assert isinstance(first, Book) and isinstance(second, Book)  # by the kernels
     buckets = len(first.words) // 2

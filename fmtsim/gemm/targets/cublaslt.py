@@ -18,8 +18,8 @@ from fmtsim.gemm.targets.question import (
     cached_plan,
     call_of,
     ceil_div,
+    library_question,
     plan_order,
-    question_of,
     reduction_fields,
     slice_width,
 )
@@ -44,7 +44,7 @@ def gemm_sn(choice: Choice, call: GemmCall, architecture: Architecture) -> Order
     config = GEMM_SN.get((choice.algorithm, choice.custom))
     if config is None or not _scalar(call) or choice.split not in (1, -1):
         return None
-    question = question_of(call)
+    question = library_question(call)
     if architecture == "sm_90" and choice[::3] == (11, 0) and question is not None and question.layout == 0:
         return _fma(call, **_dealt(16, 16, "serial"), promote_every=16)
     threads, chain = config

@@ -164,7 +164,7 @@ def warn_of_native_bug(target: Any, call: GemmCall) -> None:
         warn_of_bug(target, call, spec.plan, guess=False)
 
 
-def sibling_of(name: str) -> str | None:
+def sibling_hint(name: str) -> str | None:
     """Return what to take for a GPU that has no record, and how sure it is; None where the name is no such GPU's."""
     sibling = _SIBLINGS.get("".join(letter for letter in name.lower() if letter.isalnum()))
     return sibling and (

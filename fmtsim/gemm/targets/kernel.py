@@ -17,7 +17,7 @@ from fmtsim.spec.datapath import FP32
 from fmtsim.spec.gemm_spec import Basis
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.records import at, check_types, fields_of, located, record_of, type_hints
+from fmtsim.support.records import at, check_types, located, record_fields, record_of, type_hints
 
 _KERNEL_FIELDS = ("algorithm", "stages", "slices", "align", "line")
 _LINE = 16  # bytes a row must be a multiple of, for kernels that load by tensor maps
@@ -79,7 +79,7 @@ class Kernel:
 
         There ``partial`` may be ``"out"``, and ``bias_after_rounding`` ``"unsplit"``.
         """
-        fields = fields_of(record, path, "a Kernel")
+        fields = record_fields(record, path, "a Kernel")
         kernel_fields: dict[str, Any] = {name: fields.pop(name) for name in _KERNEL_FIELDS if name in fields}
         after = fields.get("bias_after_rounding", False)
         if not isinstance(after, bool | str) or (isinstance(after, str) and after != "unsplit"):

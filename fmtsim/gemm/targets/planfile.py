@@ -27,16 +27,16 @@ from fmtsim.gemm.targets.question import (
     Kind,
     Question,
     Settings,
+    find_settings,
     from_planes,
     inflate,
     kind_from_list,
-    settings_of,
     unpack,
 )
 from fmtsim.gemm.units.unit import PLANS, get_unit
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import StrPath
-from fmtsim.support.records import READERS, at, check_types, fields_of, located, record_of
+from fmtsim.support.records import READERS, at, check_types, located, record_fields, record_of
 
 Along = Literal["m", "k"]
 Runs = tuple[tuple[int, Choice | None], ...]
@@ -410,7 +410,7 @@ class PlanFile:
             path: What errors call it.
             folder: Where its book and trees lie, unless they come with fmtsim.
         """
-        fields = fields_of(record, path, "a Target")
+        fields = record_fields(record, path, "a Target")
 
         def file(what: str, name: Any) -> Path:
             if not isinstance(name, str) or Path(name).name != name or len(name) > 200:  # of 255 that file systems take
@@ -424,7 +424,7 @@ class PlanFile:
             names = names if isinstance(names, list) else [] if names is None else [names]
             fields["trees"] = tuple(Learned.open(file("trees", name)) for name in names)  # opening reads nothing
             if "settings" in fields:
-                fields["settings"] = settings_of(fields["settings"])
+                fields["settings"] = find_settings(fields["settings"])
         return record_of(cls, fields, path)  # type: ignore[no-any-return]
 
     def changed(self, name: str, record: dict[str, Any]) -> Self:

@@ -84,7 +84,7 @@ RECORDED: Final = (DEFAULT, Settings(reductions="fp32"), *NAMED.values())
 """Settings under which the library was asked, and its results were compared with emulated ones."""
 
 
-def settings_of(given: Any, base: Settings = DEFAULT, **changes: Any) -> Settings:
+def find_settings(given: Any, base: Settings = DEFAULT, **changes: Any) -> Settings:
     """Return settings by name, from a dict of their fields, or a record, with some changed.
 
     Raises:
@@ -160,7 +160,7 @@ _LAYOUTS: Final[dict[tuple[Layout, Layout], int]] = {
 }
 
 
-def question_of(call: GemmCall, settings: Settings = DEFAULT) -> Question | None:
+def library_question(call: GemmCall, settings: Settings = DEFAULT) -> Question | None:
     """Return what torch asks cuBLASLt about a call; None where it does not ask, or the question is not known.
 
     But in bmm, torch calls an operand with a single row or column contiguous in the way of [M, K] and [K, N]. A bias is
@@ -355,7 +355,7 @@ def slice_width(call: GemmCall, split: int) -> int:
     """Return the products of a slice, whose starts are aligned to whole lines where K lies along rows."""
     # H200, 2026-11-21: TF32 64x64x64, 24 parts logged: slices of 32, so 2; 160x128x680: 10 slices of 68.
     align, line = (4, 32) if call.a in ("tf32", "fp32") else (8, 64)
-    question = question_of(call)
+    question = library_question(call)
     along_rows = question is not None and (question.layout != 2 or 1 in (call.m, call.n))
     step = line if along_rows and call.k % line == 0 else align
     return ceil_div(ceil_div(call.k, split), step) * step

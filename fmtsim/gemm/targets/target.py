@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.cublaslt import choice_order, nvjet_tile
-from fmtsim.gemm.targets.doubts import sibling_of, warn_once
+from fmtsim.gemm.targets.doubts import sibling_hint, warn_once
 from fmtsim.gemm.targets.kernel import CHAINS, ONE_CHAIN, matches
 from fmtsim.gemm.targets.planfile import PlanFile
 from fmtsim.gemm.targets.question import (
@@ -22,8 +22,8 @@ from fmtsim.gemm.targets.question import (
     Settings,
     answers_question,
     book_question,
-    question_of,
-    settings_of,
+    find_settings,
+    library_question,
     sourced,
 )  # fmt: skip
 from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
@@ -80,7 +80,7 @@ class Target(PlanFile):
         >>> get_target("h200").with_settings("batch_invariant").name
         'h200.batch_invariant'
         """
-        settings = settings_of(settings, self.settings, **changes)
+        settings = find_settings(settings, self.settings, **changes)
         name = self.name.removesuffix(f".{self.settings.describe()}")
         name += f".{settings.describe()}" if settings != DEFAULT else ""
         return replace(self, name=name, settings=settings)
@@ -152,7 +152,7 @@ class Target(PlanFile):
         if override is not None:
             return override
         # 2. tables and recorded calls
-        question = None if self.architecture is None else question_of(call, self.settings)
+        question = None if self.architecture is None else library_question(call, self.settings)
         usual = question is None or (not question.kind.room and question.kind.reductions == "any")
         recorded, others, tables = _rules_by_size(self) if usual else ([], [], {})
         first = sorted(recorded + tables.get((f"{call.m}x{call.n}", str(call.k)), []))
@@ -337,7 +337,7 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
             raise error if isinstance(error, FmtsimError) else ArgumentError(f"target={shown(text)}: {error}") from None
     # 3. none of them
     hint = did_you_mean(text, (*list_targets(), *list_units()))
-    raise ArgumentError(sibling_of(text) or f"unknown target {shown(text)}{hint} ({_kinds()})")
+    raise ArgumentError(sibling_hint(text) or f"unknown target {shown(text)}{hint} ({_kinds()})")
 
 
 def _kinds() -> str:

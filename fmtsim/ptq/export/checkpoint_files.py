@@ -26,7 +26,7 @@ from fmtsim.ptq.export.catalogue import LAYOUTS, Layout
 from fmtsim.ptq.export.layouts import Config, Reordered, read_config
 from fmtsim.ptq.export.stored_tensors import StoredWeight, read_tensor
 from fmtsim.ptq.export.weights import CodedWeight, weights_of
-from fmtsim.ptq.ptq_report import coverage_of_weights, share_of
+from fmtsim.ptq.ptq_report import coverage_of_weights, coverage_text
 from fmtsim.support.errors import ArgumentError, DataError, shown
 from fmtsim.support.files import TEMPORARY, write_folder
 from fmtsim.support.records import located, parse_json, read_json
@@ -384,7 +384,7 @@ class Export:
         where = " and ".join(map(str, self.files))
         text = f"{where}: {self.layout}, weights of {counts}, {len(self.values)} tensors as values"
         lines = [text, f"read back: all {self.checked} tensors have the bits that were meant"]
-        lines += [share_of(self.coverage, "coded")] if self.coverage.raw else []
+        lines += [coverage_text(self.coverage, "coded")] if self.coverage.raw else []
         return "\n".join([*lines, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())])
 
 
@@ -449,7 +449,8 @@ def export(
         schemes = {layer: scheme for layer, (_, scheme, _) in stored.items()}
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         config = compressed_tensors.config_of(model, schemes, [name for name in linear if name not in schemes])
-        contents = dict(zip(_FILES, (_safetensors(tensors, {"format": "pt"}), config), strict=True))
+        in_files = {name: stored_tensor(t) for name, t in tensors.items()}
+        contents = dict(zip(_FILES, (tensor_content(in_files, {"format": "pt"}), config), strict=True))
         for i, weight in enumerate(coded):
             if weight.layer in rescaled:
                 reciprocal = stored[weight.layer][0]["weight_global_scale"].reshape(())
@@ -458,7 +459,8 @@ def export(
         stored = _stored(coded, torchao.tensors_of)
         tensors = rest | {torchao.named(name, key): t for name, (own, _) in stored.items() for key, t in own.items()}
         records = dict.fromkeys(rest, {"_type": "Tensor"}) | {f"{name}.weight": r for name, (_, r) in stored.items()}
-        contents = {_FILES[0]: _safetensors(tensors, torchao.metadata_of(records))}
+        in_files = {name: stored_tensor(t) for name, t in tensors.items()}
+        contents = {_FILES[0]: tensor_content(in_files, torchao.metadata_of(records))}
     else:
         architecture = getattr(getattr(model, "config", None), "model_type", "") or "fmtsim"
         stored = {in_file[f"{layer}.weight"]: t for layer, t in _stored(coded, gguf.blocks_of).items()}
@@ -514,10 +516,6 @@ def check_written(path: Path, meant: Mapping[str, bytes]) -> None:
         raise DataError(
             f"what was written does not read back as it was meant: {some(wrong)}; the files are gone; please report it"
         )
-
-
-def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    return tensor_content({name: stored_tensor(t) for name, t in tensors.items()}, metadata)
 
 
 def read_export(path: str | Path) -> dict[str, Tensor]:

@@ -194,7 +194,13 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
     if rounded is None:  # a model in training: the weight is rounded in every forward pass
         if product.b.format is None or product.b.source == "stored":
             return None
-        operand, x = _rounded_now(name, w, product.b), product.a
+        rotates = any(not isinstance(t, Sparsity) for t in product.b.transforms)
+        if rotates or product.b.then is not None or product.b.is_random:
+            raise ArgumentError(
+                f"layer {name!r}: its weight is {product.b}, not one set of codes; choose a recipe that casts weights "
+                "alone"
+            )
+        operand, x = _with_codes(name, quantize_operand(w, product.b)), product.a
     else:
         operand, x = _rounded_before(name, w, rounded), rounded.x
     blocks = None if rounded is None else rounded.blocks
@@ -211,16 +217,6 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
         block=w.shape if scale is None else (min(block[0], w.shape[0]), min(block[1], w.shape[1])),
         dtype=w.dtype, x=x, x_scale=x_scale, blocks=None if blocks is None else blocks.cpu(),
     )  # fmt: skip
-
-
-def _rounded_now(name: str, w: Tensor, quantizer: Quantizer) -> Operand:
-    """Round the weight of a model in training, as its forward pass would."""
-    rotates = any(not isinstance(t, Sparsity) for t in quantizer.transforms)
-    if rotates or quantizer.then is not None or quantizer.is_random:
-        raise ArgumentError(
-            f"layer {name!r}: its weight is {quantizer}, not one set of codes; choose a recipe that casts weights alone"
-        )
-    return _with_codes(name, quantize_operand(w, quantizer))
 
 
 def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets.learned import Learned
-from fmtsim.gemm.targets.question import Question, call_of, question_of
+from fmtsim.gemm.targets.question import Question, call_of, library_question
 from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.support.errors import ArgumentError, DeviceError
 from fmtsim.support.executors import open_tasks
@@ -48,7 +48,7 @@ def test_questions_are_calls_that_torch_makes(topic):
         question = Question(topic.kinds[number], *rest)
         call = call_of(question)
         batch_of_one = replace(call, operation="bmm") if call.operation == "mm" else call
-        assert question in (question_of(call), question_of(batch_of_one))
+        assert question in (library_question(call), library_question(batch_of_one))
     if topic.kinds[0].scaling != "none":
         assert ((k > 5120) & (m * n <= 1 << 17)).mean() > 0.35
 
