@@ -61,7 +61,6 @@ def layer_call(which: str, tokens: int, n: int, k: int, bias: bool, dtype: str) 
     out = OUTPUTS[dtype]
     if which == "forward":
         return GemmCall(operation="linear", a=dtype, b=dtype, out=out, bias=bias, **facts)
-    # dx = g w: both are row-major as they lie, so K (outputs) runs along the rows of g and the columns of w;
-    # dw = g^T x: K (tokens) runs along the columns of both.
+    # dx = g w: K (outputs) runs along the rows of g and the columns of w. dw = g^T x: K (tokens) along columns of both.
     layout: Layout = "row" if which == "dgrad" else "column"
     return GemmCall(operation="mm", a=dtype, b=dtype, out=out, a_layout=layout, b_layout="column", **facts)

@@ -75,7 +75,7 @@ def _table() -> dict[tuple[str, ...], list[tuple[Order, tuple[tuple[int, int], .
     return table
 
 
-def order_of(which: str, shape: Shape, dtype: torch.dtype) -> Order:
+def convolution_order(which: str, shape: Shape, dtype: torch.dtype) -> Order:
     """Return the order of sums of a pass: ``forward``, ``dgrad`` (the input's gradient), ``wgrad`` (the weight's).
 
     Raises:
@@ -128,7 +128,7 @@ def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 def _input_gradient(g: torch.Tensor, weight: torch.Tensor, columns: int, shape: Shape) -> torch.Tensor:
     """Return the gradient [batch, channels, 1, columns] of conv1d's input; each pixel has the taps that reach it."""
-    order = order_of("dgrad", shape, g.dtype)
+    order = convolution_order("dgrad", shape, g.dtype)
     (_, taps), (_, step), (_, left) = shape.kernel, shape.stride, shape.padding
     dx = torch.empty(shape.batch, shape.channels, 1, columns, dtype=g.dtype)
     for first in range(step):
@@ -146,7 +146,7 @@ def _input_gradient(g: torch.Tensor, weight: torch.Tensor, columns: int, shape: 
 
 def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the gradient of the weight: sums over the pixels of the batch."""
-    order = order_of("wgrad", shape, g.dtype)
+    order = convolution_order("wgrad", shape, g.dtype)
     a = g.permute(1, 0, 2, 3).reshape(shape.outputs, -1)
     b = _windows(x, shape).transpose(1, 2).flatten(1).t().contiguous()
     if order.unit == "lanes":
@@ -211,7 +211,7 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         UnknownOrder: A shape, dtype or layout without a recorded order.
     """
     shape = _shape(x, weight, options)
-    order = order_of("forward", shape, x.dtype)
+    order = convolution_order("forward", shape, x.dtype)
     filters = _rows(weight).permute(0, 2, 3, 1).reshape(shape.outputs, -1, shape.channels)
     sums = _product(_in_order(_windows(_rows(x), shape), order), _in_order(filters, order), order)
     y = _stored(sums, order, x.dtype).view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()

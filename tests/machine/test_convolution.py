@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import fmtsim
 from fmtsim.machine import convolution
-from fmtsim.machine.convolution import Order, Shape, order_of
+from fmtsim.machine.convolution import Order, Shape, convolution_order
 from fmtsim.machine.unknown import UnknownOrder
 from tests.machine.cases import digest, numbers
 
@@ -41,7 +41,7 @@ def line(batch: int, channels: int, outputs: int, length: int, stride: int) -> S
     ],
 )
 def test_orders_of_models(which, shape, dtype, order):
-    known, expected = order_of(which, shape, dtype), Order.parse(order)
+    known, expected = convolution_order(which, shape, dtype), Order.parse(order)
     assert known._replace(tile=0) == expected._replace(tile=0)
     assert known.tile == expected.tile or (known.slices == 1 and (which == "wgrad" or shape.channels == 3))
 
@@ -61,7 +61,7 @@ def test_shapes_without_a_record_are_unknown(shape, which):
     with pytest.raises(
         UnknownOrder, match=f"{which} of a batch of {shape.batch}, .* no recorded range of shapes has it"
     ):
-        order_of(which, shape, BF16)
+        convolution_order(which, shape, BF16)
 
 
 def convolved(**changes):
@@ -116,14 +116,14 @@ def test_another_order_is_seen(monkeypatch):
     with fmtsim.simulate(strict=True):
         right = functional.conv1d(x, w, stride=2, padding=1)
     for order in (Order("mma", 32), Order("mma", 64, descending=True), Order("fma")):
-        monkeypatch.setattr(convolution, "order_of", lambda *_, order=order: order)
+        monkeypatch.setattr(convolution, "convolution_order", lambda *_, order=order: order)
         with fmtsim.simulate(strict=True):
             other = functional.conv1d(x, w, stride=2, padding=1)
         assert torch.allclose(right, other, rtol=0.1, atol=0.1) and digest(right) != digest(other)
 
 
 def test_results_in_slices_that_are_subnormal_are_unknown(monkeypatch):
-    monkeypatch.setattr(convolution, "order_of", lambda *_: Order("cutlass", 32, slices=2, rounded=True))
+    monkeypatch.setattr(convolution, "convolution_order", lambda *_: Order("cutlass", 32, slices=2, rounded=True))
     tiny = torch.full((2, 3, 32, 32), 2.0**-133, dtype=BF16)
     with pytest.raises(UnknownOrder, match="wgrad in slices whose sums are subnormal in float32"):
         convolution._weight_gradient(torch.ones(2, 64, 4, 4, dtype=BF16), tiny, patches(2, 64, 8, 32))

@@ -194,9 +194,7 @@ class Target(PlanFile):
             if isinstance(rule.split, dict):  # a table, which ``find`` asks only about sizes that it has
                 split = rule.split[f"{call.m}x{call.n}"][str(call.k)]
             elif isinstance(rule.split, str):
-                tile = kernel.plan.k_tile
-                if kernel.algorithm is not None:
-                    tile = nvjet_tile(call) if kernel.algorithm == 66 else None
+                tile = {None: kernel.plan.k_tile, 66: nvjet_tile(call)}.get(kernel.algorithm)  # None: of one product
                 split, certain = self.splits[rule.split].count(call, tile or 1)
                 basis = basis if certain else "guess"
             else:
