@@ -62,6 +62,7 @@ def test_no_cuda_graph_holds_a_key():
         assert unsafe in operator.keyed.tags and unsafe not in operator.default.tags
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch 2.11's, of its own first recording
 @pytest.mark.parametrize("generator", [3, None])
 def test_replayed_casts_draw_anew_gpu(generator):
     if not fmtsim.cuda.available():

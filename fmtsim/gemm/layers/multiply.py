@@ -267,7 +267,7 @@ def _checked_call(rows_per_scale: tuple[int, int], library: bool, registered: in
     """Return a GemmCall that the library takes; ``registered`` is how often units were registered by name."""
     call = gemm_call(**facts)
     if library:
-        check_library(call, call.out, rows_per_scale)
+        check_library(call, (call.m, call.n, call.k), call.out, rows_per_scale)
     return call
 
 

@@ -21,7 +21,7 @@ from fmtsim.gemm.products.operands import (
     output_dtype,
     pair_of,
 )
-from fmtsim.gemm.products.resolver import check_target, gemm_call, run_product
+from fmtsim.gemm.products.resolver import check_target, product_call, run_product
 from fmtsim.gemm.units import unit as units
 from fmtsim.spec.call import GemmCall, Operands, Operation
 from fmtsim.spec.cast import RandomKey
@@ -244,9 +244,9 @@ def check_call(
     dtype = output_dtype(verb, a, columns, options)
     if options["library"] or options["plan"] is not None:
         facts["layouts"] = matrix_layout(a), matrix_layout(columns.mT, transposed=True)
-    call = gemm_call(
-        verb, formats, (a.shape[-2], columns.shape[-2], inner_length(a)), dtype or a.dtype, target=options["target"],
-        plan=options["plan"], batch=a.shape[0] if a.dim() == 3 else 1, strict=options["strict"], bias=bias is not None,
+    call = product_call(
+        verb, formats, Operands(a, columns, bias), dtype, native=options["native"], to_tf32=to_tf32,
+        target=options["target"], plan=options["plan"], strict=options["strict"], bias=bias is not None,
         accumulate=accumulation(a, dtype, options), **facts,
     )  # fmt: skip
     return call, dtype, to_tf32
@@ -277,7 +277,7 @@ def _multiply(
     if checked is None:
         checked = check_call(verb, a, b.mT, bias, how)
         if how["library"]:
-            check_library(*checked[:2])
+            check_library(checked[0], (a.shape[-2], b.shape[-1], inner_length(a)), checked[1])
         # A name is not cached: register_format may give it another format later.
         if key is not None and not any(isinstance(fmt, str) for fmt in pair_of("formats", options["formats"])):
             if len(_checked) >= _MOST:

@@ -183,15 +183,18 @@ def _warn_of_setting(reason: str) -> None:
     )
 
 
-def check_library(call: GemmCall, dtype: torch.dtype | None, rows_per_scale: tuple[int, int] = (1, 1)) -> None:
+def check_library(
+    call: GemmCall, sizes: tuple[int, int, int], dtype: torch.dtype | None, rows_per_scale: tuple[int, int] = (1, 1)
+) -> None:
     """Refuse what torch._int_mm and torch._scaled_mm, or cuBLAS below them, refuse on an NVIDIA GPU.
 
     Args:
         call: The call, with its formats.
+        sizes: M, N and K.
         dtype: Of the result, None for that of the accumulator.
         rows_per_scale: Rows of a block of scales of both operands.
     """
-    m, n, k = call.m, call.n, call.k
+    m, n, k = sizes
     if call.operation == "int_mm" and (m <= 16 or k % 8 or n % 8 or not k or not n):
         raise ArgumentError(
             f"torch._int_mm on CUDA takes M above 16 and K and N that are multiples of 8, not M={m}, K={k}, N={n}; "

@@ -22,7 +22,7 @@ from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.native import multiply_natively, runs_natively, unsupported_reason
 from fmtsim.gemm.products.operand_scales import check_unit_scales, unit_scales
-from fmtsim.gemm.products.operands import DIRECT, read_operand, stays_packed
+from fmtsim.gemm.products.operands import DIRECT, inner_length, read_operand, stays_packed
 from fmtsim.gemm.products.operator import OUT_DTYPES, finish, output_format, run_gemm
 from fmtsim.gemm.targets import target as targets
 from fmtsim.gemm.targets.doubts import warn_of_bug, without_doubts
@@ -91,16 +91,11 @@ def run_product(
     """
     a, b, formats = operands.a, operands.b, call.formats
     assert formats is not None
-    # 1. natively, where the GPU is the target
-    if native or (a.device.type in NATIVE_DEVICES and not units.is_unit(call.target)):
-        library = None if units.is_unit(call.target) else call.target
-        scales_result = operands.result_scale is not None
-        if runs_natively(
-            native, library, call.plan, a.device,
-            lambda: unsupported_reason(call, (a.dtype, b.dtype), dtype, scales_result, quantized or to_tf32),
-        ):  # fmt: skip
-            y = multiply_natively(call, operands, dtype or a.dtype)
-            return y if operands.bias is None or call.bias else finish(y, y.dtype, bias=operands.bias)
+    # 1. natively, where the GPU is the target; in traced code ``product_call`` has decided
+    traced = torch.compiler.is_dynamo_compiling()
+    if call.spec is None if traced else _is_native(call, call.target, operands, dtype, native, quantized or to_tf32):
+        y = multiply_natively(call, operands, dtype or a.dtype)
+        return y if operands.bias is None or call.bias else finish(y, y.dtype, bias=operands.bias)
     # 2. the datapath, accumulation order and formats of the call
     spec = resolve(call)
     dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
@@ -139,6 +134,20 @@ def run_product(
         spec, dtype, random=key, validated=decoded or (quantized and formats == (spec.a, spec.b)),
         to_tf32=to_tf32 and spec.a.name == "tf32",  # the unit may take another format than was asked for
         bare=bare and key is None,
+    )  # fmt: skip
+
+
+def _is_native(
+    call: GemmCall, target: Any, operands: Operands, dtype: torch.dtype | None, native: bool | None, converted: bool
+) -> bool:
+    """Return True if the GPU of the operands is the target and has the call; arguments as of ``run_product``."""
+    a, b = operands.a, operands.b
+    if not native and (a.device.type not in NATIVE_DEVICES or units.is_unit(target)):
+        return False
+    scales_result = operands.result_scale is not None
+    return runs_natively(
+        native, None if units.is_unit(target) else target, call.plan, a.device,
+        lambda: unsupported_reason(call, (a.dtype, b.dtype), dtype, scales_result, converted),
     )  # fmt: skip
 
 
@@ -190,10 +199,28 @@ def seen_calls() -> Iterator[dict[GemmCall, GemmSpec]]:
         _recording.reset(token)
 
 
+def product_call(
+    operation: Operation, formats: tuple[OperandFormat, OperandFormat], operands: Operands, dtype: torch.dtype | None,
+    *, native: bool | None, to_tf32: bool = False, target: Any, **facts: Any,
+) -> GemmCall:  # fmt: skip
+    """Return the ``gemm_call`` of a verb's operands.
+
+    In traced code it has no sizes where the GPU is the target: one compiled program serves all sizes.
+    """
+    a, b = operands.a, operands.b
+    asked = {"operation": operation, "formats": formats, "out": dtype or a.dtype, "target": target, **facts}
+    if torch.compiler.is_dynamo_compiling() and facts["plan"] is None:
+        call = gemm_call(sizes=(0, 0, 0), resolves=False, **asked)
+        if _is_native(call, target, operands, dtype, native, to_tf32):
+            return call
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return gemm_call(sizes=(a.shape[-2], b.shape[-2], inner_length(a)), batch=batch, **asked)
+
+
 def gemm_call(
     operation: Operation, formats: tuple[OperandFormat, OperandFormat], sizes: tuple[int, int, int], out: torch.dtype,
     *, target: Any, plan: GemmPlan | None = None, batch: int = 1, layouts: tuple[Layout, Layout] = ("row", "row"),
-    **facts: Any,
+    resolves: bool = True, **facts: Any,
 ) -> GemmCall:  # fmt: skip
     """Return the GemmCall of these fields, a constant of the graph where torch.compile traces the caller.
 
@@ -204,12 +231,13 @@ def gemm_call(
             depends on them.
         out: Dtype of the result.
         layouts: How a library sees both operands.
+        resolves: In traced code, resolve the call at once (``GemmCall.spec``).
         facts: Further fields of GemmCall.
     """
     m = n = k = count = 0
     if plan is not None or not is_unit(target):
         m, n, k, count = index(sizes[0]), index(sizes[1]), index(sizes[2]), index(batch)
-    traced = torch.compiler.is_compiling()
+    traced = resolves and torch.compiler.is_dynamo_compiling()
     return _constant_call(*formats, target, plan, traced, operation, m, n, k, count, out, *layouts, **facts)
 
 

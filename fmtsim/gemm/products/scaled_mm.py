@@ -34,6 +34,7 @@ from fmtsim.gemm.products.resolver import (
     accumulate_name,
     check_target,
     gemm_call,
+    product_call,
     resolve,
     run_product,
 )
@@ -130,12 +131,12 @@ def scaled_mm(
     facts: dict[str, Any] = {"bias": bias is not None, "strict": strict, "fast_accum": use_fast_accum}
     if library or plan is not None:
         facts["layouts"] = matrix_layout(a), matrix_layout(b, transposed=True)
-    call = gemm_call(
-        "scaled_mm", formats, (a.shape[0], b.shape[1], inner_length(a)), dtype, target=target, plan=plan,
-        scaling=scaling, accumulate=accumulate or ("fp32" if library else None), **facts,
+    call = product_call(
+        "scaled_mm", formats, operands, dtype, native=native, target=target, plan=plan, scaling=scaling,
+        accumulate=accumulate or ("fp32" if library else None), **facts,
     )  # fmt: skip
     if library:
-        check_library(call, dtype, operands.rows_per_scale)
+        check_library(call, (a.shape[0], b.shape[1], inner_length(a)), dtype, operands.rows_per_scale)
     return run_product(call, operands, dtype, native=native, generator=options.get("generator"))
 
 
