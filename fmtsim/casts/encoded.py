@@ -139,7 +139,7 @@ class Encoded:
         if is_readable(self.codes) or isinstance(self.format, PackedFormat):  # whose bytes are the codes
             codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
         else:
-            codes, scales = restore_traced(self.codes, self.scales, ops.text_of(self._cast()), self.shape)
+            codes, scales = restore_traced(self.codes, self.scales, ops.cast_json(self._cast()), self.shape)
         return EncodedParts(codes, scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
@@ -285,7 +285,7 @@ def _decoding_text(fmt: Format, dim: int) -> str:
 @constant_in_graphs
 def _decoded(cast: ops.Cast, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
     """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
-    fmt = ops.spec_of(cast).format
+    fmt = ops.cast_spec(cast).format
     return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 import numpy
 import torch
 
-from fmtsim.casts import numpy_arrays, ops
+from fmtsim.casts import lanes, numpy_arrays, ops
 from fmtsim.casts.arguments import (
     Generator,
     check_blocks,
@@ -121,11 +121,11 @@ def quantize(
         ops.quantize_out(x.detach() if x.requires_grad else x, out, cast, key, words)
         return out
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
-        run = ops.with_keys(torch.ops.fmtsim.quantize, key)
-        return run(x, cast, dtype, ops.key_tensor(key), words)
+        run = lanes.with_keys(torch.ops.fmtsim.quantize, key)
+        return run(x, cast, dtype, lanes.key_tensor(key), words)
     # as ops.quantize, with a derivative that passes straight through in every mode of torch
     if words is not None or not is_bare(x):
-        return _StraightThrough.apply(x, cast, dtype, ops.key_tensor(key), words)  # type: ignore[no-any-return]
+        return _StraightThrough.apply(x, cast, dtype, lanes.key_tensor(key), words)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
         return _PlainStraightThrough.apply(x, cast, dtype, key)  # type: ignore[no-any-return]
     return ops.quantize_plain(x, cast, dtype, key)
@@ -214,7 +214,7 @@ def encode(
     if is_readable(tensor):
         codes, scales = store(parts.codes, parts.scales, fmt, inner, validated=True)
         return Encoded._known(parts._replace(codes=codes, scales=scales), fmt, tensor.shape, inner)
-    text = ops.text_of(cast)
+    text = ops.cast_json(cast)
     if not isinstance(fmt, PackedFormat):
         codes, scales = store_traced(parts.codes, parts.scales, text)
         parts = parts._replace(codes=codes, scales=scales)
@@ -224,7 +224,7 @@ def encode(
 @constant_in_graphs
 def _encoded_format(cast: Cast) -> tuple[Format, int]:
     """Return the format of a cast, and the dimension along which its blocks run."""
-    spec = ops.spec_of(cast)
+    spec = ops.cast_spec(cast)
     return spec.format, spec.dim
 
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from fmtsim.casts import ops
+from fmtsim.casts import lanes
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.interop import safetensors_tag, torch_dtype
 from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
@@ -184,7 +184,7 @@ def _restore_shapes(codes, scales, spec, shape):  # type: ignore[no-untyped-def]
     return codes.new_empty(shape, dtype=dtype), torch.empty_like(scales, dtype=torch.float32)
 
 
-ops.define_operator("store(Tensor codes, Tensor scales, str spec) -> (Tensor, Tensor)", _store, _store_shapes)
-ops.define_operator(
+lanes.define_operator("store(Tensor codes, Tensor scales, str spec) -> (Tensor, Tensor)", _store, _store_shapes)
+lanes.define_operator(
     "restore(Tensor codes, Tensor scales, str spec, SymInt[] shape) -> (Tensor, Tensor)", _restore, _restore_shapes
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,12 +33,25 @@ class CastSpec:
     overflow: Overflow
     dim: int = -1
     _text: str = field(default="", init=False, repr=False, compare=False)
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:  # engines look a cast up in every call: its fields are hashed once
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash((self.format, self.rounding, self.overflow, self.dim)))
+        return self._hash
+
+    def __reduce__(self) -> Any:  # hashes of strings differ between processes
+        return _cast_spec, (self.format, self.rounding, self.overflow, self.dim)
 
     def to_json(self) -> str:
         """Return the cast as one line of JSON, written once."""
         if not self._text:
             object.__setattr__(self, "_text", _spec_to_json(self))
         return self._text
+
+
+def _cast_spec(fmt: Format, rounding: Rounding, overflow: Overflow, dim: int) -> CastSpec:
+    return CastSpec(format=fmt, rounding=rounding, overflow=overflow, dim=dim)
 
 
 class RandomKey(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fmtsim.casts.ops import Key, define_operator, key_tensor, random_key, with_keys
+from fmtsim.casts.lanes import Key, define_operator, key_tensor, random_key, with_keys
 from fmtsim.formats.block import BlockFormat
 from fmtsim.gemm.layers.keys import SEEDED, Layer, find_layer
 from fmtsim.gemm.layers.quantize_operand import (

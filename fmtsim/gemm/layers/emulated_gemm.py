@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_dense, check_saved, check_together, takes
-from fmtsim.casts.ops import OnceOnly, define_operator
+from fmtsim.casts.lanes import OnceOnly, define_operator
 from fmtsim.gemm.layers.config import LinearConfig, size_fault
 from fmtsim.gemm.layers.keys import Generator, Layer, State, find_layer, lasting_layer
 from fmtsim.gemm.layers.layer import Dtypes, Lane, Saved, backward, forward

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import drawn_key, drawn_numbers
-from fmtsim.casts.ops import READS_HOST, Key, define_operator, fused_engine, key_tensor
+from fmtsim.casts.lanes import READS_HOST, Key, define_operator, key_tensor
+from fmtsim.casts.ops import fused_engine
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, LinearConfig, Route
 from fmtsim.scaling.history import DelayedScale, FrozenScale, LearningScale, StoredScale
 from fmtsim.spec.cast import RandomKey

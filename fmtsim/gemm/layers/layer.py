@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.casts.ops import Key, fused_engine
+from fmtsim.casts.lanes import Key
+from fmtsim.casts.ops import fused_engine
 from fmtsim.gemm.layers.compile import OperandRequest, traced_both, traced_draws, traced_operand
 from fmtsim.gemm.layers.keys import SIGNS, USES, Layer, counts_passes
 from fmtsim.gemm.layers.multiply import finish_sums, layer_product, unrotated

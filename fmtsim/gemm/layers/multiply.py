@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmtsim.casts.ops import Key, cpu_engine, define_operator, fused_engine, key_tensor, random_key, with_keys
+from fmtsim.casts.lanes import Key, define_operator, key_tensor, random_key, with_keys
+from fmtsim.casts.ops import cpu_engine, fused_engine
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import FP32
 from fmtsim.formats.element import FloatFormat, IntFormat

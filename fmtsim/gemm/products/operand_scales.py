@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.casts import ops
+from fmtsim.casts import lanes, ops
 from fmtsim.casts.arguments import check_dense
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.packing import unswizzled
@@ -152,7 +152,7 @@ def _unit_values(scale: Tensor, name: str, spec: str) -> Tensor:
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
     wide = scale.abs().to(torch.float32)
     # floats must be values of the format: nothing is rounded in silence
-    rounded = ops.quantize(wide, rule.to_json(), torch.float32, None, None)
+    rounded = ops.quantize(wide, rule, torch.float32, None, None)
     lost = (rounded != wide) & ~wide.isnan()
     if bool(lost.any()):
         raise ArgumentError(
@@ -161,7 +161,7 @@ def _unit_values(scale: Tensor, name: str, spec: str) -> Tensor:
     return rounded
 
 
-ops.define_operator(
+lanes.define_operator(
     "unit_scales(Tensor scale, str name, str spec) -> Tensor",
     _unit_values,
     lambda scale, name, spec: torch.empty_like(scale, dtype=torch.float32),
@@ -321,7 +321,7 @@ def _finite_scales(scale, name):  # type: ignore[no-untyped-def]
     return scale.clone()
 
 
-ops.define_operator(
+lanes.define_operator(
     "finite_scales(Tensor scale, str name) -> Tensor", _finite_scales, lambda scale, name: torch.empty_like(scale)
 )
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_flags, check_together, random_keys
-from fmtsim.casts.ops import define_operator, quantize
+from fmtsim.casts.lanes import define_operator
+from fmtsim.casts.ops import quantize
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.native import check_library
@@ -355,7 +356,7 @@ def _addend(c: Tensor, text: str) -> Tensor:
     rounding = Rounding(mode="toward_zero") if dropped and path.term_rounding == "toward_zero" else Rounding()
     spec = CastSpec(format=path.accumulator, rounding=rounding, overflow="ieee")
     # a c that the accumulator lacks is refused, unless the unit would drop the same bits
-    rounded = quantize(wide, spec.to_json(), wide.dtype, None, None)
+    rounded = quantize(wide, spec, wide.dtype, None, None)
     if rounding.mode != "toward_zero" and bool(((rounded != wide) & ~(rounded.isnan() & wide.isnan())).any()):
         raise ArgumentError(
             f"c holds numbers that the accumulator {path.accumulator.name} lacks; round it first with fmtsim.quantize"
