@@ -3,8 +3,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import takes
+from fmtsim.gemm.layers.config import PRODUCTS
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.lab.analysis.attribution import Attribution, AttributionRow
-from fmtsim.lab.analysis.operand_probe import ALL, AttentionSite, Backward, Key, Probe, Site, sites_of
+from fmtsim.lab.analysis.operand_probe import ALL, AttentionSite, Backward, Key, Probe, Site, list_sites
 from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.convert import convert
 from fmtsim.nn.modules import EmulatedModule
@@ -51,9 +51,39 @@ class Runs:
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """Return loss and logits of a forward pass."""
         self.forwards += 1
-        with torch.random.fork_rng(self._devices):
+        with torch.random.fork_rng(self._devices):  # each pass draws the same numbers
             output = call(self.model, self._batch, kind="batch")
-            return self._loss_of(output), self._logits_of(output)
+            # 1. The loss: of the caller's function, else the output itself or the field of that name.
+            if self._loss is None:
+                loss = output if isinstance(output, Tensor) else _field(output, "loss")
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    raise ArgumentError(
+                        f"the model returned {_describe(output)}, in which there is no loss; "
+                        "pass loss=lambda output: ..., a number that gradients go through"
+                    )
+            else:
+                loss = self._loss(output) if takes(self._loss, output) else self._loss(output, self._batch)
+            learns = not torch.is_grad_enabled() or (isinstance(loss, Tensor) and loss.requires_grad)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not learns:
+                raise ArgumentError(
+                    f"loss= returned {_describe(loss)}; return a tensor with one number that gradients go through"
+                )
+            # 2. The logits, whose KL is measured: at least two classes, and gradients have to reach them.
+            logits = _field(output, "logits") if self._logits is None else self._logits(output)
+            floats = isinstance(logits, Tensor) and logits.is_floating_point()
+            if floats and logits.dim() > 1 and logits.shape[-1] > 1 and (
+                logits.requires_grad or not torch.is_grad_enabled()
+            ):  # fmt: skip
+                return loss.reshape(()), logits
+        if self._logits is not None:
+            raise ArgumentError(
+                f"logits= returned {_describe(logits)}; return [..., classes], two or more, that gradients go through"
+            )
+        self.why_no_kl = (
+            f"no KL: the model returns {_describe(output)}, and whether that holds logits cannot be told; "
+            "pass logits=lambda output: ..."
+        )
+        return loss.reshape(()), None
 
     def measure(self, reference: Tensor | None) -> tuple[float, float | None]:
         """Return the loss, and the KL from a reference, of a pass without gradients."""
@@ -67,7 +97,13 @@ class Runs:
         for p in self.model.parameters():
             p.grad = None
         probe.backward(loss, kind, again=again)
-        return [None if p.grad is None else _dense(p.grad) for p in self.parameters]
+        gradients: list[Tensor | None] = []
+        for p in self.parameters:
+            dense = p.grad.to_dense() if p.grad is not None and p.grad.layout != torch.strided else p.grad
+            # A copy: the next backward pass may add to the tensor itself.
+            copied = dense if dense is None else dense.clone() if dense.dtype == torch.float64 else dense.float()
+            gradients.append(copied)
+        return gradients
 
     @property
     def samples(self) -> int:
@@ -81,39 +117,6 @@ class Runs:
         tensors = [values] if isinstance(values, Tensor) else [t for t in values if isinstance(t, Tensor)]
         return next((t.shape[0] for t in tensors if t.dim() and t.shape[0]), 1)
 
-    def _loss_of(self, output: Any) -> Tensor:
-        if self._loss is None:
-            loss = output if isinstance(output, Tensor) else _field(output, "loss")
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ArgumentError(
-                    f"the model returned {_described(output)}, in which there is no loss; "
-                    "pass loss=lambda output: ..., a number that gradients go through"
-                )
-        elif takes(self._loss, output):
-            loss = self._loss(output)
-        else:
-            loss = self._loss(output, self._batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or (torch.is_grad_enabled() and not loss.requires_grad):
-            raise ArgumentError(
-                f"loss= returned {_described(loss)}; return a tensor with one number that gradients go through"
-            )
-        return loss.reshape(())
-
-    def _logits_of(self, output: Any) -> Tensor | None:
-        logits = _field(output, "logits") if self._logits is None else self._logits(output)
-        usable = isinstance(logits, Tensor) and logits.is_floating_point() and logits.dim() > 1 and logits.shape[-1] > 1
-        if usable and (logits.requires_grad or not torch.is_grad_enabled()):
-            return logits  # type: ignore[no-any-return]
-        if self._logits is not None:
-            raise ArgumentError(
-                f"logits= returned {_described(logits)}; return [..., classes], two or more, that gradients go through"
-            )
-        self.why_no_kl = (
-            f"no KL: the model returns {_described(output)}, and whether that holds logits cannot be told; "
-            "pass logits=lambda output: ..."
-        )
-        return None
-
 
 def kl_of(logits: Tensor, reference: Tensor) -> Tensor:
     """Return the mean over positions of ``KL(softmax(reference) || softmax(logits))`` in nats."""
@@ -121,16 +124,11 @@ def kl_of(logits: Tensor, reference: Tensor) -> Tensor:
     return F.kl_div(q, p, reduction="batchmean", log_target=True)
 
 
-def _dense(grad: Tensor) -> Tensor:
-    dense = grad.to_dense() if grad.layout != torch.strided else grad
-    return dense.clone() if dense.dtype == torch.float64 else dense.float()
-
-
 def _field(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
@@ -190,22 +188,35 @@ def attribute(
             raise ArgumentError(f"{name}={shown(function)} is not a function; write {name}=lambda output: ...")
     if type(generator) is not int or generator < 0:
         raise ArgumentError(f"attribute generator={shown(generator)} is not a seed; pass a whole number from 0")
-    has_recipe, there = recipe is not None or bool(options), is_converted(model) or _attends(model)
-    if has_recipe and there:
+    # 1. A converted model, or a plain one with a recipe.
+    has_recipe, converted = recipe is not None or bool(options), is_converted(model)
+    converted = converted or bool(all_settings(model, "attention"))
+    if has_recipe and converted:
         raise ArgumentError(f"{type(model).__name__} is converted already; leave recipe= and other formats out")
-    if not has_recipe and not there:
+    if not has_recipe and not converted:
         raise ArgumentError(f"{type(model).__name__} is not converted; pass recipe= or format=, or call fmtsim.convert")
-    fresh = not is_converted(model) and not _attends(model)
     with torch.inference_mode(False), torch.enable_grad():
         copied = copy.deepcopy(model)
-        if fresh:
+        if not converted:
             convert(copied, recipe, **options)
-        machine = _machine_note(copied)
-        sites = sites_of(copied, 1000 * generator, fresh=fresh)
+        # 2. Note what of the model's arithmetic is not attributed to any operand.
+        emulations = [
+            m.emulation for m in copied.modules() if isinstance(m, EmulatedModule) and m.emulation is not None
+        ]
+        gemms = [getattr(emulation.config, product) for emulation in emulations for product in PRODUCTS]
+        machines = {gemm.machine for gemm in gemms if gemm.machine}
+        notes = [f"no row has what this costs: products {'; '.join(sorted(machines))}"] if machines else []
+        if all_settings(copied, "scaled") or all_settings(copied, "saving"):
+            notes.append(
+                "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are "
+                "poor, pass exact=True"
+            )
+        # 3. Take all rounding away, and measure what each operand's brings back.
+        sites = list_sites(copied, 1000 * generator, fresh=not converted)
         if not sites:
             raise ArgumentError(f"no operand of {type(model).__name__} is rounded; choose another recipe")
         with make_progress(progress, verb="attribute") as show:
-            return _attribute(Runs(copied, batch, loss, logits), sites, exact, generator, show, machine)
+            return _attribute(Runs(copied, batch, loss, logits), sites, exact, generator, show, notes)
 
 
 def _attribute(
@@ -213,17 +224,25 @@ def _attribute(
 ) -> Attribution:  # fmt: skip
     probe = Probe(sites, runs.samples, seed)
     with watching(probe):
+        # 1. A pass that rounds nothing: its loss, its gradients, and the errors that each operand would have.
         show.stage("passes", 4)
         probe.begin("plain")
         loss, logits = runs.forward()
         start = loss.item()
         sites, idle = [s for s in sites if s in probe.ran], [s for s in sites if s not in probe.ran and s.expected]
         if not math.isfinite(start):
-            raise ArgumentError(_not_finite(runs, probe, start))
+            probe.begin("finite")  # one more pass finds where it begins
+            runs.measure(None)
+            where = (
+                f"{probe.infinite} is the first that is NaN or Inf" if probe.infinite else "no layer that is rounded is"
+            )
+            raise ArgumentError(
+                f"the loss is {start} without any rounding: {where}; look for it in the batch, the weights and loss="
+            )
         plain = runs.backward(probe, loss, "first", again=exact or logits is not None)
         show.step(1)
         if exact:
-            # The squared errors of all gradients, of a backward pass for each operand.
+            # 2. The squared errors of all gradients, of a backward pass for each operand.
             keys, noise = _keys(sites, "backward"), dict[Key, float]()
             show.stage("operands of the backward pass", len(keys))
             for i, key in enumerate(keys):
@@ -232,12 +251,14 @@ def _attribute(
                 noise[key] = sum(_square(x - y) for x, y in moved if x is not None and y is not None)
                 show.step(i + 1)
         else:
-            # Estimates of loss and KL, and of the squared errors of all gradients.
+            # 2. Estimate the KL: to second order half the mean of the squares of scores.
             if logits is not None:
-                _scores(runs, probe, logits, seed)
+                _score(runs, probe, logits, seed)
             show.step(2)
+            # 3. Estimate the squared errors of all gradients.
             noise = _noise(runs, probe, [key for key in _keys(sites, "backward") if key[1] not in key[0].local], seed)
             show.step(3)
+            # 4. A pass with all errors added at random signs gives the second order of the loss.
             probe.begin("shifted")
             runs.backward(probe, runs.forward()[0], "loss")
             show.step(4)
@@ -249,7 +270,7 @@ def _attribute(
                 costs[key] = (math.inf, kl and math.inf) if broken else (probe.first[key] + second / 2, kl)
     reference = None if logits is None else logits.detach()
     if exact:
-        # The changes of loss and KL, of a forward pass for each operand.
+        # 3. The changes of loss and KL, of a forward pass for each operand.
         keys, costs = _keys(sites, "forward"), dict[Key, Cost]()
         show.stage("operands of the forward pass", len(keys))
         for i, (site, operand) in enumerate(keys):
@@ -259,24 +280,45 @@ def _attribute(
             sound = math.isfinite(changed)
             costs[site, operand] = (changed - start, kl) if sound else (math.inf, kl and math.inf)
             show.step(i + 1)
+    # 5. All operands of the forward pass together.
     for site in sites:
         site.install(ALL)
     rounded, kl = runs.measure(reference)
     total = sum(map(_square, plain)) or 1.0
     noise = {key: math.inf if key in probe.broken else square / total for key, square in noise.items()}
-    rows = tuple(_row(site, name, costs, noise) for site in sites for name in site.formats)
+    rows = []
+    for site in sites:
+        for name in site.formats:
+            change, divergence = costs.get((site, name), (None, None))
+            rows.append(AttributionRow(
+                layer=site.name, operand=name, format=site.formats[name], loss=change, kl=divergence,
+                gradient_noise=noise.get((site, name), 0.0) if name in site.backward else None,
+                module=None if isinstance(site, AttentionSite) else site.module,
+            ))  # fmt: skip
     return Attribution(
-        rows=rows, exact=exact, plain_loss=start, rounded_loss=rounded, rounded_kl=kl,
+        rows=tuple(rows), exact=exact, plain_loss=start, rounded_loss=rounded, rounded_kl=kl,
         passes=(runs.forwards, runs.backwards), notes=(*notes, *_notes(runs, probe, rows, loss.dtype, idle)),
     )  # fmt: skip
 
 
-def _scores(runs: Runs, probe: Probe, logits: Tensor, seed: int) -> None:
-    """Run backward passes from random directions of the logits, whose covariance is the KL's second derivative.
+def _notes(
+    runs: Runs, probe: Probe, rows: list[AttributionRow], dtype: torch.dtype, idle: list[Site]
+) -> list[str]:  # fmt: skip
+    """Return what was left out or could not be told."""
+    notes = [runs.why_no_kl] if runs.why_no_kl else []
+    if dtype.itemsize < 4:
+        notes.append(f"the loss is {dtype}, which loses small changes of it: compute the loss in float32")
+    notes += [f"not run by this batch: {', '.join(site.name for site in idle)}"] if idle else []
+    unsound = [f"{row.layer} {row.operand}" for row in rows if math.inf in (row.loss, row.gradient_noise)]
+    notes += [f"rounding gives NaN or Inf: {', '.join(unsound)}"] if unsound else []
+    names = ", ".join(sorted(probe.rerouted))
+    notes += [f"first order alone, because rounding changes which rows they get: {names}"] if names else []
+    return notes
 
-    With ``p = softmax(logits)`` that is ``diag(p) - p p^T``. Errors of rows are looked at one by one, and operands do
-    not meet: half the mean of the squares is the KL, to second order.
-    """
+
+def _score(runs: Runs, probe: Probe, logits: Tensor, seed: int) -> None:
+    """Run backward passes from random directions of the logits, whose covariance is the KL's second derivative."""
+    # With p = softmax(logits) that is diag(p) - p p^T. Errors of rows are looked at one by one.
     p, source = logits.detach().float().softmax(-1), torch.Generator().manual_seed(seed)
     for i in range(_SCORES):
         wide = p.sqrt() * torch.randn(p.shape, generator=source).to(p)
@@ -285,87 +327,30 @@ def _scores(runs: Runs, probe: Probe, logits: Tensor, seed: int) -> None:
 
 
 def _noise(runs: Runs, probe: Probe, flows: list[Key], seed: int) -> dict[Key, float]:
-    """Return the squared errors of all gradients, estimated.
-
-    Let an error e of the gradient of an input x change the gradient of the Parameters by ``A e``. A forward pass along
-    a random direction v of the Parameters moves x by ``A^T v``, and the square of ``<A^T v, e> = <v, A e>`` is
-    ``|A e|^2`` in expectation. Rows of the batch are looked at one by one, so that their mean is near it.
-    """
+    """Return the squared errors of all gradients, estimated."""
+    # Let an error e of the gradient of an input x change the gradient of the Parameters by A e. A forward pass along a
+    # random direction v of the Parameters moves x by A^T v, and the square of <A^T v, e> = <v, A e> is |A e|^2 in
+    # expectation. Rows of the batch are looked at one by one, so that their mean is near it.
     if flows:
         source = torch.Generator().manual_seed(seed)
         along = [torch.randn(p.shape, generator=source).to(p) for p in runs.parameters]
         size, weight = (math.sqrt(sum(map(_square, ts))) for ts in (along, [p.detach() for p in runs.parameters]))
         step = _STEP.get(runs.parameters[0].dtype, _HALF_STEP) * (weight or 1.0) / size
-        with _moved(runs.parameters, along, step), torch.no_grad():
-            probe.begin("tangent", step)
-            runs.forward()
+        before = [p.data for p in runs.parameters]
+        try:
+            for p, direction in zip(runs.parameters, along, strict=True):
+                p.data = p.data + step * direction
+            with torch.no_grad():
+                probe.begin("tangent", step)
+                runs.forward()
+        finally:
+            for p, data in zip(runs.parameters, before, strict=True):
+                p.data = data
     return {**probe.local, **{key: probe.flowing[key] for key in flows}}
 
 
 def _keys(sites: list[Site], which: str) -> list[Key]:
     return [(site, name) for site in sites for name in getattr(site, which)]
-
-
-def _row(site: Site, name: str, costs: Mapping[Key, Cost], noise: Mapping[Key, float]) -> AttributionRow:
-    loss, kl = costs.get((site, name), (None, None))
-    relative = noise.get((site, name), 0.0) if name in site.backward else None
-    module = None if isinstance(site, AttentionSite) else site.module
-    return AttributionRow(
-        layer=site.name, operand=name, format=site.formats[name], loss=loss, kl=kl, gradient_noise=relative,
-        module=module,
-    )  # fmt: skip
-
-
-def _notes(
-    runs: Runs, probe: Probe, rows: tuple[AttributionRow, ...], dtype: torch.dtype, idle: list[Site]
-) -> list[str]:  # fmt: skip
-    notes = [runs.why_no_kl] if runs.why_no_kl else []
-    if dtype.itemsize < 4:
-        notes.append(f"the loss is {dtype}, which loses small changes of it: compute the loss in float32")
-    notes += [f"not run by this batch: {', '.join(site.name for site in idle)}"] if idle else []
-    broken = [f"{row.layer} {row.operand}" for row in rows if math.inf in (row.loss, row.gradient_noise)]
-    notes += [f"rounding gives NaN or Inf: {', '.join(broken)}"] if broken else []
-    names = ", ".join(sorted(probe.rerouted))
-    notes += [f"first order alone, because rounding changes which rows they get: {names}"] if names else []
-    return notes
-
-
-def _not_finite(runs: Runs, probe: Probe, loss: float) -> str:
-    probe.begin("finite")
-    runs.measure(None)
-    where = f"{probe.infinite} is the first that is NaN or Inf" if probe.infinite else "no layer that is rounded is"
-    return f"the loss is {loss} without any rounding: {where}; look for it in the batch, the weights and loss="
-
-
-def _machine_note(model: nn.Module) -> list[str]:
-    """Return what of the model's arithmetic is not attributed to any operand."""
-    configs = [m.emulation.config for m in model.modules() if isinstance(m, EmulatedModule) and m.emulation is not None]
-    gemms = [gemm for config in configs for gemm in (config.fprop, config.dgrad, config.wgrad)]
-    machines = {gemm.machine for gemm in gemms if gemm.machine}
-    notes = [f"no row has what this costs: products {'; '.join(sorted(machines))}"] if machines else []
-    if all_settings(model, "scaled") or all_settings(model, "saving"):
-        notes.append(
-            "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are poor, "
-            "pass exact=True"
-        )
-    return notes
-
-
-def _attends(model: nn.Module) -> bool:
-    return bool(all_settings(model, "attention"))
-
-
-@contextmanager
-def _moved(parameters: list[nn.Parameter], along: list[Tensor], step: float) -> Iterator[None]:
-    """Add a step along a direction to parameters, and take it back."""
-    before = [p.data for p in parameters]
-    for p, d in zip(parameters, along, strict=True):
-        p.data = p.data + step * d
-    try:
-        yield
-    finally:
-        for p, data in zip(parameters, before, strict=True):
-            p.data = data
 
 
 def _square(t: Tensor | None) -> float:

@@ -130,6 +130,7 @@ class Attribution(Result):
             by: ``"loss"``, ``"kl"`` or ``"gradient"``.
             title: Heading.
         """
+        # 1. Choose layers by their longest bar.
         cost, costs, reach = self._cost(by), self.layers(by=by), dict[str, float]()
         for row in self.rows:
             reach[row.layer] = max(reach.get(row.layer, 0.0), abs(cost(row) or 0.0))
@@ -138,6 +139,7 @@ class Attribution(Result):
         rows = [row for row in self.rows if row.layer in names and cost(row) is not None]
         if not rows:
             raise ArgumentError(f"there is no cost by={by!r} to draw; {_NONE[by]}")
+        # 2. Bars of a layer follow each other, costs to the right of zero and gains to the left.
         figure = new_figure(7.5, 1.6 + 0.26 * len(names))
         panel = figure.subplots()
         ends = {(name, sign): 0.0 for name in names for sign in (True, False)}
@@ -148,7 +150,7 @@ class Attribution(Result):
                     at, sign = names.index(row.layer), value >= 0
                     panel.barh(at, value, left=ends[row.layer, sign], color=COLOURS[i % 7], edgecolor="white")
                     ends[row.layer, sign] += value
-            panel.barh(0, 0, color=COLOURS[i % 7], label=operand)
+            panel.barh(0, 0, color=COLOURS[i % 7], label=operand)  # for the legend
         panel.axvline(0.0, color=COLOURS[6], linewidth=0.8)
         panel.set_yticks(range(len(names)), names, fontsize=8)
         kind = "switched one at a time" if self.exact else "estimated"
@@ -167,6 +169,7 @@ class Attribution(Result):
 
     def _chosen(self, share: Any, by: By) -> list[tuple[str, float]]:
         """Return the dearest modules that together carry a share of the cost, with the part of each."""
+        # 1. The cost of each module that a rule can name.
         if not (isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1):
             raise ArgumentError(f"share={shown(share)} is not a part of the cost; pass a number above 0, at most 1")
         cost, sums = self._cost(by), dict[str, float]()
@@ -176,11 +179,13 @@ class Attribution(Result):
                 sums[row.module] = sums.get(row.module, 0.0) + value
         if not sums:
             raise ArgumentError(f"no layer with rules has a cost by={by!r}; {_NONE[by]}")
+        # 2. Infinite costs are equal shares of all; modules that rounding helps carry nothing.
         infinite = [name for name, value in sums.items() if not math.isfinite(value)]
         if infinite:
             return [(name, 1 / len(infinite)) for name in infinite]
         order = sorted((name for name in sums if sums[name] > 0), key=lambda name: -sums[name])
         total, chosen, carried = sum(sums[name] for name in order), list[tuple[str, float]](), 0.0
+        # 3. From the dearest on, until the share is reached but for a rounding.
         for name in order:
             if carried >= share * total * (1 - 1e-12):
                 break
@@ -190,6 +195,7 @@ class Attribution(Result):
 
     def _content(self) -> Iterator[Rows | str]:
         order = sorted(self.rows, key=lambda row: (row.loss is None, -(row.loss or 0.0), -(row.gradient_noise or 0.0)))
+        # Some of either pass: operands of the backward pass have no loss to be ordered by.
         shown = [row for row in order if row.loss is not None][:_SHOWN]
         shown += [row for row in order if row.loss is None][:_SHOWN]
         yield table_of(_COLUMNS, shown, filled=True)

@@ -114,11 +114,13 @@ def audit(
     name = target or next((name for name in TARGETS if name in trace.device.lower()), None)
     if name is None:
         raise ArgumentError(f"the trace is of {trace.device!r}, which is no target; pass target='h200' or 'h100'")
+    # 1. Recompute the operators whose arguments were stored, each in a task of its own.
     called = ((one, dict(one.facts).get(CALL)) for one in trace.operations)
     calls = [(one, call, trace.tensors.get(one.index, {})) for one, call in called if call is not None]
     with make_progress(progress, verb="audit") as show, open_tasks((name, rows, seed, trace.batch), executor) as tasks:
         show.stage("operators", len(calls))
-        results = {call[0].index: result for call, result in tasks.each_done(_audited, calls, show)}
+        results = {call[0].index: result for call, result in tasks.each_done(_audit_operator, calls, show)}
+    # 2. Add up by layer and pass: operators, elements, how many differ, what is not known, the first that differs.
     layers: dict[tuple[str, str], list[Any]] = {}
     for one, _, _ in calls:
         counts = layers.setdefault((one.layer, one.direction), [0, 0, 0, [], ""])
@@ -137,13 +139,14 @@ def audit(
     return Audit(layers=audited, target=name, device=trace.device, versions=trace.versions, rows=rows)
 
 
-def _audited(
+def _audit_operator(
     how: tuple[str, int, int, int], recorded: tuple[Operation, str, dict[str, Tensor]]
 ) -> tuple[int, int, bool]:
     """Return the elements of an operator that were compared and that differ, and whether it was computed anew."""
     (target, rows, seed, batch), (one, call, stored) = how, recorded
     generator = torch.Generator().manual_seed(seed + _APART * one.index)  # whatever runs in this process before
     try:
+        # 1. Hold what was stored to the hashes.
         damaged = 0  # elements of stored outputs whose bits are not those of their hashes
         for bits in one.outputs:
             prints = Fingerprints()
@@ -151,7 +154,8 @@ def _audited(
             place = prints.add(stored[bits.name]) if bits.name in stored else None
             if place is not None and prints.finish()[place[0]].hash != bits.hash:
                 damaged += stored[bits.name].numel()
-        result = None if damaged else _recomputed(one, call, stored, target, rows, generator)
+        # 2. Of sound outputs, the operator itself.
+        result = None if damaged else _recompute(one, call, stored, target, rows, generator)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, FmtsimError):
             raise
@@ -162,7 +166,7 @@ def _audited(
     return (damaged, damaged, False) if result is None else (*result, True)
 
 
-def _recomputed(
+def _recompute(
     one: Operation, call: str, stored: dict[str, Tensor], target: str, rows: int, generator: torch.Generator
 ) -> tuple[int, int] | None:
     """Return how many elements were compared and how many differ; None where the GPU's bits are not known."""
@@ -171,6 +175,7 @@ def _recomputed(
     packet = getattr(_ATEN, one.operation.removeprefix("aten::"), None)
     if packet is None or not one.operation.startswith("aten::"):
         return None
+    # 1. Pairs of tensors, computed and recorded: of a product some rows, of attention some heads, of others all.
     run = simulate(target=target)
     pairs: list[tuple[Any, Any]] | None
     if one.operation in ("aten::mm", "aten::addmm") and not kwargs and args[-1].is_floating_point():
@@ -193,8 +198,17 @@ def _recomputed(
             return None
     if pairs is None or run.unknown or run.guess or run.nondeterministic:
         return None
-    same = [_equal(x, y) for x, y in pairs if isinstance(x, Tensor) and y is not None]
-    return sum(x.numel() for x in same), sum(int((~x).sum()) for x in same)
+    # 2. Compare bits; where shapes or dtypes differ, all elements do.
+    compared = different = 0
+    for x, y in pairs:
+        if isinstance(x, Tensor) and y is not None:
+            compared += y.numel()
+            if x.shape != y.shape or x.dtype != y.dtype:
+                different += y.numel()
+                continue
+            a, b = (t.contiguous().view(-1).view(torch.uint8).view(t.numel(), t.element_size()) for t in (x, y))
+            different += int((a != b).any(1).sum())
+    return compared, different
 
 
 def _product_rows(args: list[Any], outputs: list[Any], target: str, rows: Tensor) -> list[tuple[Tensor, Tensor]] | None:
@@ -202,6 +216,7 @@ def _product_rows(args: list[Any], outputs: list[Any], target: str, rows: Tensor
     bias, a, b = (None, *args) if len(args) == 2 else args
     if bias is not None and bias.ndim != 1:
         return None
+    # The plan is that of the whole product, resolved from shapes and layouts without numbers.
     verb = mm if bias is None else linear
     operands = (a, b) if bias is None else (a, b.t(), bias)
     shapes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands]
@@ -222,6 +237,7 @@ def _attention_heads(
     batch, heads, key_heads = len(q), q.shape[1], k.shape[1]
     group = heads // key_heads
     for place in torch.randperm(batch * key_heads, generator=generator)[: -(-_HEADS // group)].tolist():
+        # Dimension 1 of each tensor is of heads, of queries or of keys and values.
         i, head = divmod(place, key_heads)
         slices = {heads: slice(head * group, (head + 1) * group), key_heads: slice(head, head + 1)}
 
@@ -231,11 +247,3 @@ def _attention_heads(
             return x[slice(i, i + 1) if len(x) == batch else slice(None), slices.get(x.shape[1], slice(None))]
 
         yield [part(x) for x in args], {name: part(x) for name, x in kwargs.items()}, [part(x) for x in outputs]
-
-
-def _equal(x: Tensor, y: Tensor) -> Tensor:
-    """Return where two tensors of one shape have equal bits; all of them differ where shapes or dtypes do."""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return torch.zeros(y.shape, dtype=torch.bool)
-    bits = lambda t: t.contiguous().view(-1).view(torch.uint8).view(t.numel(), t.element_size())  # noqa: E731
-    return (bits(x) == bits(y)).all(1)

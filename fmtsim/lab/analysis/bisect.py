@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -71,44 +72,62 @@ class Bisection(table.Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        comparison = None if self.comparison is None else self.comparison.to_dict()
-        worst = None if self.worst is None else list(self.worst)
-        ops = {name: None if x is None else dataclasses.asdict(x) for name, x in (("a", self.a), ("b", self.b))}
-        plain = {"compared": self.compared, "different": self.different, "alone": list(self.alone), "note": self.note}
-        grown = {"losses": self.losses and list(self.losses), "gradients": list(self.gradients), "worst": worst}
-        where = {"tensor": self.tensor, "before": None if self.before is None else str(self.before)}
         return {
-            "equal": self.equal, "kind": self.kind, **ops, **where, "comparison": comparison, **plain, **grown,
+            "equal": self.equal, "kind": self.kind,
+            "a": None if self.a is None else dataclasses.asdict(self.a),
+            "b": None if self.b is None else dataclasses.asdict(self.b),
+            "tensor": self.tensor, "before": None if self.before is None else str(self.before),
+            "comparison": None if self.comparison is None else self.comparison.to_dict(),
+            "compared": self.compared, "different": self.different, "alone": list(self.alone), "note": self.note,
+            "losses": self.losses and list(self.losses), "gradients": list(self.gradients),
+            "worst": self.worst and list(self.worst),
         }  # fmt: skip
 
     @property
     def inside_modules(self) -> bool:
         """Whether the operation that was found is not code between others: False of a module that calls others, too."""
-        calls = self.before is not None and self.a is not None and is_call(self.a) and self.kind == "operation"
-        if calls and self.before is not None and self.a is not None:
-            return not is_inside(self.before.layer, self.a.layer)
+        a, before = self.a, self.before
+        if a is not None and before is not None and is_call(a) and self.kind == "operation":
+            return not is_inside(before.layer, a.layer)  # what ended before it is a part of it
         return self.kind != "code"
 
     def _content(self) -> tuple[table.Facts]:
         alone = [f"{n} in {run} alone" for n, run in zip(self.alone, "ab", strict=True) if n]
         compared = "; ".join([f"{self.compared:,} operations are in both runs", *alone])
-        facts = [("result", "no bit differs" if self.equal else str(self.a)), ("compared", compared)]
-        if self.a is not None and self.b is not None:
-            facts[:1] = self._where(self.a, self.b)
+        facts: list[tuple[str, str]] = []
+        if self.a is None or self.b is None:
+            facts.append(("result", "no bit differs" if self.equal else str(self.a)))
+        else:
+            facts += self._where(self.a, self.b)
+        facts.append(("compared", compared))
         if self.note:
             facts.append(("note", self.note))
-        return (table.Facts([*facts, *self._grown()] if not self.equal else facts),)
+        # What became of the difference: outputs, loss and gradients.
+        if not self.equal:
+            facts.append(("grows to", f"{self.different:,} of {self.compared:,} operations have other outputs"))
+        if not self.equal and self.losses is not None:
+            x, y = self.losses
+            relative = "" if x == y or not y or not math.isfinite(x - y) else f", {abs(x - y) / abs(y):.3g} relative"
+            facts.append(("loss", f"{x!r} in both" if x == y else f"a {x!r}, b {y!r}{relative}"))
+        if not self.equal and self.gradients[1]:
+            text = f"{self.gradients[0]:,} of {self.gradients[1]:,} differ"
+            if self.worst is not None:
+                text += f", most that of {self.worst[0]}: by {self.worst[1]:.3g} of its norm"
+            facts.append(("gradients", text))
+        return (table.Facts(facts),)
 
     def _where(self, a: Operation, b: Operation) -> Iterator[tuple[str, str]]:
+        # 1. Which operation, and what of it differs.
         yield "first difference", f"{a}, operation {a.index}"
         in_module = ", in code of its own" if not self.inside_modules and self.kind == "operation" else ""
-        keys = [[text for name, text in one.facts if name == "random key"] for one in (a, b)]
-        said = _KINDS[self.kind] if keys[0] == keys[1] else "its inputs are equal, its random key is not"
-        yield "what", f"{self.tensor}: {said}{in_module}"
+        keys = [[text for name, text in operation.facts if name == "random key"] for operation in (a, b)]
+        reason = _KINDS[self.kind] if keys[0] == keys[1] else "its inputs are equal, its random key is not"
+        yield "what", f"{self.tensor}: {reason}{in_module}"
         if a.operation != b.operation:
             yield "in b", str(b)
         if self.before is not None:
             yield "last equal", str(self.before)
+        # 2. The first values that differ.
         if self.comparison is not None and self.comparison.first is not None:
             c, first = self.comparison, self.comparison.first
             pairs = zip("ab", first.hex, first.values, strict=True)
@@ -116,23 +135,12 @@ class Bisection(table.Result):
             yield "values", f"at {list(first.index)}: {values}"
             ulp = "" if c.max_ulp is None else f", at most {c.max_ulp:,} ulp apart (median {c.median_ulp:,})"
             yield "how many", f"{c.mismatches:,} of {c.count:,}{ulp}"
-        others = {name: text for name, text in b.facts if name != CALL}
+        # 3. Facts of both operations, once where they are equal; the operator's stored arguments are left out.
+        facts_b = {name: text for name, text in b.facts if name != CALL}
         for name, text in (fact for fact in a.facts if fact[0] != CALL):
-            other = others.pop(name, "")
+            other = facts_b.pop(name, "")
             yield from [(name, text)] if text == other else [(f"{name}, a", text), (f"{name}, b", other or "none")]
-        yield from ((f"{name}, b", text) for name, text in others.items())
-
-    def _grown(self) -> Iterator[tuple[str, str]]:
-        yield "grows to", f"{self.different:,} of {self.compared:,} operations have other outputs"
-        if self.losses is not None:
-            x, y = self.losses
-            relative = "" if x == y or not y or not math.isfinite(x - y) else f", {abs(x - y) / abs(y):.3g} relative"
-            yield "loss", f"{x!r} in both" if x == y else f"a {x!r}, b {y!r}{relative}"
-        if self.gradients[1]:
-            text = f"{self.gradients[0]:,} of {self.gradients[1]:,} differ"
-            if self.worst is not None:
-                text += f", most that of {self.worst[0]}: by {self.worst[1]:.3g} of its norm"
-            yield "gradients", text
+        yield from ((f"{name}, b", text) for name, text in facts_b.items())
 
 
 def is_call(one: Operation) -> bool:
@@ -173,11 +181,12 @@ def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, lo
     ('(model) forward: Linear', 'operation', (0, 6))
     """
     runs = _read("run_a", run_a, batch, loss), _read("run_b", run_b, batch, loss)
-    result = _found(runs, "modules")
+    result = _find(runs, "modules")
     if result.inside_modules or any(run.step is None for run in runs):
         return result
+    # Code between modules made the difference: run again with all of torch's operators to see which.
     with contextlib.suppress(ArgumentError):  # operators that do not pair
-        closer = _found(runs, "aten")
+        closer = _find(runs, "aten")
         if closer.kind != "operation":
             return result
         counts = ("compared", "different", "alone", "losses", "gradients", "worst")
@@ -210,151 +219,153 @@ def assert_same_bits(a: Any, b: Any, batch: Any = None, loss: Any = None) -> Non
         raise AssertionError(f"the {'models' if models else 'tensors'}' bits differ\n{result}")
 
 
-class _Traced(NamedTuple):
-    trace: Trace
-    gradients: dict[str, Tensor]
-
-
-class _Side(NamedTuple):
+class _Run(NamedTuple):
     """A run: its trace, or its model and how that is run."""
 
     trace: Trace | None
     model: nn.Module | None
-    step: Callable[..., _Traced] | None
+    step: Callable[..., tuple[Trace, dict[str, Tensor]]] | None
 
-    def at(self, level: Level, **keep: Any) -> _Traced:
+    def at(self, level: Level, **keep: Any) -> tuple[Trace, dict[str, Tensor]]:
+        """Return a trace, and the gradients by name, of which a file has none."""
         if self.trace is not None:
-            return _Traced(self.trace, {})
+            return self.trace, {}
         assert self.step is not None
         return self.step(level=level, **keep)
 
 
-def _read(name: str, run: Any, batch: Any, loss: Any) -> _Side:
+def _read(name: str, run: Any, batch: Any, loss: Any) -> _Run:
     if isinstance(run, nn.Module):
         if batch is None:
             raise ArgumentError(f"{name} is a model without a batch; call bisect(model_a, model_b, batch)")
         run = (run, batch, loss)
     if isinstance(run, Trace):
-        return _Side(run, None, None)
+        return _Run(run, None, None)
     if isinstance(run, str | os.PathLike):
-        return _Side(Trace.load(run), None, None)
+        return _Run(Trace.load(run), None, None)
     if isinstance(run, tuple | list) and len(run) in (2, 3) and isinstance(run[0], nn.Module):
-        return _Side(None, run[0], lambda **how: _Traced(*traced_step(*run, **how)))
+        return _Run(None, run[0], partial(traced_step, *run))
     raise ArgumentError(
         f"{name}={shown(run)} is not a run; pass a Trace, the path of one, (model, batch) or (model, batch, loss)"
     )
 
 
-def _found(runs: tuple[_Side, _Side], level: Level) -> Bisection:
-    a, b = (run.at(level) for run in runs)
-    # Refuse traces of different models, inputs or levels.
-    if a.trace.level != b.trace.level:
-        raise ArgumentError(
-            f"run_a was traced at level {a.trace.level!r}, run_b at {b.trace.level!r}; trace both at one level"
-        )
-    for x, y in itertools.zip_longest(a.trace.parameters, b.trace.parameters):
+def _find(runs: tuple[_Run, _Run], level: Level) -> Bisection:
+    (a, gradients_a), (b, gradients_b) = (run.at(level) for run in runs)
+    # 1. Refuse traces of different models, inputs or levels.
+    if a.level != b.level:
+        raise ArgumentError(f"run_a was traced at level {a.level!r}, run_b at {b.level!r}; trace both at one level")
+    for x, y in itertools.zip_longest(a.parameters, b.parameters):
         if x != y:
-            texts = ("no further parameter" if one is None else f"{one[0]} {one[1]} {one[2]}" for one in (x, y))
+            texts = ("no further parameter" if p is None else f"{p[0]} {p[1]} {p[2]}" for p in (x, y))
             raise ArgumentError(
                 f"the runs are of different models: run_a has {' and run_b '.join(texts)}; pass runs of one model, "
                 "whose parameters have one shape and dtype"
             )
-    result = _first(a.trace, b.trace)
+    result = _first(a, b)
     one, other = result.a, result.b
     if one is None or other is None:
         return result
-    if a.gradients and b.gradients and a.trace.batch == b.trace.batch:
-        result = dataclasses.replace(result, worst=_worst(a.gradients, b.gradients))
-    first = _kept("a", runs[0], a.trace, one, level, result.tensor)
-    return _with_values(result, [first, _kept("b", runs[1], b.trace, other, level, result.tensor)])
+    # 2. Which gradient differs most, relative to its norm; NaN and Inf count as more than anything.
+    if gradients_a and gradients_b and a.batch == b.batch:
+        errors = []
+        for name, gradient in gradients_a.items():
+            if name in gradients_b:
+                g_a, g_b = gradient.float(), gradients_b[name].to(gradient.device).float()
+                error = None if g_a.equal(g_b) else float((g_a - g_b).norm() / g_b.norm())
+                errors += [] if error is None else [(name, math.inf if math.isnan(error) else error)]
+        result = dataclasses.replace(result, worst=max(errors, key=lambda pair: pair[1], default=None))
+    # 3. The values of the tensor that was found.
+    first = _value("a", runs[0], a, one, level, result.tensor)
+    return _with_values(result, [first, _value("b", runs[1], b, other, level, result.tensor)])
 
 
-def _kept(label: str, run: _Side, done: Trace, one: Operation, level: Level, name: str) -> Tensor | str:
+def _value(label: str, run: _Run, trace: Trace, found: Operation, level: Level, name: str) -> Tensor | str:
     """Return an operation's tensor, or why there is none."""
+    # 1. A parameter is there; any other tensor is in a trace, or a run is repeated to keep it.
     parameters = {} if run.model is None else dict(run.model.named_parameters())
-    if (parameter := parameters.get(f"{one.layer}.{name}".lstrip("."))) is not None:
+    if (parameter := parameters.get(f"{found.layer}.{name}".lstrip("."))) is not None:
         return parameter.detach()
-    again = done if run.step is None else run.at(level, tensors=[one.index]).trace
-    x = again.tensors.get(one.index, {}).get(name)
-    if run.step is not None and (len(again.operations) <= one.index or again.operations[one.index] != one):
+    again = trace if run.step is None else run.at(level, tensors=[found.index])[0]
+    x = again.tensors.get(found.index, {}).get(name)
+    # 2. Only a run that repeats itself shows the values of the first time.
+    if run.step is not None and (len(again.operations) <= found.index or again.operations[found.index] != found):
         return "a run gives other bits when it is repeated, so that this difference need not be one of the two runs"
-    if x is None and not any(out.name == name for out in one.outputs):
-        return ""
-    return f"trace {label} again with tensors=[{one.index}] to see the values" if x is None else x
+    if x is None and not any(out.name == name for out in found.outputs):
+        return ""  # an input, which traces do not keep
+    return f"trace {label} again with tensors=[{found.index}] to see the values" if x is None else x
 
 
-def _with_values(found: Bisection, kept: list[Tensor | str]) -> Bisection:
-    texts = [x for x in kept if isinstance(x, str)]
+def _with_values(found: Bisection, values: list[Tensor | str]) -> Bisection:
+    texts = [x for x in values if isinstance(x, str)]
     if texts:
         return dataclasses.replace(found, note="; ".join(dict.fromkeys(filter(None, texts))))
-    x, y = kept
+    x, y = values
     assert isinstance(x, Tensor) and isinstance(y, Tensor)
     if x.dtype != y.dtype:
         return dataclasses.replace(found, note=f"a has {x.dtype}, b {y.dtype}")
+    # Batches of different size: the members that both have.
     rows = min(len(x), len(y)) if x.dim() else 0
     x, y = (x[:rows], y[:rows]) if x.shape != y.shape else (x, y)
     return dataclasses.replace(found, comparison=compare(x, y))
 
 
-def _worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[str, float] | None:
-    """Return which gradient differs most, relative to its norm; NaN and Inf count as more than anything."""
-    pairs = ((name, x.float(), b[name].to(x.device).float()) for name, x in a.items() if name in b)
-    errors = [(name, float((x - y).norm() / y.norm())) for name, x, y in pairs if not x.equal(y)]
-    sortable = [(name, math.inf if math.isnan(x) else x) for name, x in errors]
-    return max(sortable, key=lambda one: one[1], default=None)
-
-
 def _first(a: Trace, b: Trace) -> Bisection:
     """Pair the operations of two traces and find the first that differs."""
-    others, batches = {_key(one): one for one in b.operations}, (a.batch, b.batch)
+    batches = a.batch, b.batch
+
+    def key(one: Operation) -> tuple[str, str, str, int]:
+        # Modules are known by their names, not their classes: a converted layer has another class.
+        return one.layer, one.direction, "" if is_call(one) else one.operation, one.call
+
+    # 1. Pair the operations; a call of a module is in both runs.
+    unpaired = {key(one): one for one in b.operations}
     pairs = []
     for one in a.operations:
-        other = others.pop(_key(one), None)
+        other = unpaired.pop(key(one), None)
         if other is not None:
             inputs = {bits.name: bits for bits in other.inputs} if is_call(one) and a.batch == b.batch else {}
             for bits in one.inputs:  # of modules, which have one shape in batches of one size
                 if bits.name in inputs and bits.shape != inputs[bits.name].shape:
+                    first, second = ("x".join(map(str, x.shape)) or "()" for x in (bits, inputs[bits.name]))
                     raise ArgumentError(
-                        f"the runs' inputs differ in shape: {bits.name} of {one} is {_shape(bits)} in run_a and "
-                        f"{_shape(inputs[bits.name])} in run_b; pass inputs of one shape, or batches of different size"
+                        f"the runs' inputs differ in shape: {bits.name} of {one} is {first} in run_a and {second} in "
+                        "run_b; pass inputs of one shape, or batches of different size"
                     )
             pairs.append((one, other))
         elif is_call(one):
             raise ArgumentError(f"the runs are of different models: {one} is in run_a alone; pass runs of one model")
-    alone = len(a.operations) - len(pairs), len(others)
-    extra = next((one for one in others.values() if is_call(one)), None)
+    alone = len(a.operations) - len(pairs), len(unpaired)
+    extra = next((one for one in unpaired.values() if is_call(one)), None)
     if extra is not None:
         raise ArgumentError(f"the runs are of different models: {extra} is in run_b alone; pass runs of one model")
+    # 2. Count what differs; gradients of other batches are means over other members.
     if a.batch != b.batch:
         pairs = [pair for pair in pairs if pair[0].direction == "forward"]
-    different = [bool(_differing(x.outputs, y.outputs, batches)) for x, y in pairs]
+    different = [bool(_differences(x.outputs, y.outputs, batches)) for x, y in pairs]
     result = Bisection(compared=len(pairs), different=sum(different), alone=alone)
     if a.batch == b.batch:
-        grown = _differing(a.gradients, b.gradients, batches)
+        gradients = _differences(a.gradients, b.gradients, batches)
         losses = (float.fromhex(a.loss), float.fromhex(b.loss)) if a.loss and b.loss else None
-        result = dataclasses.replace(result, losses=losses, gradients=(len(grown), len(a.gradients)))
+        result = dataclasses.replace(result, losses=losses, gradients=(len(gradients), len(a.gradients)))
+    # 3. Find the first operation that read or wrote other bits.
     before = None
     for x, y in pairs:
-        read, written = _differing(x.inputs, y.inputs, batches), _differing(x.outputs, y.outputs, batches)
+        read, written = _differences(x.inputs, y.inputs, batches), _differences(x.outputs, y.outputs, batches)
         if read and not is_call(x):  # of a layer that was itself given something else?
             calls = (pair for pair in pairs if pair[0].layer == x.layer and is_call(pair[0]))
-            call = next((pair for pair in calls if _differing(pair[0].inputs, pair[1].inputs, batches)), None)
+            call = next((pair for pair in calls if _differences(pair[0].inputs, pair[1].inputs, batches)), None)
             if call is not None and x.direction == "forward":
-                (x, y), read = call, _differing(call[0].inputs, call[1].inputs, batches)
+                (x, y), read = call, _differences(call[0].inputs, call[1].inputs, batches)
         if read or written:
-            kind = _kind(x, read[0], a) if read else "operation"
+            kind = _input_kind(x, read[0], a) if read else "operation"
             return dataclasses.replace(result, kind=kind, a=x, b=y, tensor=(read or written)[0], before=before)
         before = x
     return result
 
 
-def _key(one: Operation) -> tuple[str, str, str, int]:
-    """Return what tells an operation from others of its run; modules are known by their names, not their classes."""
-    return one.layer, one.direction, "" if is_call(one) else one.operation, one.call
-
-
-def _kind(one: Operation, name: str, trace: Trace) -> Kind:
-    """Say what an operation read that differs: a parameter, a buffer, what the model was given, or what code made."""
+def _input_kind(one: Operation, name: str, trace: Trace) -> Kind:
+    """Return whether a parameter, a buffer, what the model was given, or what code made is the input that differs."""
     if any(f"{one.layer}.{name}".lstrip(".") == parameter for parameter, _, _ in trace.parameters):
         return "parameter"
     if name.startswith("buffer "):
@@ -364,21 +375,23 @@ def _kind(one: Operation, name: str, trace: Trace) -> Kind:
     return "input" if any(x.hash == read for operation in calls for x in operation.inputs) else "code"
 
 
-def _differing(a: tuple[TensorBits, ...], b: tuple[TensorBits, ...], batches: tuple[int, int]) -> list[str]:
-    others = {x.name: x for x in b}
-    return [x.name for x in a if x.name in others and not _same(x, others[x.name], batches)]
-
-
-def _same(a: TensorBits, b: TensorBits, batches: tuple[int, int]) -> bool:
-    if a.shape == b.shape and (batches[0] == batches[1] or a.shape):
-        return a.dtype == b.dtype and a.hash == b.hash
-    if batches[0] == batches[1]:
-        return False
-    x, y = (bits.parts or (bits.hash,) * (batch == 1) for bits, batch in zip((a, b), batches, strict=True))
-    shared = min(len(x), len(y))
-    alike = a.shape[1:] == b.shape[1:] and a.shape[:1] and a.shape[0] * batches[1] == b.shape[0] * batches[0]
-    return not alike or (a.dtype == b.dtype and x[:shared] == y[:shared])
-
-
-def _shape(x: TensorBits) -> str:
-    return "x".join(map(str, x.shape)) or "()"
+def _differences(a: tuple[TensorBits, ...], b: tuple[TensorBits, ...], batches: tuple[int, int]) -> list[str]:
+    """Return the names of tensors that differ; of batches of different size the members that both have count."""
+    others, names = {x.name: x for x in b}, []
+    for x in a:
+        y = others.get(x.name)
+        if y is None:
+            continue
+        if x.shape == y.shape and (batches[0] == batches[1] or x.shape):
+            same = x.dtype == y.dtype and x.hash == y.hash
+        elif batches[0] == batches[1]:
+            same = False
+        else:
+            # Tensors without a dimension of the batch are sums over its members, which say nothing.
+            alike = x.shape[1:] == y.shape[1:] and x.shape[:1] and x.shape[0] * batches[1] == y.shape[0] * batches[0]
+            parts = [bits.parts or (bits.hash,) * (n == 1) for bits, n in zip((x, y), batches, strict=True)]
+            shared = min(map(len, parts))
+            same = not alike or (x.dtype == y.dtype and parts[0][:shared] == parts[1][:shared])
+        if not same:
+            names.append(x.name)
+    return names

@@ -2,7 +2,7 @@
 """compare: state bit for bit how one tensor differs from another, and by how many units of the last place."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ class Comparison:
         if self.equal or not self.ulp_histogram:
             return "\n".join(lines)
         bars = ["", *("#" * math.ceil(24 * row[2] / self.count) for row in self.ulp_histogram)]
-        rows = [(*row, bar) for row, bar in zip(self._buckets(), bars, strict=True)]
+        rows = [(*row, bar) for row, bar in zip(self._buckets(), bars, strict=True)]  # 24 signs for all elements
         return "\n".join((*lines, "", *table.aligned(rows, left=(3,))))
 
     def _repr_html_(self) -> str:
@@ -171,6 +171,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
     if not any(comparison.ulp_histogram for comparison in comparisons.values()):
         raise ArgumentError("plot_ulps got no pair of numbers; compare tensors that hold some")
     buckets = max((c.ulp_histogram for c in comparisons.values()), key=len)
+    # 1. A group of bars for each bucket, one of each comparison.
     figure = new_figure(*_SIZE)
     panel = figure.subplots()
     width = 0.85 / len(comparisons)
@@ -178,6 +179,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
         centres = [place + (i - (len(comparisons) - 1) / 2) * width for place in range(len(c.ulp_histogram))]
         shares = [100.0 * pairs / c.count for _, _, pairs in c.ulp_histogram]
         panel.bar(centres, shares, width=width, color=COLOURS[i % 7], label=label)
+    # 2. A logarithmic scale down to a third of the smallest share.
     smallest = min(100.0 * pairs / c.count for c in comparisons.values() for _, _, pairs in c.ulp_histogram if pairs)
     panel.set_yscale("log")
     panel.set_ylim(smallest / 3, 150.0)
@@ -242,23 +244,15 @@ def compare(actual: Any, expected: Any) -> Comparison:
     if first.raw.shape != second.raw.shape:
         shapes = f"{list(first.raw.shape)}, expected {list(second.raw.shape)}"
         raise ArgumentError(f"actual has shape {shapes}; reshape or index one of them (nothing is broadcast)")
-    return _Count(first.raw, second.raw, first.kind).result()
+    return _Differences(first.raw, second.raw, first.kind).result()
 
 
-def _length(x: Tensor) -> float:
-    largest = float(x.abs().max()) if x.numel() else 0.0
-    if not math.isfinite(largest):
-        return math.inf
-    return largest * float(torch.linalg.vector_norm(x / largest)) if largest else 0.0
-
-
-class _Count:
+class _Differences:
     """Count differences piece by piece."""
 
     def __init__(self, actual: Tensor, expected: Tensor, kind: ulp.Kind) -> None:
         self._actual, self._expected, self._kind = actual, expected, kind
-        self._equal = self._payloads = self._single = self._zeros = 0
-        self._largest = 0
+        self._equal = self._payloads = self._single = self._zeros = self._largest = 0
         self._buckets = torch.zeros(len(_EDGES), dtype=torch.int64)
         self._absolute = self._relative = 0.0
         self._first: Difference | None = None
@@ -272,23 +266,27 @@ class _Count:
         self._buckets[0] += self._equal
 
     def _add(self, a: Tensor, b: Tensor, seen: int) -> None:
+        # 1. Keep the pairs of other bits, and describe the very first one.
         different = a != b
         if self._first is None:
             self._first = self._difference(a, b, int(different.nonzero()[0]), seen)
         a, b = (capable(x[different]) for x in (a, b))
         self._equal += different.numel() - a.numel()
+        # 2. Pairs with NaN, of which none has a distance, and pairs of zeros.
         x, y = ulp.values(a, self._kind), ulp.values(b, self._kind)
         nan_x, nan_y = x.isnan(), y.isnan()
         self._payloads += int((nan_x & nan_y).sum())
         self._single += int((nan_x ^ nan_y).sum())
         self._zeros += int(((x == 0) & (y == 0)).sum())
         numbers = ~(nan_x | nan_y)
+        # 3. Distances of the codes in units of the last place.
         apart = ulp.distances(ulp.places(a, self._kind), ulp.places(b, self._kind))[numbers]
         if not apart.numel():
             return
         self._largest = max(self._largest, int(apart.max()))
         edges = torch.tensor(_EDGES, device=apart.device)
         self._buckets += torch.bincount(torch.bucketize(apart, edges), minlength=len(_EDGES)).cpu()
+        # 4. Differences of the values; those of integers are their distances, which float64 rounds once.
         x, y = x[numbers], y[numbers]
         gaps = (x - y).abs() if self._kind.format is not None else apart.double()
         self._absolute = max(self._absolute, float(gaps.max()))
@@ -298,14 +296,14 @@ class _Count:
 
     def _difference(self, a: Tensor, b: Tensor, place: int, seen: int) -> Difference:
         kind, codes = self._kind, [int(x[place]) & ((1 << self._kind.bits) - 1) for x in (a, b)]
-        if kind.format is None:
+        if kind.format is None:  # integers of 64 bits are more than float64 holds
             sign = 1 << (kind.bits - 1) if kind.signed else 0
             numbers: list[float | int] = [(code ^ sign) - sign for code in codes]
         else:
             numbers = [ulp.values(capable(x[place : place + 1]), kind).item() for x in (a, b)]
-        index, rest = [], place + seen
+        index, flat = [], place + seen
         for size in reversed(self._actual.shape):
-            rest, position = divmod(rest, size)
+            flat, position = divmod(flat, size)
             index.append(position)
         return Difference(
             index=tuple(reversed(index)), actual_code=codes[0], expected_code=codes[1], actual=numbers[0],
@@ -327,42 +325,48 @@ class _Count:
         )  # fmt: skip
 
     def _sqnr(self) -> float:
-        """Return signal to noise in dB, by lengths of vectors: a square of float64 may overflow."""
+        """Return signal to noise in dB."""
         signal = noise = 0.0
         if self._equal == self._actual.numel():
             return math.inf
+
+        def norm(x: Tensor) -> float:
+            # Of x divided by its largest element, because a square of float64 may overflow.
+            largest = float(x.abs().max()) if x.numel() else 0.0
+            if not math.isfinite(largest):
+                return math.inf
+            return largest * float(torch.linalg.vector_norm(x / largest)) if largest else 0.0
+
         for a, b in ulp.chunks(self._actual, self._expected):
             x, y = ulp.values(capable(a), self._kind), ulp.values(capable(b), self._kind)
             x, y = x[y.isfinite()], y[y.isfinite()]
-            signal, noise = math.hypot(signal, _length(y)), math.hypot(noise, _length(x - y))
+            signal, noise = math.hypot(signal, norm(y)), math.hypot(noise, norm(x - y))
         if noise == 0.0:
             return math.inf
         return -math.inf if signal == 0.0 or noise == math.inf else 20.0 * math.log10(signal / noise)
 
     def _median(self, rank: int) -> int:
-        """Return the distance of a rank: its bucket is known, and is narrowed in as many passes as it needs."""
+        """Return the distance of a rank."""
+        # 1. Its bucket follows from the counts.
         sums = self._buckets.cumsum(0)
         bucket = int(torch.searchsorted(sums, rank, right=True))
         rank -= int(sums[bucket] - self._buckets[bucket])
         low, high = (0 if bucket == 0 else _EDGES[bucket - 1] + 1), _EDGES[bucket]
+        # 2. Each pass over the tensors divides that into bins and goes on with the bin of the rank.
         while low < high:
             step = -(-(high - low + 1) // _BINS)
             counts = torch.zeros(_BINS, dtype=torch.int64)
-            for apart in self._apart(low, high):
-                counts += torch.bincount((apart - low) // step, minlength=_BINS).cpu()
+            for a, b in ulp.chunks(self._actual, self._expected):
+                different = a != b
+                a, b = (capable(x[different]) for x in (a, b))
+                apart = ulp.distances(ulp.places(a, self._kind), ulp.places(b, self._kind))
+                if self._kind.format is not None:
+                    apart = apart[~(ulp.values(a, self._kind).isnan() | ulp.values(b, self._kind).isnan())]
+                inside = apart[(apart >= low) & (apart <= high)]  # low is above 0: equal pairs are in bucket 0
+                counts += torch.bincount((inside - low) // step, minlength=_BINS).cpu()
             sums = counts.cumsum(0)
-            place = int(torch.searchsorted(sums, rank, right=True))
-            rank -= int(sums[place] - counts[place])
-            low = low + place * step
+            bin_index = int(torch.searchsorted(sums, rank, right=True))
+            rank -= int(sums[bin_index] - counts[bin_index])
+            low = low + bin_index * step
             high = min(high, low + step - 1)
         return low
-
-    def _apart(self, low: int, high: int) -> Iterator[Tensor]:
-        """Yield the distances from low to high, low above 0, of pairs without NaN."""
-        for a, b in ulp.chunks(self._actual, self._expected):
-            different = a != b
-            a, b = (capable(x[different]) for x in (a, b))
-            apart = ulp.distances(ulp.places(a, self._kind), ulp.places(b, self._kind))
-            if self._kind.format is not None:
-                apart = apart[~(ulp.values(a, self._kind).isnan() | ulp.values(b, self._kind).isnan())]
-            yield apart[(apart >= low) & (apart <= high)]

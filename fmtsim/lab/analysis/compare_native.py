@@ -99,7 +99,7 @@ def compare_native(
         if emulate_on is not None:
             raise ArgumentError("compare_native emulates a model on its own GPU; leave emulate_on= out")
         batch = (arguments, options)
-        # Where a model's products run natively; raise ArgumentError where they do not.
+        # 1. Where a model's products run natively; raise ArgumentError where they do not.
         device = None
         for name, module in converted_modules(verb, "compare_native"):
             if module.emulation is None:
@@ -116,38 +116,40 @@ def compare_native(
                 "convert it with target=, for example target='h200'"
             )
         check_loss(loss)
+        # 2. A step of a copy whose targets multiply natively, and one of a copy whose targets are emulated.
         with deterministic(str(device)):
-            sides = [_side(verb, batch, loss, native=native) for native in (True, False)]
-        names = list(sides[0])
+            sides = [_run_side(verb, batch, loss, native=native) for native in (True, False)]
+        names = list(sides[0])  # outputs first, then gradients
         return ModelComparison(tensors={name: compare(sides[0][name], sides[1].pop(name)) for name in names})
     if not callable(verb):
         raise ArgumentError(f"compare_native got {shown(verb)}; pass a product such as fmtsim.mm, or a converted model")
     native = verb(*arguments, native=True, **options)
     if emulate_on is not None:
-        arguments = tuple(_moved(x, emulate_on) for x in arguments)
-        options = {name: _moved(x, emulate_on) for name, x in options.items()}
+        arguments = tuple(_move(x, emulate_on) for x in arguments)
+        options = {name: _move(x, emulate_on) for name, x in options.items()}
     return compare(native, verb(*arguments, native=False, **options))
 
 
-def _moved(x: Any, device: torch.device | str) -> Any:
+def _move(x: Any, device: torch.device | str) -> Any:
     if isinstance(x, Tensor):
         return x.to(device)
-    return type(x)(_moved(member, device) for member in x) if type(x) in (list, tuple) else x
+    return type(x)(_move(member, device) for member in x) if type(x) in (list, tuple) else x
 
 
-def _side(model: nn.Module, batch: Batch, loss: Any, *, native: bool) -> dict[str, Tensor]:
+def _run_side(model: nn.Module, batch: Batch, loss: Any, *, native: bool) -> dict[str, Tensor]:
     """Return outputs and gradients by name of a copy of a model whose targets multiply natively or are emulated."""
 
-    def change(made: nn.Module) -> None:
-        for module in made.modules():
+    def set_native(_: Any, config: LinearConfig) -> LinearConfig:
+        gemms = {
+            name: getattr(config, name) for name in PRODUCTS
+        }  # products without a target are torch's on both sides
+        return replace(config, **{name: replace(g, native=native) for name, g in gemms.items() if g.target is not None})
+
+    def change(model_copy: nn.Module) -> None:
+        for module in model_copy.modules():
             if isinstance(module, EmulatedModule) and module.emulation is not None:
-                module.emulation = module.emulation.changed(lambda _, config: _natively(config, native))
+                module.emulation = module.emulation.changed(set_native)
 
-    with unchanged(model, change) as made:
-        step = run_step(made, batch, loss)
+    with unchanged(model, change) as model_copy:
+        step = run_step(model_copy, batch, loss)
     return step.outputs | {f"gradient of {name}": t for name, t in step.gradients.items()}
-
-
-def _natively(config: LinearConfig, native: bool) -> LinearConfig:
-    gemms = {name: getattr(config, name) for name in PRODUCTS}
-    return replace(config, **{name: replace(g, native=native) for name, g in gemms.items() if g.target is not None})

@@ -10,7 +10,7 @@ from fmtsim.gemm.model_layers import PASSES
 from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out, without_doubts
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.lab.analysis.invariance import LayerProduct, Model, check_rows, dtype_of, products_of
+from fmtsim.lab.analysis.invariance import LayerProduct, Model, check_rows, list_products, operand_formats
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import BASES
 from fmtsim.support import table
@@ -47,7 +47,7 @@ class ScannedCall:
         """Return plain JSON types."""
         names = ("layer", "product", "tokens", "basis", "left_out", "padded_k", "source")
         sizes = {name: getattr(self.call, name) for name in ("operation", "m", "n", "k", "batch", "bias")}
-        return {name: getattr(self, name) for name in names} | sizes | {"operands": dtype_of(self.call)}
+        return {name: getattr(self, name) for name in names} | sizes | {"operands": operand_formats(self.call)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -70,7 +70,7 @@ class GemmScan(table.Result):
         tokens_by_row: dict[tuple[str, ...], list[int]] = {}
         for x in sorted(self.calls, key=lambda x: not x.left_out):
             if x.finding:
-                tokens_by_row.setdefault((x.layer, x.product, dtype_of(x.call), x.finding), []).append(x.tokens)
+                tokens_by_row.setdefault((x.layer, x.product, operand_formats(x.call), x.finding), []).append(x.tokens)
         rows = [_HEADER, *((*names, _numbers(tokens), finding) for (*names, finding), tokens in tokens_by_row.items())]
         counts = Counter(x.basis for x in self.calls)
         bases = ", ".join(f"{counts[basis]} by {words}" for basis, words in BASES.items() if counts[basis])
@@ -106,11 +106,11 @@ def scan_gemm(
     ()
     """
     asked = check_rows("scan_gemm", "tokens", tokens)
-    products = products_of("scan_gemm", model, target, dtypes, passes)
-    return GemmScan(calls=tuple(x for product in products for x in _scanned(product, asked)))
+    products = list_products("scan_gemm", model, target, dtypes, passes)
+    return GemmScan(calls=tuple(x for product in products for x in _scan_product(product, asked)))
 
 
-def _scanned(product: LayerProduct, tokens: Sequence[int]) -> Iterator[ScannedCall]:
+def _scan_product(product: LayerProduct, tokens: Sequence[int]) -> Iterator[ScannedCall]:
     for rows in tokens:
         call = product.call(rows)
         with without_doubts():

@@ -54,7 +54,7 @@ class LayerProduct:
         return replace(self.like, k=-(-rows // step) * step)  # layers pad
 
 
-def products_of(
+def list_products(
     verb: str, model: Any, target: Any, dtypes: Sequence[str], passes: Sequence[str] = PASSES
 ) -> list[LayerProduct]:
     """Return the products of a model's linear layers, those of layers that are alike once.
@@ -69,6 +69,7 @@ def products_of(
     Raises:
         ArgumentError: No such model, target, dtype or pass; or nothing multiplies.
     """
+    # 1. Check passes and target: a converted module names its own.
     wrong = next((name for name in passes if name not in PASSES), None)
     if wrong is not None or not passes:
         raise ArgumentError(f"{verb} got passes={shown(wrong)}; choose from {', '.join(PASSES)}")
@@ -77,15 +78,29 @@ def products_of(
         step = "leave target out: a converted model names its machine" if converted else "pass target= ('h200')"
         raise ArgumentError(f"{verb} got target={shown(target)} for {_what(model)}; {step}")
     if converted:
-        asked = list(_of_converted(model, passes))
+        # 2. The products on the machines that convert gave the layers; others have no order to speak of.
+        groups: dict[tuple[str, str, GemmCall], list[str]] = {}
+        for layer, product, like in model_products(model, _ROWS):
+            which = product.replace("fprop", "forward")
+            if not isinstance(like, str) and like.call is not None and which in passes:
+                groups.setdefault((numbered(layer), which, like.call), []).append(layer)
+        asked = [
+            LayerProduct(layer=together(names), product=which, like=call) for (_, which, call), names in groups.items()
+        ]
     else:
+        # 2. The shapes of linear layers, those that are alike once.
         get_target(target)
         check_dtypes(dtypes)
         if isinstance(model, nn.Module):
-            shapes = {layer: shape for layer, (shape, _) in _of_module(model).items()}
+            shapes = {layer: shape for layer, (shape, _) in _group_layers(model).items()}
         else:
             models = [model] if isinstance(model, str) else model
-            if not isinstance(models, Sequence) or not all(isinstance(x, str) or _is_shape(x) for x in models):
+            shape_types = (int, int, bool)
+            if not isinstance(models, Sequence) or not all(
+                isinstance(x, str)
+                or (isinstance(x, tuple | list) and tuple(map(type, x)) == shape_types and min(x[:2]) > 0)
+                for x in models
+            ):
                 raise ArgumentError(
                     f"{verb} got model={shown(model)}; pass a name (fmtsim.gemm.model_layers.list_models()), a module, "
                     "or a list of (outputs, inputs, bias)"
@@ -94,16 +109,25 @@ def products_of(
             shapes = {f"{n}x{k}{' + bias' if bias else ''}": (n, k, bias) for n, k, bias in dict.fromkeys(each)}
         if not shapes:
             raise ArgumentError(f"{verb} found no linear layer in {_what(model)}; pass a model with nn.Linear layers")
+        # 3. The calls of each of them, in each dtype and pass.
         calls = [
             (layer, which, layer_call(which, _ROWS, n, k, bias, dtype))
             for layer, (n, k, bias) in shapes.items()
             for dtype in dtypes
             for which in passes
         ]
-        alike = layers_alike(model) if isinstance(model, nn.Module) else {}
+        alike = equal_layers(model) if isinstance(model, nn.Module) else {}
         conv1d = {layer for layer, names in alike.items() if not isinstance(model.get_submodule(names[0]), nn.Linear)}
-        calls = [(x, y, _of_conv1d(y, z) if x in conv1d and z is not None else z) for x, y, z in calls]
-        asked = [LayerProduct(layer=x, product=y, like=replace(z, target=target)) for x, y, z in calls if z is not None]
+        asked = []
+        for layer, which, call in calls:
+            if call is None:
+                continue
+            # A weight that is [inputs, outputs] lies the other way; FP8 layers copy it to the usual layout.
+            if layer in conv1d and call.operation != "scaled_mm" and which == "wgrad":
+                call = replace(call, m=call.n, n=call.m)
+            elif layer in conv1d and call.operation != "scaled_mm":
+                call = replace(call, b_layout="column" if which == "forward" else "row")
+            asked.append(LayerProduct(layer=layer, product=which, like=replace(call, target=target)))
     if not asked:
         raise ArgumentError(
             f"{verb} found no product in {_what(model)}; FP8 takes outputs and inputs that are multiples of 16"
@@ -125,7 +149,7 @@ def check_rows(verb: str, name: str, rows: Iterable[int]) -> list[int]:
     return sorted(set(sizes))
 
 
-def dtype_of(call: GemmCall) -> str:
+def operand_formats(call: GemmCall) -> str:
     """Return the format of a call's operands in a word, and how FP8 is summed."""
     name = call.a if call.a == call.b else f"{call.a} x {call.b}"
     return f"{name} {'fast' if call.fast_accum else 'slow'}" if call.operation == "scaled_mm" else name
@@ -135,53 +159,24 @@ def _what(model: Any) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else shown(model)
 
 
-def _is_shape(x: Any) -> bool:
-    return (
-        isinstance(x, tuple | list) and len(x) == 3 and all(type(n) is int and n > 0 for n in x[:2])
-        and isinstance(x[2], bool)
-    )  # fmt: skip
-
-
-def _of_conv1d(which: str, call: GemmCall) -> GemmCall:
-    """Return the call of a layer whose weight is [inputs, outputs]; FP8 layers copy it to the other layout."""
-    if call.operation == "scaled_mm":
-        return call
-    if which == "wgrad":
-        return replace(call, m=call.n, n=call.m)
-    return replace(call, b_layout="column" if which == "forward" else "row")
-
-
-def layers_alike(model: nn.Module) -> dict[str, list[str]]:
+def equal_layers(model: nn.Module) -> dict[str, list[str]]:
     """Return names of linear layers, empty for the model itself, by what those that are alike are called."""
-    return {layer: [x.removeprefix("(model)") for x in names] for layer, (_, names) in _of_module(model).items()}
+    return {layer: [x.removeprefix("(model)") for x in names] for layer, (_, names) in _group_layers(model).items()}
 
 
-def _of_module(model: nn.Module) -> dict[str, tuple[Shape, list[str]]]:
+def _group_layers(model: nn.Module) -> dict[str, tuple[Shape, list[str]]]:
     alike: dict[tuple[str, Shape], list[str]] = {}
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)
         if isinstance(module, nn.Linear):
             n, k = weight.shape
-        elif (
-            type(module).__name__ == "Conv1D" and getattr(weight, "ndim", 0) == 2
-        ):  # of transformers, [inputs, outputs]
-            k, n = weight.shape
+        elif type(module).__name__ == "Conv1D" and getattr(weight, "ndim", 0) == 2:
+            k, n = weight.shape  # of transformers, [inputs, outputs]
         else:
             continue
         name = name or "(model)"
         alike.setdefault((numbered(name), (n, k, module.bias is not None)), []).append(name)
     return {together(names): (shape, names) for (_, shape), names in alike.items()}
-
-
-def _of_converted(model: nn.Module, passes: Sequence[str]) -> Iterator[LayerProduct]:
-    """Yield the products on the machines that ``convert`` gave a model's layers; others have no order to speak of."""
-    alike: dict[tuple[str, str, GemmCall], list[str]] = {}
-    for layer, product, like in model_products(model, _ROWS):
-        which = product.replace("fprop", "forward")
-        if not isinstance(like, str) and like.call is not None and which in passes:
-            alike.setdefault((numbered(layer), which, like.call), []).append(layer)
-    for (_, which, call), names in alike.items():
-        yield LayerProduct(layer=together(names), product=which, like=call)
 
 
 SIZES = range(1, 513)
@@ -274,14 +269,13 @@ class ProductInvariance(table.Result):
         Raises:
             ArgumentError: A size was not asked.
         """
-        groups = [self._band(size).group for size in (first, second)]
+        groups = []
+        for size in (first, second):
+            band = next((band for band in self.bands if band.first <= size <= band.last), None)
+            if band is None:
+                raise ArgumentError(f"batch size {shown(size)} was not asked; pass it among sizes=")
+            groups.append(band.group)
         return True if first == second else None if None in groups else groups[0] == groups[1]
-
-    def _band(self, size: int) -> Band:
-        answer = next((band for band in self.bands if band.first <= size <= band.last), None)
-        if answer is None:
-            raise ArgumentError(f"batch size {shown(size)} was not asked; pass it among sizes=")
-        return answer
 
     def _content(self) -> tuple[str, table.Rows]:
         return f"{self.layer} {self.product} {self.operands}", table.table_of(_BANDS, self.bands)
@@ -313,18 +307,15 @@ class BatchInvariance(table.Result):
         asked = f"{len(self.sizes)} batch sizes from {self.sizes[0]} to {self.sizes[-1]}"
         counts = [(sum(x.invariant is value for x in self.products), word) for value, word in _VERDICTS]
         total = ", ".join(f"{count} {word}" for count, word in counts if count)
-        return table.table_of(self._columns(), self.products, filled=True), (
-            f"{len(self.products)} products, {asked}: {total}"
-        )
-
-    def _columns(self) -> tuple[table.Column, ...]:
-        return (
+        columns = (
             table.Column("layer", "layer"), table.Column("product", "product"), table.Column("operands", "operands"),
             table.Column("results", "results"), table.Column("changes", lambda x: len(x.changes)),
             table.Column("first change", lambda x: (*x.changes, "none" if x.invariant else _GUESS)[0]),
             table.Column("what changes", lambda x: x.changes[0].what if x.changes else ""),
             table.Column(_GUESS, lambda x: f"{x.unknown} of {len(self.sizes)}" if x.unknown else ""),
         )  # fmt: skip
+        rows = table.table_of(columns, self.products, filled=True)
+        return rows, f"{len(self.products)} products, {asked}: {total}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -394,17 +385,20 @@ def batch_invariance(
     asked = check_rows("batch_invariance", "sizes", sizes)
     if "wgrad" in passes:
         raise ArgumentError("batch_invariance got passes='wgrad', whose sums run over the batch; choose forward, dgrad")
-    layer_products = products_of("batch_invariance", model, target, dtypes, passes)
+    layer_products = list_products("batch_invariance", model, target, dtypes, passes)
     products = tuple(
         ProductInvariance(
-            layer=x.layer, product=x.product, operands=dtype_of(x.like), bands=tuple(joined(bands_of(x, asked)))
+            layer=x.layer,
+            product=x.product,
+            operands=operand_formats(x.like),
+            bands=tuple(join_bands(size_bands(x, asked))),
         )
         for x in layer_products
     )
     return BatchInvariance(products=products, sizes=tuple(asked))
 
 
-def bands_of(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
+def size_bands(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
     """Yield a band for each size; those with one order have one group."""
     groups: list[Band] = []
     group_of: dict[tuple[Any, ...], int] = {}
@@ -414,6 +408,7 @@ def bands_of(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
             spec = resolve(call)
         group = None
         if spec.basis != "guess":
+            # Equal plans have equal orders; of others the schedules are compared, with each group's first.
             key = (spec.datapath, spec.a, spec.b, *(getattr(spec.plan, name) for name in _PLAN))
             if key not in group_of:
                 group_of[key] = next((i for i, x in enumerate(groups) if same_bits(call, x.found, spec)), len(groups))
@@ -424,7 +419,7 @@ def bands_of(product: LayerProduct, sizes: Sequence[int]) -> Iterator[Band]:
         yield band
 
 
-def joined(bands: Iterable[Band]) -> Iterator[Band]:
+def join_bands(bands: Iterable[Band]) -> Iterator[Band]:
     """Yield neighbours of one group as one band."""
     for _, run in groupby(bands, key=lambda band: band.group):
         alike = list(run)
@@ -435,28 +430,26 @@ def same_bits(call: GemmCall, first: GemmSpec, second: GemmSpec) -> bool:
     """Return True if two specs of a product give every row the same bits."""
     if (first.datapath, first.a, first.b) != (second.datapath, second.a, second.b):
         return False
-    a, b = (_serial(call, spec.plan) for spec in (first, second))
+    # Parts that are added in place to float32 are added one after another, unless they are rounded or meet a bias.
+    a, b = (
+        replace(spec.plan, reduce="serial")
+        if spec.plan.reduce == "in_place" and not (spec.plan.partial or call.bias) else spec.plan
+        for spec in (first, second)
+    )  # fmt: skip
     needs = {"bias_after_rounding": call.bias and call.out.itemsize == 2, "epilogue": call.scaling != "none"}
     fields = [name for name in _EPILOGUE if needs.get(name, True)]
     return all(getattr(a, x) == getattr(b, x) for x in fields) and same_order(call.k, first.datapath, a, b)
 
 
-def _serial(call: GemmCall, plan: GemmPlan) -> GemmPlan:
-    """Return a plan whose parts are added one after another, where adding them in place to float32 is nothing else."""
-    return replace(plan, reduce="serial") if plan.reduce == "in_place" and not (plan.partial or call.bias) else plan
-
-
 def differences(before: Band, after: Band) -> str:
     """Return in words what differs between the orders of two bands."""
-    words = [(before.found.unit, after.found.unit, "unit")] if before.found.unit != after.found.unit else []
     a, b = before.found.plan, after.found.plan
+    words = [] if before.found.unit == after.found.unit else [f"unit {before.found.unit} -> {after.found.unit}"]
+    texts = {None: "none", True: "yes", False: "no"}
     for name in _PLAN:
         pair = getattr(a, name), getattr(b, name)
-        follows = (name == "part_k" and a.split != b.split) or (name == "k_tile" and None in pair)
+        follows = (name == "part_k" and a.split != b.split) or (name == "k_tile" and None in pair)  # from another field
         if pair[0] != pair[1] and not follows:
-            words.append((*(getattr(x, "name", x) for x in pair), _WORDS.get(name, name)))  # type: ignore[arg-type]
-    return ", ".join(f"{what} {_word(a)} -> {_word(b)}" for a, b, what in words)
-
-
-def _word(value: Any) -> str:
-    return {None: "none", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
+            x, y = (texts[x] if x is None or isinstance(x, bool) else getattr(x, "name", str(x)) for x in pair)
+            words.append(f"{_WORDS.get(name, name)} {x} -> {y}")
+    return ", ".join(words)

@@ -109,6 +109,7 @@ def plot_losses(
             if operands_seen
             else "plot has nothing to draw; observe at least one step"
         )
+    # 1. On the left what each step lost, a column for each, or bars where there was one.
     figure = new_figure(11.0, 1.7 + 0.17 * max(6, min(len(rows), _MOST_ROWS)))
     heatmap, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     if len(history) > 1:
@@ -150,7 +151,7 @@ def plot_losses(
                 heatmap.annotate(f" {word}", (0, place), fontsize=6, va="center")
         label_axes(heatmap, _WORDS[by], "")
         heatmap.set_xlim(min(0.0, *finite), max(*finite, 1.0) * 1.02)
-    # Draw the exponents that an element format sees, and beside them those of its own values.
+    # 2. On the right the exponents that an element format sees, and behind them those of its own values.
     for place, (_, _, s) in enumerate(rows):
         if s.window is not None:
             bottom, top = (math.floor(math.log2(edge)) for edge in s.window)
@@ -170,6 +171,7 @@ def plot_losses(
     right.locator_params(axis="x", integer=True)
     label_axes(right, "exponent of x / scale", "")
     right.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    # 3. Names of layers on the left, every second, third ... where there are too many.
     every = math.ceil(len(rows) / _MOST_ROWS)
     names = [f"{loss.layer or '(model)'}  {loss.operand}" for loss in rows]
     heatmap.set_yticks(range(0, len(rows), every), names[::every], fontsize=7, parse_math=False)

@@ -36,39 +36,44 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1, scales: Ten
         dim: Along which its blocks lie.
         scales: What elements are divided by before they are cast, where the format itself has no such.
     """
+    # 1. Under outer scales the element format sees x / scales: its saturated elements and exponents are those.
     if scales is not None:
         plain, seen = (measure(values, q, fmt, dim) for values in (x, x.detach().to(scales.dtype) / scales))
         place = FIGURES.index("saturated")
         plain[place] = seen[place]
         plain[-BINS:] = seen[len(FIGURES) : len(FIGURES) + BINS]
         return plain
-    figures = _measure_by_kernel(x.detach(), q.detach(), fmt, dim)
-    if figures is not None:
-        return figures
-    x, q = _plain(x), _plain(q)
+    # 2. Kernels find scales, if any, from the largest magnitudes of blocks. A GPU's does all of it.
+    direct = not isinstance(fmt, BlockFormat) or fmt.is_direct
+    scaled = fmt if isinstance(fmt, BlockFormat) and not fmt.zero_point else None
+    x, q = x.detach(), q.detach()
+    gpu = fused_engine(x)
+    if gpu is not None and x.numel() and x.shape == q.shape and is_plain(x) and is_plain(q) and direct:
+        a, b, block = _matrices(x, q, fmt, dim)
+        figures = gpu.count_cast(a, b, scaled, block, _limits_of(fmt))
+        if figures is not None:
+            return figures
+    # 3. The CPU's counts float32 elements under scales that are given.
+    x, q = (t if t.dtype == torch.float64 else capable(t.float()) for t in (x, q))
     if x.numel() == 0:
         return torch.zeros(len(FIGURES) + 2 * BINS, dtype=torch.float64, device=x.device)
-    by_engine = x.is_cpu and x.dtype == torch.float32 and is_plain(x) and is_plain(q) and _is_direct(fmt)
-    return (_measure_by_engine if by_engine else measure_by_torch)(x, q.to(x.dtype), fmt, dim)
-
-
-def _is_direct(fmt: Format | None) -> bool:
-    """Return True if scales, if any, follow from the largest magnitudes of blocks."""
-    return not isinstance(fmt, BlockFormat) or fmt.is_direct
-
-
-def _measure_by_kernel(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor | None:
-    """Do what ``measure`` does by one kernel of a GPU, None where none does it."""
-    engine = fused_engine(x)
-    if engine is None or not x.numel() or x.shape != q.shape or not (is_plain(x) and is_plain(q) and _is_direct(fmt)):
-        return None
+    q = q.to(x.dtype)
+    if not (x.is_cpu and x.dtype == torch.float32 and is_plain(x) and is_plain(q) and direct):
+        return measure_by_torch(x, q, fmt, dim)
+    cpu = load_engine("cpu")
     x, q, block = _matrices(x, q, fmt, dim)
-    scaled = fmt if isinstance(fmt, BlockFormat) and not fmt.zero_point else None
-    return engine.count_cast(x, q, scaled, block, _limits_of(fmt))
+    block_scale = torch.ones(1, 1) if scaled is None else _amax_scales(cpu.block_amax(x, block), scaled).float()
+    counts, exponents = cpu.count_cast(x, q, block_scale, block, _limits_of(fmt))
+    nonzero = exponents[0].sum()
+    leading = torch.tensor([x.numel(), nonzero, _underflowed(nonzero, counts[0])], dtype=torch.float64)
+    first = FLOAT32_LOWEST - LOWEST_EXPONENT  # its bins begin there
+    bins = F.pad(exponents, (first, BINS - first - exponents.shape[1])).flatten().double()
+    return torch.cat([leading, counts[1:].nan_to_num(math.inf, math.inf), bins])
 
 
 def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor:
     """Do what ``measure`` does for float32 or float64 tensors that are not empty, on any device."""
+    # NaN and infinities count apart, and are zeros in all other figures.
     finite, zero = x.isfinite(), x.new_zeros(())
     x, q = torch.where(finite, x, zero), torch.where(finite, q, zero)
     counts = seen = _exponents(x)
@@ -89,27 +94,9 @@ def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tens
     return torch.cat([numbers, counts.double(), seen.double()])
 
 
-def _measure_by_engine(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tensor:
-    """Do what ``measure_by_torch`` does for float32 tensors on the CPU."""
-    engine = load_engine("cpu")
-    x, q, block = _matrices(x, q, fmt, dim)
-    scaled = isinstance(fmt, BlockFormat) and not fmt.zero_point
-    scales = _scales_of(engine.block_amax(x, block), fmt).float() if scaled else torch.ones(1, 1)  # type: ignore[arg-type]
-    limits = _limits_of(fmt)
-    counts, exponents = engine.count_cast(x, q, scales, block, limits)
-    nonzero = exponents[0].sum()
-    leading = torch.tensor([x.numel(), nonzero, _underflowed(nonzero, counts[0])], dtype=torch.float64)
-    first = FLOAT32_LOWEST - LOWEST_EXPONENT
-    bins = F.pad(exponents, (first, BINS - first - exponents.shape[1])).flatten().double()
-    return torch.cat([leading, counts[1:].nan_to_num(math.inf, math.inf), bins])
-
-
 def _matrices(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
-    """Return both tensors as contiguous operand matrices, or transposed as x lies, and the rows and columns of a block.
-
-    Where blocks have no scales of their own, all is one row in x's order in memory. What lies in no order of the two is
-    copied.
-    """
+    """Return both tensors as contiguous matrices of operands, or their transposes, and rows and columns of a block."""
+    # Where blocks have no scales of their own, all is one row in x's order in memory.
     if not isinstance(fmt, BlockFormat) or fmt.zero_point:
         if not (x.is_contiguous() and q.is_contiguous()):
             order = sorted(range(x.dim()), key=x.stride, reverse=True)
@@ -145,11 +132,9 @@ def _element(fmt: Format) -> ElementFormat:
 
 
 def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
-    """Return the scale of each block of x, float64 ``[outer_blocks, inner_blocks]``, zero points left aside.
-
-    Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks, unless the rule
-    compares candidates or has a second level of rows or windows.
-    """
+    """Return the scale of each block of x, float64 ``[outer_blocks, inner_blocks]``, zero points left aside."""
+    # Scales follow from the largest magnitudes alone, so those are encoded in the place of whole blocks, unless the
+    # rule compares candidates or has a second level of rows or windows.
     if not fmt.is_direct:
         parts = encode(x, CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim))
         assert parts.scales is not None and parts.tensor_scale is not None
@@ -157,7 +142,7 @@ def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
     blocks = _blocks(x.abs(), fmt, dim)
     order = sorted(range(4), key=blocks.stride, reverse=True)  # as memory lies, which is many times faster
     amax = blocks.permute(order).amax((order.index(1), order.index(3)))
-    return _scales_of(amax if order.index(0) < order.index(2) else amax.mT, fmt)
+    return _amax_scales(amax if order.index(0) < order.index(2) else amax.mT, fmt)
 
 
 @lru_cache(maxsize=256)
@@ -166,8 +151,8 @@ def _scale_cast(fmt: BlockFormat) -> str:
     return CastSpec(format=with_block(fmt, (1, 1)), rounding=Rounding(), overflow=fmt.default_overflow).to_json()
 
 
-def _scales_of(largest: Tensor, fmt: BlockFormat) -> Tensor:
-    parts = encode(largest, _scale_cast(fmt))
+def _amax_scales(amax: Tensor, fmt: BlockFormat) -> Tensor:
+    parts = encode(amax, _scale_cast(fmt))
     assert parts.scales is not None  # of block formats
     scales = parts.scales.double()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale.double()
@@ -186,10 +171,6 @@ def _matrix(x: Tensor, dim: int) -> Tensor:
     """Return the operand matrix (docs/semantics.md, section 4)."""
     moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
     return moved.reshape(-1, moved.shape[-1])
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.detach() if x.dtype == torch.float64 else capable(x.detach().float())
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -213,9 +194,8 @@ def _limits(element: ElementFormat) -> tuple[float, float]:
         return (-element.max - margin if element.signed else element.min - _smallest(element) / 2, element.max + margin)
     if isinstance(element, IntFormat):
         return element.min - element.eps / 2, element.max + element.eps / 2
-    margin = (
-        element.max * 2.0**-20
-    )  # of a table nothing lies halfway to the next value; leave room for the scale's rounding
+    # Of a table nothing lies halfway to the next value; leave room for the scale's rounding.
+    margin = element.max * 2.0**-20
     return element.min - margin, max(getattr(element, "values", (element.max,))) + margin
 
 

@@ -18,14 +18,14 @@ from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.analysis.invariance import (
     Band,
     Model,
-    bands_of,
     check_rows,
     differences,
-    dtype_of,
-    joined,
-    layers_alike,
-    products_of,
+    equal_layers,
+    join_bands,
+    list_products,
+    operand_formats,
     same_bits,
+    size_bands,
 )
 from fmtsim.lab.analysis.one_step import unchanged
 from fmtsim.lab.analysis.perplexity import labels_of, logits_of
@@ -102,7 +102,7 @@ class Mismatch(table.Result):
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types."""
         products = [
-            {"layer": x.layer, "operands": dtype_of(x.trainer.call), "trainer": x.trainer.to_dict(),
+            {"layer": x.layer, "operands": operand_formats(x.trainer.call), "trainer": x.trainer.to_dict(),
              "rollout": x.rollout.to_dict(), "same": x.same, "estimate": x.estimate, "rounding": x.rounding}
             for x in self.products
         ]  # fmt: skip
@@ -116,7 +116,7 @@ def _order(band: Band) -> str:
 
 
 _PRODUCTS = (
-    table.Column("layer", "layer"), table.Column("operands", lambda x: dtype_of(x.trainer.call)),
+    table.Column("layer", "layer"), table.Column("operands", lambda x: operand_formats(x.trainer.call)),
     table.Column("rollout", lambda x: str(x.rollout)), table.Column("same bits", lambda x: _SAME[x.same]),
     table.Column("trainer's order", lambda x: _order(x.trainer)),
     table.Column("rollout's order", lambda x: _order(x.rollout)),
@@ -171,9 +171,11 @@ def explain_mismatch(
     rows = sorted({*rollouts[0], *rollouts[1]})
     targets = get_target(trainer), get_target(rollout)
     net: Any = model  # a module where there is a batch
-    labels = _checked(net, batch, dtype)
-    sides = [products_of(_VERB, model, target, [dtype], ["forward"]) for target in targets]
-    pairs = {a.layer: (next(bands_of(a, m)), list(joined(bands_of(b, rows)))) for a, b in zip(*sides, strict=True)}
+    labels = _check_batch(net, batch, dtype)
+    sides = [list_products(_VERB, model, target, [dtype], ["forward"]) for target in targets]
+    pairs = {
+        a.layer: (next(size_bands(a, m)), list(join_bands(size_bands(b, rows)))) for a, b in zip(*sides, strict=True)
+    }
     noise: dict[tuple[str, int], float] = {} if labels is None else _noise(net, batch, labels, dtype, pairs)
     estimated = noise.get if labels is not None else lambda key, absent: None
     products = tuple(
@@ -215,7 +217,7 @@ def _at_rows(target: Target, rows: int) -> _AtRows:
     return _AtRows(target=target, rows=rows, **{field.name: getattr(target, field.name) for field in fields(Target)})
 
 
-def _checked(model: Any, batch: Any, dtype: str) -> Tensor | None:
+def _check_batch(model: Any, batch: Any, dtype: str) -> Tensor | None:
     """Return the tokens of a batch that can run, None without one."""
     if isinstance(model, nn.Module) and is_converted(model):
         raise ArgumentError(f"{_VERB} got a converted model; pass it as it was before convert (fmtsim.revert)")
@@ -244,7 +246,7 @@ def _same(trainer: Band, rollout: Band) -> bool | None:
 
 def _logits(model: nn.Module, batch: Any, labels: Tensor, dtype: str, target: Target, rows: int) -> Tensor:
     """Return the logits [rows, tokens, vocabulary] of a copy whose linear layers are summed as in calls of some M."""
-    names = {name for alike in layers_alike(model).values() for name in alike}
+    names = {name for alike in equal_layers(model).values() for name in alike}
     machine: dict[str, Any] = {"format": dtype, "target": _at_rows(target, rows), "native": False}
 
     def change(model_copy: nn.Module) -> None:
@@ -258,12 +260,12 @@ def _difference(trainer: Tensor, rollout: Tensor, labels: Tensor) -> dict[str, A
     """Return the measured fields of a RolloutMismatch."""
     p, q = (x.double().log_softmax(-1) for x in (trainer, rollout))
     delta = torch.where(p == q, 0.0, q - p)  # two words at -inf agree
-    rms, kl = _of_tokens(delta, labels).square().mean().sqrt(), (q.exp() * delta).sum(-1).mean()
+    rms, kl = _next_tokens(delta, labels).square().mean().sqrt(), (q.exp() * delta).sum(-1).mean()
     numbers = {"rms": rms.item(), "largest": delta.abs().max().item(), "kl": kl.item()}
     return {**numbers, "different": compare(rollout, trainer).mismatches, "logits": p.numel()}
 
 
-def _of_tokens(x: Tensor, labels: Tensor) -> Tensor:
+def _next_tokens(x: Tensor, labels: Tensor) -> Tensor:
     """Return the numbers of the tokens that follow, those that count, of numbers of the whole vocabulary."""
     following = labels[:, 1:]
     return x[:, :-1].gather(-1, following.clamp(min=0)[..., None])[..., 0][following >= 0]
@@ -300,12 +302,12 @@ def _noise(
 
     def change(model_copy: nn.Module) -> None:
         model_copy.to(_RUNS[dtype]).requires_grad_(True)
-        for layer, names in layers_alike(model_copy).items():
+        for layer, names in equal_layers(model_copy).items():
             for name in names:
                 model_copy.get_submodule(name).register_forward_hook(partial(watch, layer))
 
     with unchanged(model, change) as model_copy, evaluating(model_copy), torch.enable_grad(), without_doubts():
-        tokens = _of_tokens(logits_of(call(model_copy, batch, kind="batch"), labels).float().log_softmax(-1), labels)
+        tokens = _next_tokens(logits_of(call(model_copy, batch, kind="batch"), labels).float().log_softmax(-1), labels)
         generator = torch.Generator().manual_seed(0)
         for _ in range(_PROBES):
             signs = torch.randint(0, 2, tokens.shape, generator=generator).to(tokens) * 2 - 1

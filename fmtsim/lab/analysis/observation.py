@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fmtsim.lab.analysis.losses import Losses, LossScale, Measure, loss_scale_of, losses_of, plot_losses, worst
 from fmtsim.lab.analysis.stats import Counts, OperandStats, Sample, in_order
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 Layers = dict[str, dict[str, OperandStats]]
 StepCounts = dict[int, dict[str, dict[str, Counts]]]
 History = dict[int, dict[str, dict[str, Sample]]]
-Statistics = TypeVar("Statistics", Counts, OperandStats)
 
 
 class Observation(Result):
@@ -50,15 +49,15 @@ class Observation(Result):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all statistics as numbers, strings and tensors, for a checkpoint."""
-        counts = {step: _each(asdict, layers) for step, layers in self.counts.items()}
-        return {"layers": _each(asdict, self.layers), "steps": self.steps, "counts": counts}
+        counts = {step: _map_operands(asdict, layers) for step, layers in self.counts.items()}
+        return {"layers": _map_operands(asdict, self.layers), "steps": self.steps, "counts": counts}
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "Observation":
         """Return the statistics of a ``state_dict``."""
-        counts = {int(step): _each(lambda c: Counts(**c), layers) for step, layers in state["counts"].items()}
+        counts = {int(step): _map_operands(lambda c: Counts(**c), x) for step, x in state["counts"].items()}
         whole = lambda s: OperandStats(**s | {"window": s["window"] and tuple(s["window"])})  # noqa: E731
-        return Observation(_each(whole, state["layers"]), counts, steps=state["steps"])
+        return Observation(_map_operands(whole, state["layers"]), counts, steps=state["steps"])
 
     def merge(self, other: "Observation", step: int) -> None:
         """Add all statistics of another observation as those of one step."""
@@ -68,8 +67,15 @@ class Observation(Result):
 
     def count(self, step: int, layer: str, operand: str, seen: OperandStats) -> None:
         """Add statistics of one operand as those of one step."""
-        _entry(self._layers.setdefault(layer, {}), operand, OperandStats).merge(seen)
-        _entry(self._counts.setdefault(step, {}).setdefault(layer, {}), operand, Counts).count(seen)
+        totals, of_step = self._layers.setdefault(layer, {}), self._counts.setdefault(step, {}).setdefault(layer, {})
+        if operand not in totals:
+            totals[operand] = OperandStats()
+            _sort(totals)
+        if operand not in of_step:
+            of_step[operand] = Counts()
+            _sort(of_step)
+        totals[operand].merge(seen)
+        of_step[operand].count(seen)
 
     @property
     def layers(self) -> Layers:
@@ -84,10 +90,7 @@ class Observation(Result):
     @property
     def history(self) -> History:
         """Step -> layer -> operand -> figures of that step."""
-        return {
-            step: {layer: {op: Sample.of(c) for op, c in operands.items()} for layer, operands in layers.items()}
-            for step, layers in self.counts.items()
-        }
+        return {step: _map_operands(Sample.of, layers) for step, layers in self.counts.items()}
 
     def __getitem__(self, layer: str) -> dict[str, OperandStats]:
         return self.layers[layer]
@@ -159,6 +162,7 @@ class Observation(Result):
             pandas = importlib.import_module("pandas")
         except ImportError:
             raise FmtsimError("to_pandas needs pandas, which is not installed; pip install pandas") from None
+        # Columns are those of Sample; the format is the one that all steps have.
         columns = ("step", "layer", "operand", "format", *(field.name for field in fields(Sample)))
         rows = [
             (step, layer, operand, self.layers[layer][operand].format, *astuple(sample))
@@ -169,11 +173,10 @@ class Observation(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return layers, history, steps and every as JSON types."""
-        history = self.history.items()
-        return {
-            "layers": _nested(self.layers), "history": {step: _nested(layers) for step, layers in history},
-            "steps": self.steps, "every": self.every,
-        }  # fmt: skip
+        record: Callable[[Any], Any] = lambda s: s.to_dict()  # noqa: E731
+        history = {step: _map_operands(record, layers) for step, layers in self.history.items()}
+        layers = _map_operands(record, self.layers)
+        return {"layers": layers, "history": history, "steps": self.steps, "every": self.every}
 
     def save_report(
         self, path: StrPath, *, title: str = "Where bits are lost", notes: Sequence[str] = (), **parts: Any
@@ -199,20 +202,15 @@ class Observation(Result):
         )  # fmt: skip
 
 
-def _nested(layers: Mapping[str, Mapping[str, OperandStats | Sample]]) -> dict[str, dict[str, Any]]:
-    return {name: {op: s.to_dict() for op, s in operands.items()} for name, operands in layers.items()}
+def _sort(operands: dict[str, Any]) -> None:
+    """Bring the operands of a layer into their order, for devices differ in what they cast first."""
+    ordered = {operand: operands[operand] for operand in in_order(operands)}
+    operands.clear()
+    operands |= ordered
 
 
-def _entry(operands: dict[str, Statistics], name: str, new: Callable[[], Statistics]) -> Statistics:
-    """Return the entry of an operand; a new one goes to its place, for devices differ in what they cast first."""
-    if name not in operands:
-        operands[name] = new()
-        ordered = {operand: operands[operand] for operand in in_order(operands)}
-        operands.clear()
-        operands |= ordered
-    return operands[name]
-
-
-def _each(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _map_operands(
+    function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Return what a function makes of each operand of each layer."""
     return {layer: {name: function(s) for name, s in operands.items()} for layer, operands in layers.items()}

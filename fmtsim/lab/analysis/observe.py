@@ -76,6 +76,7 @@ class ModelObservation(Observation):
         for name, place in self._places():
             if place.observer is not None:
                 raise ArgumentError(f"layer {name!r} is observed already; leave the outer observe first")
+        # Compiled code does not ask its layers whether they are observed.
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             self._stance = torch.compiler.set_stance("force_eager")
         if self._shadow is not None:
@@ -108,14 +109,14 @@ class ModelObservation(Observation):
             self._read()
         if self._shadow is not None:
             self._shadow.begin(self.steps)
-        skipped = self.steps % self.every != 0
+        skipped = self.steps % self.every != 0  # the first of every so many calls is observed
         self.steps += 1
         self._watch(None if skipped else self.steps)
 
     def _watch(self, step: int | None) -> None:
         """Observe layers from now on, as parts of a step; None stops it."""
         for name, place in self._places():
-            place.observer = None if step is None else partial(self._observer, step, name)
+            place.observer = None if step is None else partial(_Layer, self, step, name)
 
     def _places(self) -> Iterator[tuple[str, Emulation | AttentionCall]]:
         """Yield what is observed, by name; a module that was reverted meanwhile is none."""
@@ -130,17 +131,13 @@ class ModelObservation(Observation):
         """What of a model that is not converted is simulated and what is not seen, in words."""
         if self._shadow is None:
             return []
-        parts_of = {
-            how.name: {_named(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)
-        }
-        absent = [layer or "(model)" for layer, parts in parts_of.items() if parts.isdisjoint(self.layers)]
+        # A layer was not called if none of its products was seen.
+        names = {how.name: {_join(how.name, part) for part in m.parts} for m in self._modules if (how := m.emulation)}
+        absent = [layer or "(model)" for layer, parts in names.items() if parts.isdisjoint(self.layers)]
         unseen = [attended.name or "(model)" for attended in self._attention if attended.name not in self.layers]
         notes = [f"not called: {some(absent)}"] if absent else []
         notes += [f"no attention seen, not called or of another kind: {some(unseen)}"] if unseen else []
         return [*self._shadow.notes, *notes]
-
-    def _observer(self, step: int, module: str, part: str) -> Watcher:
-        return _Layer(self, step, _named(module, part))
 
     def see(self, step: int, layer: str, seen: Seen) -> None:
         """Count an operand of a layer in a step."""
@@ -150,11 +147,13 @@ class ModelObservation(Observation):
 
     def _read(self) -> None:
         """Take what was counted from its devices, each asked once."""
+        # 1. Copy what lies on each device at once.
         unread, self._unread = self._unread, []
         numbers: dict[int, Tensor] = {}
         for device in {measured.device for *_, measured in unread}:
             places = [i for i, (*_, measured) in enumerate(unread) if measured.device == device]
             numbers |= zip(places, torch.stack([unread[i][-1] for i in places]).cpu(), strict=True)
+        # 2. Add it up in the order in which it was seen.
         for i, (step, layer, operand, fmt, _) in enumerate(unread):
             self.count(step, layer, operand, OperandStats().read(numbers[i], fmt))
 
@@ -162,8 +161,8 @@ class ModelObservation(Observation):
 class _Layer(Watcher):
     """Let an observation see the operands of a layer in a step."""
 
-    def __init__(self, observation: ModelObservation, step: int, name: str) -> None:
-        self._observation, self._step, self._name = observation, step, name
+    def __init__(self, observation: ModelObservation, step: int, module: str, part: str) -> None:
+        self._observation, self._step, self._name = observation, step, _join(module, part)
 
     def operand(self, seen: Seen) -> None:
         self._observation.see(self._step, self._name, seen)
@@ -223,6 +222,7 @@ def observe(
     if isinstance(model, Tensor):
         if format is None or recipe is not None or rules or every != 1:
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
+        # Round as quantize does; sums and the cosine are of the elements that are finite before and after.
         x = model.detach()
         fmt = get_format(format)
         q = quantize(x, fmt, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
@@ -249,5 +249,5 @@ def check_asked(who: str, every: int, recipe: Any, format: Any, rules: Any) -> N
         raise ArgumentError(f"{who} got rules, which are exceptions of recipe= or format=; pass one of these as well")
 
 
-def _named(layer: str, part: str) -> str:
+def _join(layer: str, part: str) -> str:
     return ".".join(filter(None, (layer, part)))

@@ -92,6 +92,7 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
             number or one that is called loss, and else the sum of the outputs' elements, each times a random number of
             its own, from a fixed seed.
     """
+    # 1. Forward, on leaves of this step's own.
     leaf = lambda t: t.detach().clone().requires_grad_(t.requires_grad)  # noqa: E731
     arguments, options = pytree.tree_map_only(Tensor, leaf, batch)
     y = model(*arguments, **options)
@@ -103,8 +104,19 @@ def run_step(model: nn.Module, batch: Batch, loss: Any = None) -> Step:
         if not isinstance(x, Tensor) or x.numel() != 1 or not x.requires_grad:
             raise ArgumentError(f"loss= returned {shown(x)}; return one number that depends on the model's parameters")
         outputs["loss"] = x
-    said = next((outputs[name] for name in ("loss", *_LOSSES) if name in outputs and outputs[name].numel() == 1), None)
-    number = _differentiate(list(outputs.values()) if said is None else [said])
+    # 2. Backward: from the loss, else the only output of one number, else random gradients of all outputs.
+    names = [name for name in ("loss", *_LOSSES) if name in outputs and outputs[name].numel() == 1]
+    sources = [y for y in ([outputs[names[0]]] if names else outputs.values()) if y.requires_grad]
+    number = None
+    if len(sources) == 1 and sources[0].numel() == 1:
+        torch.autograd.backward(sources, [torch.ones_like(sources[0])])
+        number = sources[0].detach()
+    elif sources:
+        generator = torch.Generator().manual_seed(0)
+        with torch._C._DisableTorchDispatch():  # a CPU draws them for every device
+            seeds = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in sources]
+        torch.autograd.backward(sources, seeds)
+    # 3. Gradients of the batch and of the parameters by name.
     leaves = {
         **dict(_tensors("batch", arguments)), **dict(_tensors("batch", options)), **dict(model.named_parameters()),
     }  # fmt: skip
@@ -116,17 +128,3 @@ def _tensors(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a tuple, list or dict with the names of their places."""
     leaves, _ = pytree.tree_flatten_with_path(x)
     yield from ((f"{name}{pytree.keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _differentiate(outputs: list[Tensor]) -> Tensor | None:
-    """Go back from one number, which is returned, or from random gradients of all outputs."""
-    outputs = [y for y in outputs if y.requires_grad]
-    if len(outputs) == 1 and outputs[0].numel() == 1:
-        torch.autograd.backward(outputs, [torch.ones_like(outputs[0])])
-        return outputs[0].detach()
-    generator = torch.Generator().manual_seed(0)
-    with torch._C._DisableTorchDispatch():  # a CPU draws them for every device
-        seeds = [torch.randn(y.shape, generator=generator).to(y.device, y.dtype) for y in outputs]
-    if outputs:
-        torch.autograd.backward(outputs, seeds)
-    return None

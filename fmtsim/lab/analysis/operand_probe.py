@@ -191,7 +191,7 @@ class AttentionSite(Site):
         return (0, 1, 2)
 
 
-def sites_of(model: nn.Module, seed: int, *, fresh: bool) -> list[Site]:
+def list_sites(model: nn.Module, seed: int, *, fresh: bool) -> list[Site]:
     """Return the places of a converted model where operands are rounded, in the order of its modules.
 
     Args:

@@ -57,15 +57,15 @@ def perplexity(
     names = ["before", *(recipe.name for recipe in records)]
     if len(set(names)) < len(names):
         raise ArgumentError(f"recipes {', '.join(names[1:])}: names must differ, from each other and from 'before'")
-    found = {"before": _measured(model, batches)}
-    for recipe in records:
+    results = {"before": _measure(model, batches)}
+    for recipe in records:  # each on a copy of the model as it was
         quantised = copy.deepcopy(model)
         if isinstance(recipe, PtqRecipe):
             ptq(quantised, recipe, calibration_data, progress=False)
         else:
             convert(quantised, recipe)
-        found[recipe.name] = _measured(quantised, batches)
-    return found
+        results[recipe.name] = _measure(quantised, batches)
+    return results
 
 
 def perplexity_of(loss: float) -> float:
@@ -73,12 +73,13 @@ def perplexity_of(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
 
 
-def _measured(model: nn.Module, batches: list[Any]) -> float:
+def _measure(model: nn.Module, batches: list[Any]) -> float:
     total, count = 0.0, 0
     with evaluating(model), torch.no_grad():
         for i, batch in enumerate(batches):
             labels = labels_of(batch, i)
             logits = logits_of(call(model, batch, i, kind="batch"), labels)
+            # The token at each position is predicted by the logits of the one before it.
             losses = F.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=_IGNORED, reduction="none"
             )
@@ -98,12 +99,14 @@ def labels_of(batch: Any, index: int) -> Tensor:
         raise ArgumentError(
             f"batch {index} has {what} for token numbers; pass integers [rows, tokens], or a dict with 'input_ids'"
         )
+    # A label that the caller gave as -100 does not count either.
     labels, mask = keywords.get("labels", ids), keywords.get("attention_mask")
     return labels if mask is None else labels.masked_fill(mask == 0, _IGNORED)
 
 
 def logits_of(output: Any, labels: Tensor) -> Tensor:
     """Return the logits [rows, tokens, vocabulary] in a decoder's output."""
+    # A field, a key, the first of a tuple, or the output itself.
     logits = getattr(output, "logits", None)
     if logits is None:
         logits = output.get("logits") if isinstance(output, Mapping) else output

@@ -150,11 +150,15 @@ def check_recode(a: Any, b: Any) -> Recode:
         a = {"": a}
     if not isinstance(a, Mapping):
         source = block_format("a", a)
+        # 1. Every multiple r of the source's elements that the target's elements hold; a block stands alone where no
+        #    block of the target holds two of the source.
         ratios, power = _ratios(source.element, target.element), Fraction(2)
         scales, alone = _scales(source.scale), _within(target, source)
+        # 2. The scales s for which s / r is one of the target's, under a tensor scale that is a power of two.
         levels = [power**k for k in range(-149, 128)] if target.tensor_scale else [power**0]
         chosen = ratios if not target.tensor_scale else (_simplest(ratios),) if ratios else ()
         held = [s for s in scales if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
+        # 3. How far the scales of one tensor, or of one block of the target, may lie apart.
         span: Fraction | None = None
         if ratios and not alone:  # several scales s of the source under one t: each is r t
             powers = [r for r in ratios if _is_power(r)] or [power**0]
@@ -174,7 +178,9 @@ def check_recode(a: Any, b: Any) -> Recode:
         for number, name in enumerate(a):
             value = a[name]
             if isinstance(value, Encoded | Reordered):
-                weights.append(_of_weight(name, value.blocks(name) if isinstance(value, Reordered) else value, target))
+                weights.append(
+                    _recode_weight(name, value.blocks(name) if isinstance(value, Reordered) else value, target)
+                )
             progress.step(number + 1)
     if not weights:
         raise ArgumentError(f"a={shown(a)} has no Encoded; pass a checkpoint of quantised weights")
@@ -202,6 +208,7 @@ def _values(fmt: ElementFormat) -> frozenset[Fraction]:
 @cache
 def _ratios(source: ElementFormat, target: ElementFormat) -> tuple[Fraction, ...]:
     """Return every r for which r times each value of the source is a value of the target, ascending."""
+    # The largest value becomes some value of its sign, which leaves few candidates.
     values, others = _values(source), _values(target)
     largest = max(values, key=abs)
     candidates = sorted({other / largest for other in others if other * largest > 0})
@@ -221,7 +228,7 @@ def _simplest(ratios: tuple[Fraction, ...]) -> Fraction:
 def _is_scale(scale: Fraction, fmt: BlockFormat) -> bool:
     if fmt.scale.bits <= 16:
         return scale in _values(fmt.scale)
-    stored = torch.tensor(float(scale)).item()
+    stored = torch.tensor(float(scale)).item()  # in float32
     return stored < float("inf") and Fraction(stored) == scale
 
 
@@ -242,8 +249,9 @@ def _scales(fmt: FloatFormat) -> list[Fraction]:
 def _by_rule(source: BlockFormat, target: BlockFormat, scales: list[Fraction]) -> tuple[int | None, int]:
     """Return for how many pairs of a scale and a largest element the target's own rule loses nothing, and of how many.
 
-    A block holds the largest element and smaller ones; as many blocks as it takes hold all of these.
+    It is (None, 0) where there are too many.
     """
+    # 1. Blocks with each largest element: as many as it takes to hold all smaller ones beside it.
     values = sorted(map(float, _values(source.element)), key=abs)
     width = target.block[1] or len(values) + 1
     tops, rows = sorted({abs(value) for value in values if value}), []
@@ -254,6 +262,7 @@ def _by_rule(source: BlockFormat, target: BlockFormat, scales: list[Fraction]) -
         rows += [(top, ([below[-1], *part] + [below[-1]] * width)[:width]) for part in parts]
     if target.block[0] != 1 or len(scales) * len(rows) * width > 1 << 23:
         return None, 0
+    # 2. A pair loses nothing where all its blocks come back.
     exact = torch.tensor([row for _, row in rows], dtype=torch.float64)
     x = torch.tensor(list(map(float, scales)), dtype=torch.float64)[:, None, None] * exact
     same = (encode(x.float(), target).decode(torch.float64) == x).all(-1)
@@ -261,13 +270,13 @@ def _by_rule(source: BlockFormat, target: BlockFormat, scales: list[Fraction]) -
     return sum(int(same[:, owner == top].all(1).sum()) for top in tops), len(tops) * len(scales)
 
 
-def _spread(scale: Tensor, block: Block, shape: torch.Size) -> Tensor:
+def _expand(scale: Tensor, block: Block, shape: torch.Size) -> Tensor:
     """Return scales [rows of blocks, blocks in a row] at each element of a matrix."""
     height, width = (n if size is None else size for n, size in zip(shape, block, strict=True))
     return scale.repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
 
 
-def _largest(x: Tensor, block: Block) -> Tensor:
+def _block_max(x: Tensor, block: Block) -> Tensor:
     """Return the largest of each block of a matrix."""
     height, width = (n if size is None else size for n, size in zip(x.shape, block, strict=True))
     padded = torch.nn.functional.pad(x, (0, -x.shape[1] % width, 0, -x.shape[0] % height))
@@ -277,9 +286,8 @@ def _largest(x: Tensor, block: Block) -> Tensor:
 def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
     """Return a weight in another format under its own scales, none of which falls.
 
-    A block of the target that holds several of the weight's takes the largest of their scales, blocks of zeros left
-    out; a tensor scale is a power of two. A scale that the target does not have goes up to its next one, and elements
-    are then rounded to nearest. None where no multiple of the elements, or no scale as large, is in the target.
+    Blocks of zeros have no say; elements under a larger scale are rounded to nearest. None where no multiple of the
+    elements, or no scale as large, is in the target.
     """
     source, (scale, tensor_scale) = weight.format, weight.parts()[1:3]
     whole = tensor_scale is None or tensor_scale.dim() == 0
@@ -287,39 +295,42 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
         return None
     if not (ratios := _ratios(source.element, target.element)):
         return None
+    # 1. The step of each block of the target: the largest scale that it holds, over the multiple of the elements.
     ratio = _simplest(ratios) if _within(target, source) else max(ratios)
     x = weight.decode(torch.float64).reshape(-1, weight.shape[-1])
     scale = scale.double() if tensor_scale is None else scale.double() * tensor_scale.double()
-    step = _largest(torch.where(x == 0, 0.0, _spread(scale, source.block, x.shape)), target.block) / float(ratio)
+    step = _block_max(torch.where(x == 0, 0.0, _expand(scale, source.block, x.shape)), target.block) / float(ratio)
+    # 2. A tensor scale brings the largest step just below the largest of the target's scales.
     second = torch.tensor(1.0)
     if target.tensor_scale:  # the largest step is below the largest power of two of the scale's format, or between both
         top = torch.frexp(torch.tensor(target.scale.max, dtype=torch.float64)).exponent
         second = torch.exp2((torch.frexp(step.max()).exponent - top).double()).float()
         second = second * 2 if step.max() / second > target.scale.max else second
+    # 3. Scales, which round up so that no element saturates, and elements under them.
     step = step / second.double()
     scales = decode(encode(step, target.scale, rounding="up").unpacked(), target.scale).float()
     if bool((scales < step).any()):
         return None
-    exact = _spread(scales.double() * second.double(), target.block, x.shape)
+    exact = _expand(scales.double() * second.double(), target.block, x.shape)
     codes = encode(torch.where(exact > 0, x / exact, 0.0), target.element).unpacked().reshape(weight.shape)
     return Encoded.from_parts(
         EncodedParts(codes, scales, second if target.tensor_scale else None), target, weight.shape
     )
 
 
-def _of_weight(name: str, weight: Encoded, target: BlockFormat) -> WeightRecode:
+def _recode_weight(name: str, weight: Encoded, target: BlockFormat) -> WeightRecode:
     x, block = weight.decode(torch.float64), weight.format.block  # type: ignore[union-attr]  # every layout has blocks
-    moved = carry(weight, target)
+    own_scales = carry(weight, target)
 
     def errors(other: Encoded) -> Tensor:
-        return _largest((other.decode(torch.float64) - x).abs().reshape(-1, x.shape[-1]), block)
+        return _block_max((other.decode(torch.float64) - x).abs().reshape(-1, x.shape[-1]), block)
 
     by_rule = errors(encode(x.float(), target, pad=True))
-    error = by_rule if moved is None else errors(moved)
-    changed, size = error != 0, _largest(x.abs().reshape(-1, x.shape[-1]), block)  # NaN counts as a change
+    error = by_rule if own_scales is None else errors(own_scales)
+    changed, size = error != 0, _block_max(x.abs().reshape(-1, x.shape[-1]), block)  # NaN counts as a change
     return WeightRecode(
         name=name, blocks=changed.numel(), by_rule=int((by_rule != 0).sum()),
-        carried=None if moved is None else int(changed.sum()),
+        carried=None if own_scales is None else int(changed.sum()),
         first=tuple((row, column) for row, column in changed.nonzero()[:3].tolist()),
         worst=float((error / size)[changed].max()) if changed.any() else 0.0,
     )  # fmt: skip

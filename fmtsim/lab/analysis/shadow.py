@@ -77,12 +77,13 @@ class AttentionCalls(ModelMode):
         """Run a function of the model, and look whether it is part of attention."""
         y = func(*args, **kwargs)
         if MEANINGS.get(func) == "attention":
-            self._see(_of_torch(y, *args, **kwargs))
+            self._see(_torch_call(y, *args, **kwargs))
         elif isinstance(y, Tensor) and y.dim() > 2:
             self._follow(func, args, kwargs, y)
         return y
 
     def _follow(self, func: Any, args: Any, kwargs: Any, y: Tensor) -> None:
+        # 1. A product of matrices: of softmax weights with v, or perhaps of q with k.
         if func in STACKED:
             a, b = (*args, *kwargs.values())[:2]
             if a in self._weights:
@@ -90,6 +91,7 @@ class AttentionCalls(ModelMode):
             elif a.dim() == b.dim():
                 self._scores[y] = _Scores(a, b.mT, lambda s: s)
             return
+        # 2. A softmax over keys, and what leaves its weights what they are.
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if MEANINGS.get(func) == "softmax":
             if first in self._scores and kwargs.get("dim", args[1] if len(args) > 1 else None) in (-1, y.dim() - 1):
@@ -98,6 +100,7 @@ class AttentionCalls(ModelMode):
         if func in _KEPT and first in self._weights:
             self._weights[y] = self._weights[first]  # type: ignore[index]
             return
+        # 3. What is done to scores between, which is repeated to find the factor and the mask.
         places = [i for i, t in enumerate(args) if isinstance(t, Tensor) and t in self._scores]
         name = func.__name__
         runs_again = name in _PURE or (name in _IN_PLACE and places == [0])
@@ -115,6 +118,7 @@ class AttentionCalls(ModelMode):
     def _meet(self, y: Tensor, scores: _Scores, z: Tensor, v: Tensor) -> None:
         """See attention where z is a product's scores times a factor plus a mask; all else is not attention."""
         with without_own_modes(), torch.no_grad():
+            # What became of zeros is the mask, and of ones the mask plus the factor.
             s = (scores.q @ scores.k.mT).double()
             zeros = torch.zeros_like(s)
             mask = scores.change(zeros.clone()).double()
@@ -130,14 +134,13 @@ class AttentionCalls(ModelMode):
         self._see(Call(y, scores.q, scores.k, v, {"attn_mask": added, "scale": factor}))
 
 
-def _of_torch(
+def _torch_call(
     y: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Call:  # fmt: skip
     mask = None if attn_mask is None else attn_mask.detach()
-    return Call(
-        y, query, key, value, {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    )
+    options = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return Call(y, query, key, value, options)
 
 
 _NOT_SEEN: Final = {
@@ -174,10 +177,8 @@ class Shadow:
             )
         recipe, attention, self.notes = _products_alone(recipe, format)
         self._copies: dict[nn.Module, nn.Module] = {}
-        self.model = _copied(model, self._copies)
-        # The filter takes everything: convert has nothing to warn of. The generator is the shadow's own, so that the
-        # model draws the numbers that it would have drawn.
-        # Give copies of modules that run attention a quantised one; return True if there is such a module.
+        self.model = _copy_modules(model, self._copies)
+        # 1. Give copies of modules that run attention a quantised one.
         chosen = [] if attention is None else [(n, m) for n, m in attentions(model) if settings(m, "attention") is None]
         keys = torch.Generator().manual_seed(0)
         for name, module in chosen:
@@ -186,9 +187,10 @@ class Shadow:
             change = Change(settings=Attended(name=name, call=call, strict=False))
             record(self._copies[module]).changes["attention"] = change
         self._attending = [m for _, m in chosen if not isinstance(m, nn.MultiheadAttention)]
-        attends = bool(chosen)
+        # 2. Convert the copy. The filter takes everything: convert has nothing to warn of. The generator is the
+        #    shadow's own, so that the model draws the numbers that it would have drawn.
         try:
-            if not attends or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
+            if not chosen or not isinstance(recipe, Recipe) or recipe.linear is not None or recipe.rules or rules:
                 convert(
                     self.model, recipe, format=format, rules=rules, generator=0, filter_fn=lambda module, name: True
                 )  # fmt: skip
@@ -199,7 +201,13 @@ class Shadow:
             ) from error
         if any(isinstance(m, EmulatedModule) for m in self.model.modules()):
             self.notes.append(report(self.model).summary)
-        self._pairs = [(module, copy) for module, copy in self._copies.items() if _is_run(copy)]
+        # 3. Pairs of a module and its copy that run beside each other.
+        self._pairs: _Parts = []
+        for module, copy in self._copies.items():
+            kinds = {"products", "attention"} if isinstance(copy, nn.MultiheadAttention) else {"products"}
+            converted = isinstance(copy, EmulatedModule) and copy.emulation is not None
+            if converted or not kinds.isdisjoint(conversion(copy).changes):
+                self._pairs.append((module, copy))
         self._scheduled = any(isinstance(m, EmulatedModule) and m.emulation.plan for m in self.model.modules())  # type: ignore[union-attr]
         self._inside = 0
 
@@ -241,7 +249,7 @@ class Shadow:
                 y = forward(*args, **kwargs)
             finally:
                 self._inside -= 1
-            if _is_observed(copy):
+            if _has_observer(copy):
                 params = [p for part, _ in parts for p in part._parameters.values() if p is not None]
                 run_beside(
                     y, lambda copies: _call(copy, parts, copies, args, kwargs), [*_tensors(args, kwargs), *params]
@@ -282,13 +290,13 @@ class _Beside(RawMatmuls):
     def product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         y: Tensor = func(*args, **kwargs)
         by = {} if self._shadow.inside else {t: self.find(t) for t in _tensors(args, kwargs)}
-        if not any(multiply is not None and _is_observed(multiply.args[0]) for multiply in by.values()):  # type: ignore[attr-defined]
+        if not any(multiply is not None and _has_observer(multiply.args[0]) for multiply in by.values()):  # type: ignore[attr-defined]
             return y
 
         def cast(copies: _Copies) -> Tensor | None:
             products: dict[Any, Any] = {copies[t]: multiply for t, multiply in by.items()}
             find = lambda t: products.get(t) or products.get(getattr(t, "_base", None))  # noqa: E731
-            return RULES[func](find, *_mapped(args, copies), **_mapped(kwargs, copies))
+            return RULES[func](find, *_substitute(args, copies), **_substitute(kwargs, copies))
 
         if run_beside(y, cast, list(by)) is None:
             self.note(func, args, kwargs)
@@ -306,8 +314,8 @@ def run_beside(y: Any, run: Callable[[_Copies], Any], tensors: list[Tensor]) -> 
     copies = {t: t.detach().requires_grad_(t.requires_grad) for t in tensors}
     # Activation checkpointing counts what is saved for backward, so these tensors are kept aside.
     with without_own_modes(), saved_tensors_hooks(lambda t: t, lambda t: t):
-        result = _first(run(copies))
-    out, leaves = _first(y), [copy for copy in copies.values() if copy.requires_grad]
+        result = _first_part(run(copies))
+    out, leaves = _first_part(y), [copy for copy in copies.values() if copy.requires_grad]
     if result is not None and result.requires_grad and out.requires_grad:
 
         def back(g: Tensor) -> None:
@@ -353,7 +361,7 @@ def _products_alone(recipe: Any, format: Any) -> tuple[Any, AttentionConfig | No
     return dataclasses.replace(named, attention=None, replace=(), activations=None), named.attention, notes
 
 
-def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+def _copy_modules(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     """Return a module that has the same Parameters, buffers and attributes, in containers of its own."""
     if module not in copies:
         module_copy = copies[module] = object.__new__(type(module))
@@ -361,18 +369,12 @@ def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
         module_copy.__dict__.update(
             {k: v.copy() if isinstance(v, dict | Conversion) else v for k, v in module.__dict__.items()}
         )
-        modules = {n: None if m is None else _copied(m, copies) for n, m in module._modules.items()}
+        modules = {n: None if m is None else _copy_modules(m, copies) for n, m in module._modules.items()}
         module_copy.__dict__.update(_modules=modules, training=False)  # no dropout: it would draw numbers
     return copies[module]
 
 
-def _is_run(copy: nn.Module) -> bool:
-    whole = isinstance(copy, EmulatedModule) and copy.emulation is not None
-    kinds = {"products", "attention"} if isinstance(copy, nn.MultiheadAttention) else {"products"}
-    return whole or not kinds.isdisjoint(conversion(copy).changes)
-
-
-def _is_observed(copy: nn.Module) -> bool:
+def _has_observer(copy: nn.Module) -> bool:
     how = copy.emulation if isinstance(copy, EmulatedModule) else settings(copy, "attention").call
     return how is not None and how.observer is not None
 
@@ -383,7 +385,7 @@ def _call(copy: nn.Module, parts: _Parts, copies: _Copies, args: Any, kwargs: An
     try:
         for part, shadow in parts:
             shadow._parameters = {n: None if p is None else copies[p] for n, p in part._parameters.items()}  # type: ignore[misc]
-        args, kwargs, how = _mapped(args, copies), _mapped(kwargs, copies), settings(copy, "attention")
+        args, kwargs, how = _substitute(args, copies), _substitute(kwargs, copies), settings(copy, "attention")
         if how is None or how is settings(parts[0][0], "attention"):  # of a model that has it, it is seen there
             return type(copy).forward(copy, *args, **kwargs)
         arguments_bound = inspect.signature(nn.MultiheadAttention.forward).bind(copy, *args, **kwargs).arguments
@@ -399,13 +401,13 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
 
 
-def _mapped(values: Any, copies: _Copies) -> Any:
+def _substitute(values: Any, copies: _Copies) -> Any:
     if isinstance(values, dict):
-        return {name: _mapped(value, copies) for name, value in values.items()}
+        return {name: _substitute(value, copies) for name, value in values.items()}
     if isinstance(values, list | tuple):
-        return type(values)(_mapped(value, copies) for value in values)
+        return type(values)(_substitute(value, copies) for value in values)
     return copies.get(values, values) if isinstance(values, Tensor) else values
 
 
-def _first(y: Any) -> Any:
+def _first_part(y: Any) -> Any:
     return y[0] if isinstance(y, list | tuple) else y

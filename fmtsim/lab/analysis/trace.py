@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.packing import tensor_of_bytes
-from fmtsim.formats.tensor_file import StoredTensor, read_tensors, stored_tensor, write_tensors
+from fmtsim.formats.tensor_file import read_tensors, stored_tensor, write_tensors
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.records import check_types, parse_json, record_of
@@ -123,11 +123,9 @@ class Trace(table.Result):
     tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict, compare=False, init=False)
 
     def first_nonfinite(self) -> Operation | None:
-        """Return the first operation that made a NaN of none or an Inf of finite inputs, or that read a NaN.
-
-        What was read was given, or made by code between operations or by the loss. None where all is finite; infinities
-        that were given, as masks have them, do not count.
-        """
+        """Return the first operation that made a NaN of none or an Inf of finite inputs, or read a NaN, or None."""
+        # A NaN that was read was given, or made by code between operations or by the loss. Infinities that were given,
+        # as masks have them, do not count.
         reads_nan = lambda one: any(x.special == "nan" for x in one.inputs)  # noqa: E731
         return next((one for one in self.operations if _made(one) or reads_nan(one)), None)
 
@@ -141,8 +139,11 @@ class Trace(table.Result):
         for index, outputs in self.tensors.items():
             for name, x in outputs.items():
                 key = f"{index}.{name}"
-                stored[key], dtypes[key] = _stored(x), dtype_name(x.dtype)
-        text = json.dumps({"trace": self._record(), "dtypes": dtypes}, separators=(",", ":"), allow_nan=False)
+                dtypes[key] = dtype_name(x.dtype)
+                if x.dtype not in _TAGGED:  # as bytes
+                    x = (x if x.dim() else x.view(1)).detach().contiguous().view(torch.uint8)
+                stored[key] = stored_tensor(x)
+        text = json.dumps({"trace": self.to_dict(), "dtypes": dtypes}, separators=(",", ":"), allow_nan=False)
         write_tensors(path, stored, {_KEY: text})
 
     @classmethod
@@ -156,6 +157,7 @@ class Trace(table.Result):
         if _KEY not in metadata:
             raise DataError(f"{path} is not a trace; write one with fmtsim trace, or with fmtsim.trace(...).save(path)")
         try:
+            # 1. The record, of this version of the layout.
             content = parse_json(metadata[_KEY])
             record, dtypes = content["trace"], content["dtypes"]
             version = record["version"]
@@ -170,9 +172,16 @@ class Trace(table.Result):
                 check_types(one)
                 for bits in (*one.inputs, *one.outputs):
                     check_types(bits)
-            for key, raw in stored.items():
+            # 2. Kept tensors by operation and name.
+            for key, saved in stored.items():
                 index, _, name = key.partition(".")
-                trace.tensors.setdefault(int(index), {})[name] = _tensor(raw, dtypes[key])
+                dtype = getattr(torch, dtypes[key])
+                if not isinstance(dtype, torch.dtype):
+                    raise ValueError(f"{dtypes[key]} is not a dtype")
+                raw = tensor_of_bytes(bytearray(saved.data))  # a copy: a view keeps all tensors of the file in memory
+                as_bytes = saved.tag == "U8" and dtype != torch.uint8
+                x = raw.view(saved.shape).view(dtype) if as_bytes else raw.view(dtype).view(saved.shape)
+                trace.tensors.setdefault(int(index), {})[name] = x
         except (ArgumentError, KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
@@ -181,9 +190,6 @@ class Trace(table.Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types, without tensors."""
-        return self._record()
-
-    def _record(self) -> dict[str, Any]:
         fields = (one.name for one in dataclasses.fields(self) if one.init)
         return {name: _plain(getattr(self, name)) for name in fields}  # the version, too
 
@@ -209,17 +215,13 @@ def _of_output(get: Callable[[TensorBits], str | None]) -> Callable[[tuple[Opera
     return lambda row: None if row[1] is None else get(row[1])
 
 
-def _largest(x: TensorBits) -> str:
-    return x.special or ("" if x.amax is None else f"{x.amax:.4g}")
-
-
 _COLUMNS = (
     table.Column("", lambda row: row[0].index), table.Column("layer", lambda row: row[0].layer or "(model)"),
     table.Column("direction", lambda row: row[0].direction), table.Column("operation", lambda row: row[0].operation),
     table.Column("output", _of_output(lambda x: x.name)),
     table.Column("shape", _of_output(lambda x: "x".join(map(str, x.shape)) or "()")),
     table.Column("dtype", _of_output(lambda x: x.dtype)), table.Column("hash", _of_output(lambda x: x.hash)),
-    table.Column("largest", _of_output(_largest)),
+    table.Column("largest", _of_output(lambda x: x.special or ("" if x.amax is None else f"{x.amax:.4g}"))),
 )  # fmt: skip
 
 
@@ -230,27 +232,11 @@ def _made(one: Operation) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value):  # without the fields that have their defaults
         default = {one.name: one.default for one in dataclasses.fields(value)}
         items = ((name, getattr(value, name)) for name in default)
         return {name: _plain(item) for name, item in items if item != default[name]}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _stored(x: Tensor) -> StoredTensor:
-    if x.dtype not in _TAGGED:
-        x = (x if x.dim() else x.view(1)).detach().contiguous().view(torch.uint8)
-    return stored_tensor(x)
-
-
-def _tensor(stored: StoredTensor, dtype: str) -> Tensor:
-    kind = getattr(torch, dtype)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype} is not a dtype")
-    raw = tensor_of_bytes(bytearray(stored.data))  # a copy: a view keeps all tensors of the file in memory
-    if stored.tag == "U8" and kind != torch.uint8:
-        return raw.view(stored.shape).view(kind)
-    return raw.view(kind).view(stored.shape)
 
 
 Facts = Callable[[], list[tuple[str, str]]]
@@ -263,7 +249,7 @@ def stored_call(func: Any, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], F
     def plain(x: Any) -> Any:
         if isinstance(x, Tensor):
             name = f"argument {len(tensors)}"
-            with torch._C._DisableTorchDispatch():
+            with torch._C._DisableTorchDispatch():  # a copy is no operation of the model
                 tensors[name] = x.detach().clone()
             return {"tensor": name, "stride": list(x.stride())}
         if isinstance(x, list | tuple):
@@ -289,12 +275,13 @@ def read_call(text: str, tensors: dict[str, Tensor]) -> tuple[str, list[Any], di
         if not isinstance(x, dict):
             return x
         if "tensor" in x:
+            # A tensor with a stride of 0 cannot be written to, and stays as it was stored.
             tensor = tensors[x["tensor"]]
             if min(x["stride"], default=1) == 0 or list(tensor.stride()) == x["stride"]:
                 return tensor
             return torch.empty_strided(tensor.shape, x["stride"], dtype=tensor.dtype).copy_(tensor)
         ((kind, name),) = x.items()
-        return torch.device("cpu") if kind == "device" else getattr(torch, name)
+        return torch.device("cpu") if kind == "device" else getattr(torch, name)  # audits run on a CPU
 
     record = json.loads(text)
     return record["overload"], value(record["args"]), {name: value(x) for name, x in record["kwargs"].items()}

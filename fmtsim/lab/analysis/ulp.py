@@ -43,8 +43,7 @@ def read_codes(x: Any, role: str) -> Codes:
     """View a torch tensor or a numpy (or ml_dtypes) array as codes.
 
     Nothing is copied, but for tensors with torch's negative bit and arrays in foreign byte order or with negative
-    strides. ``role`` names the operand in
-    errors.
+    strides. ``role`` names the operand in errors.
 
     Raises:
         ArgumentError: x is neither a tensor nor an array, or is sparse.
@@ -53,19 +52,33 @@ def read_codes(x: Any, role: str) -> Codes:
     if isinstance(x, Tensor):
         check_dense(role, x)
         check_readable(role, x)
-        kind = _kind_of_tensor(x.dtype, role)
-        return Codes(_bits(x.detach().resolve_neg()), kind)
+        kind, raw = _dtype_kind(x.dtype, role), x.detach().resolve_neg()
+        size = raw.element_size()
+        return Codes(raw.view(_SIGNED[size]) if size in _SIGNED else raw, kind)
     if isinstance(x, numpy.ndarray | numpy.generic):
-        return _from_array(numpy.asarray(x), role)
+        array = numpy.asarray(x)
+        name = array.dtype.name
+        dtype = getattr(torch, name, None)
+        if isinstance(dtype, torch.dtype):
+            kind = _dtype_kind(dtype, role)
+            return Codes(bits_of(array), kind)
+        # Of ml_dtypes those that torch lacks, a code a byte.
+        try:
+            fmt = get_format(array.dtype)
+        except FormatError:
+            fmt = None
+        if not isinstance(fmt, FloatFormat) or fmt.bits > 8:
+            raise DtypeError(f"{role} has dtype {name!r}, which has no order of codes; pass floats or integers")
+        return Codes(bits_of(array), Kind(name, fmt.bits, fmt, fmt.signed, None))
     raise ArgumentError(f"{role} is a {type(x).__name__}; pass a torch tensor or a numpy array")
 
 
 def values(raw: Tensor, kind: Kind) -> Tensor:
     """Return what codes stand for, in float64 (integers beyond 2**53 are rounded)."""
-    if kind.format is None:
+    if kind.format is None:  # integers; unsigned ones are read as signed
         number = raw.double()
         return number if kind.signed else torch.where(raw < 0, number + 2.0**kind.bits, number)
-    if kind.dtype is not None:
+    if kind.dtype is not None:  # torch's own conversion is exact
         return raw.view(kind.dtype).double()
     return _table(kind.format).to(raw.device)[raw.long() & ((1 << kind.bits) - 1)]
 
@@ -86,7 +99,7 @@ def places(raw: Tensor, kind: Kind) -> Tensor:
 
 def distances(actual: Tensor, expected: Tensor) -> Tensor:
     """Return how far apart two tensors of places are, at most ``FARTHEST``."""
-    apart = torch.maximum(actual, expected) - torch.minimum(actual, expected)
+    apart = torch.maximum(actual, expected) - torch.minimum(actual, expected)  # negative where int64 overflows
     return torch.where(apart < 0, torch.full_like(apart, FARTHEST), apart)
 
 
@@ -102,17 +115,14 @@ def chunks(actual: Tensor, expected: Tensor, size: int = CHUNK) -> Iterator[tupl
         pairs = zip(actual.view(-1).split(size), expected.view(-1).split(size), strict=True)
         yield from ((first, second.to(actual.device)) for first, second in pairs)
     else:
+        # Pieces along the first dimension; of a row that is too long itself, along its own first one.
         rows = max(1, size // (count // actual.shape[0]))
         for first, second in zip(actual.split(rows), expected.split(rows), strict=True):
             whole = first.shape[0] == 1 and first.numel() > size
             yield from chunks(first[0], second[0], size) if whole else chunks(first, second, size)
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.view(_SIGNED[x.element_size()]) if x.element_size() in _SIGNED else x
-
-
-def _kind_of_tensor(dtype: torch.dtype, role: str) -> Kind:
+def _dtype_kind(dtype: torch.dtype, role: str) -> Kind:
     name = dtype_name(dtype)
     try:
         fmt = get_format(dtype) if dtype.is_floating_point and not name.endswith("_x2") else None
@@ -126,22 +136,6 @@ def _kind_of_tensor(dtype: torch.dtype, role: str) -> Kind:
             "its parts, or decoded values"
         )
     return Kind(name, 8 * dtype.itemsize, None, dtype.is_signed, dtype)
-
-
-def _from_array(x: "numpy.ndarray[Any, Any]", role: str) -> Codes:
-    name = x.dtype.name
-    dtype = getattr(torch, name, None)
-    if isinstance(dtype, torch.dtype):
-        kind = _kind_of_tensor(dtype, role)
-    else:
-        try:
-            fmt = get_format(x.dtype)
-        except FormatError:
-            fmt = None
-        if not isinstance(fmt, FloatFormat) or fmt.bits > 8:
-            raise DtypeError(f"{role} has dtype {name!r}, which has no order of codes; pass floats or integers")
-        kind = Kind(name, fmt.bits, fmt, fmt.signed, None)
-    return Codes(bits_of(x), kind)
 
 
 @lru_cache(maxsize=16)

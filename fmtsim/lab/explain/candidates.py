@@ -339,12 +339,12 @@ def candidates(product: Observed, target: Any = None, *, thorough: bool = False)
         key = explanation.spec, explanation.tf32, explanation.through
         before = table.get(key)
         if before is not None:
-            explanation = merged(before, explanation)
+            explanation = merge(before, explanation)
         table[key] = explanation
     return list(table.values())
 
 
-def merged(first: Accumulation, second: Accumulation) -> Accumulation:
+def merge(first: Accumulation, second: Accumulation) -> Accumulation:
     """Return one explanation for two with the same bits."""
     both: dict[str, Any] = {
         name: (*getattr(first, name), *getattr(second, name)) for name in ("units", "books", "equal_plans")
@@ -395,21 +395,17 @@ def _books(product: Observed, libraries: Iterable[str]) -> Iterator[Accumulation
             how = "" if (a, b) == layouts[0] else f", a {a}-major, b {b}-major"
             for accumulate in sums.get(product.y.dtype, ("fp32",)):
                 call = _call(asked, reading, accumulate=accumulate, a_layout=a, b_layout=b)
-                calls = [call, replace(call, fast_accum=False)] if call.operation == "scaled_mm" else [call]
-                for one in calls:
-                    yield from _chosen(name, one, reading, how)
-
-
-def _chosen(name: str, call: GemmCall, reading: Reading, how: str) -> Iterator[Accumulation]:
-    try:
-        spec = get_target(name).resolve(call.facts())
-    except FmtsimError:
-        return
-    scalar = is_scalar(spec.datapath)
-    yield Accumulation(
-        units=(spec.unit or "",), books=(f"{name} ({spec.basis}{how})",), call=replace(call, target=spec.unit),
-        spec=replace(spec, plan=replace(spec.plan, source="", verified=False)), tf32="" if scalar else reading.tf32,
-    )  # fmt: skip
+                for one in (call, replace(call, fast_accum=False)) if call.operation == "scaled_mm" else (call,):
+                    try:
+                        spec = get_target(name).resolve(one.facts())
+                    except FmtsimError:
+                        continue  # the library does not take the call
+                    yield Accumulation(
+                        units=(spec.unit or "",), books=(f"{name} ({spec.basis}{how})",),
+                        call=replace(one, target=spec.unit),
+                        spec=replace(spec, plan=replace(spec.plan, source="", verified=False)),
+                        tf32="" if is_scalar(spec.datapath) else reading.tf32,
+                    )  # fmt: skip
 
 
 def _orders(product: Observed, units: Iterable[str], thorough: bool) -> Iterator[Accumulation]:
@@ -439,7 +435,10 @@ def _plans(product: Observed, call: GemmCall, path: Arithmetic, thorough: bool) 
     wide = call.accumulate == "fp64" and call.a != "fp64"
     lengths = path if isinstance(path, Datapath) else Datapath()
     basic = iter([GemmPlan()]) if single or wide else orders(call.k, lengths, thorough=thorough)
-    rules = EPILOGUES if _rounds_scales(product) else EPILOGUES[:1]
+    # The order in which the two scales of the epilogue multiply matters where one is no power of two.
+    scales = [x for x in (product.row, product.column) if x is not None]
+    rounded = any(bool((torch.frexp(x.double())[0].abs() != 0.5).any()) for x in scales)
+    rules = EPILOGUES if rounded else EPILOGUES[:1]
     for order in basic:
         plain = (order.owner, order.reduce, order.part_k) == ("contiguous", "serial", None)
         if not isinstance(path, Datapath) and not plain:
@@ -459,12 +458,6 @@ def _plans(product: Observed, call: GemmCall, path: Arithmetic, thorough: bool) 
                 yield plan
 
 
-def _rounds_scales(product: Observed) -> bool:
-    """Return True if it may matter in which order the two scales of the epilogue multiply."""
-    factors = [x for x in (product.row, product.column) if x is not None]
-    return any(bool((torch.frexp(x.double())[0].abs() != 0.5).any()) for x in factors)
-
-
 @lru_cache(maxsize=1 << 14)
 def _fits(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> bool:
     try:
@@ -479,13 +472,10 @@ def is_scalar(arithmetic: Arithmetic) -> bool:
     return isinstance(arithmetic, Datapath) and arithmetic.block == 1 and arithmetic.fraction_bits is None
 
 
-_HALVES = (torch.bfloat16, torch.float16)
-
-
 def variants(call: GemmCall, plan: GemmPlan) -> Iterable[GemmPlan]:
     """Return a plan with every way to round partial sums, add a bias and apply scales that a library may have."""
     plans = [plan]
-    half: Any = get_format(call.out) if call.out in _HALVES else None
+    half: Any = get_format(call.out) if call.out in NARROW else None
     # A plan in place says where the bias goes, and without one it is like any other where results are float32.
     in_place = plan.split > 1 and plan.reduce == "serial" and (half is not None or call.bias)
     if plan.split > 1 and half is not None:

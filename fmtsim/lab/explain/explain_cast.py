@@ -5,7 +5,6 @@ import dataclasses
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -42,8 +41,16 @@ def decide(x: Number, fmt: ElementFormat, rounding: Rounding, overflow: Overflow
     code = encode_value(x, fmt, rounding, overflow, word)
     value = fmt.value(code)
     below, above = neighbours(x, fmt)
-    if not isinstance(x, Fraction) and not math.isfinite(x):
-        rule, reason = _special(x, value, fmt)
+    if not isinstance(x, Fraction) and math.isnan(x):
+        rule = "nan"
+        reason = "NaN stays NaN" if math.isnan(value) else f"{fmt.name} has no NaN, which becomes its largest value"
+    elif not isinstance(x, Fraction) and math.isinf(x):
+        if math.isnan(value):
+            rule, reason = "nan", f"{fmt.name} has no infinity, which becomes NaN under overflow='ieee'"
+        elif math.isinf(value):
+            rule, reason = "infinity", "infinity stays infinity"
+        else:
+            rule, reason = "saturated", "infinity becomes the outermost value"
     elif math.isfinite(value) and Fraction(value) == Fraction(x):
         rule, reason = "exact", f"{fmt.name} holds the number exactly"
     else:
@@ -75,19 +82,6 @@ def _values(fmt: CodebookFormat | LogFormat) -> tuple[float, ...]:
     return tuple(sorted(value for value in values if value == value))
 
 
-def _special(x: float, value: float, fmt: ElementFormat) -> tuple[str, str]:
-    """Explain NaN and infinities."""
-    if math.isnan(x):
-        if math.isnan(value):
-            return "nan", "NaN stays NaN"
-        return "nan", f"{fmt.name} has no NaN, which becomes its largest value"
-    if math.isnan(value):
-        return "nan", f"{fmt.name} has no infinity, which becomes NaN under overflow='ieee'"
-    if math.isinf(value):
-        return "infinity", "infinity stays infinity"
-    return "saturated", "infinity becomes the outermost value"
-
-
 def _finite(x: Fraction, value: float, fmt: ElementFormat, rounding: Rounding, word: int | None) -> tuple[str, str]:
     """Explain a finite number that is not a value of the format."""
     if x < 0 <= fmt.min:
@@ -97,7 +91,13 @@ def _finite(x: Fraction, value: float, fmt: ElementFormat, rounding: Rounding, w
         return "smallest", f"magnitudes below 1 become 1 in {fmt.name}"
     if isinstance(fmt, FloatFormat) and not fmt.has_zero and x < Fraction(fmt.min):
         return "smallest", f"below the smallest value of {fmt.name}, which has no zero"
-    wide = _widened(fmt)
+    # The same grid with a larger range shows where the number would go; the format itself where it has none.
+    wide = fmt
+    if isinstance(fmt, FloatFormat) and (2 << fmt.exponent_bits) - 1 - fmt.exponent_bias <= 1023:  # within float64
+        wider = fmt.exponent_bits + 1
+        wide = dataclasses.replace(fmt, exponent_bits=wider, bias=fmt.exponent_bias, nan="none", infinities=False)
+    elif isinstance(fmt, IntFormat) and fmt.bits < 24:
+        wide = dataclasses.replace(fmt, bits=fmt.bits + 1)
     unbounded = round_value(x, wide, rounding, "saturate", word)
     if wide is fmt and not fmt.min <= x <= max(fmt.max, fmt.min):
         return _beyond(value, "the number lies", fmt)
@@ -116,16 +116,6 @@ def _finite(x: Fraction, value: float, fmt: ElementFormat, rounding: Rounding, w
     if value == 0:
         reason += "; the number is lost to zero (underflow)"
     return rule, reason
-
-
-def _widened(fmt: ElementFormat) -> ElementFormat:
-    """Return the same grid with a larger range, to see where a number would go; the format itself where it has none."""
-    if isinstance(fmt, FloatFormat) and (2 << fmt.exponent_bits) - 1 - fmt.exponent_bias <= 1023:  # within float64
-        wider = fmt.exponent_bits + 1
-        return dataclasses.replace(fmt, exponent_bits=wider, bias=fmt.exponent_bias, nan="none", infinities=False)
-    if isinstance(fmt, IntFormat) and fmt.bits < 24:
-        return dataclasses.replace(fmt, bits=fmt.bits + 1)
-    return fmt
 
 
 def _beyond(value: float, start: str, fmt: ElementFormat) -> tuple[str, str]:
@@ -179,16 +169,10 @@ Decider = Callable[[float, int, Rounding, Overflow, int | None], Decision]
 _INTEGERS = IntFormat(name="the integers", bits=24)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """Join the scale of a block with the function that explains one of its numbers."""
-
-    scale: Scale
-    decide: Decider
-
-
-def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogTileFormat, *, wide: bool) -> list[Tile]:
-    """Explain the scale of every block of one row.
+def tell_scales(
+    numbers: list[float], result: Quantized, fmt: BlockFormat | LogTileFormat, *, wide: bool
+) -> list[tuple[Scale, Decider]]:
+    """Explain the scale of every block of one row, and return with each what explains a number of the block.
 
     Args:
         numbers: The row.
@@ -198,31 +182,25 @@ def tell_scales(numbers: list[float], result: Quantized, fmt: BlockFormat | LogT
     """
     width = fmt.block[1] or len(numbers)
     offsets = result.offsets[0] if result.offsets else [None] * len(result.scales[0])
-    tiles, shared = [], len(result.scales[0])
+    blocks, shared = list[tuple[Scale, Decider]](), len(result.scales[0])
     if isinstance(result.tensor_scale, list) and isinstance(fmt, BlockFormat):
         shared = fmt.scaling.blocks_per_level[1] or shared
     for index, (scale, offset) in enumerate(zip(result.scales[0], offsets, strict=True)):
         block = numbers[index * width : (index + 1) * width]
         if isinstance(fmt, LogTileFormat):
-            tiles.append(_log_tile(block, scale, float(offset or 0.0), fmt))
+            blocks.append(_log_tile(block, scale, float(offset or 0.0), fmt))
             continue
         first, level = index // shared * shared, result.tensor_scale
         level_amax = _amax(numbers[first * width : (first + shared) * width])
         level = level[0][index // shared] if isinstance(level, list) else level
         steps = _steps(block, level_amax, scale, level, fmt, offset)
         code = code_text(encode_value(scale, fmt.scale), fmt.scale) if fmt.scale.bits <= 8 else None
-        record = Scale(
-            amax=float(_amax(block)),
-            value=scale,
-            code=code,
-            tensor_scale=level,
-            offset=offset,
-            steps=steps,
-        )
+        amax = float(_amax(block))
+        record = Scale(amax=amax, value=scale, code=code, tensor_scale=level, offset=offset, steps=steps)
         # a NaN in the block: its codes are those of the block without regard to NaN
         factor = None if math.isnan(scale) else result.factors[0][index]
-        tiles.append(Tile(scale=record, decide=_decider(fmt, factor, FP64 if wide else FP32, offset, scale)))
-    return tiles
+        blocks.append((record, _decider(fmt, factor, FP64 if wide else FP32, offset, scale)))
+    return blocks
 
 
 def _decider(
@@ -311,7 +289,7 @@ def _steps(
     return (f"{fmt.scale_rule}: {float(amax):g} / {fmt.element.max:g} = {scale:g}, kept in {name} ({fmt.arithmetic})",)
 
 
-def _log_tile(block: list[float], step: float, low: float, fmt: LogTileFormat) -> Tile:
+def _log_tile(block: list[float], step: float, low: float, fmt: LogTileFormat) -> tuple[Scale, Decider]:
     """Explain a LogFMT tile: its range of logarithms, and numbers between two of its values."""
     values = tile_values(low, step, fmt) if any(_finite_numbers(block)) and not math.isnan(low) else [0.0]
     what = f"{len(values) - 1} magnitudes from exp({low:g}) in steps of {step:g} of the natural logarithm"
@@ -326,7 +304,7 @@ def _log_tile(block: list[float], step: float, low: float, fmt: LogTileFormat) -
             return Decision(x=x, code=code, value=math.nan, below=None, above=None, rule="nan", reason=what)
         return decide_in_tile(x, code, values, fmt, how, word)
 
-    return Tile(scale=scale, decide=decider)
+    return scale, decider
 
 
 def _finite_numbers(block: list[float]) -> list[float]:
@@ -458,9 +436,12 @@ def explain(
     words = [random_integer(how, key, i) if stochastic else None for i in range(tensor.numel())]
     numbers = tensor.to(torch.float64).tolist()
     elements: list[Element] = []
-    tiles: list[Tile] = []
+    blocks: list[tuple[Scale, Decider]] = []
     if not isinstance(fmt, BlockFormat | LogTileFormat):
-        elements += [_alone(number, fmt, how, rule, word) for number, word in zip(numbers, words, strict=True)]
+        for number, word in zip(numbers, words, strict=True):
+            decision = decide(number, fmt, how, rule, word)
+            code, value = decision.code, decision.value
+            elements.append(Element(input=number, block=0, decision=decision, code=code, value=value, format=fmt))
     elif numbers:
         # Quantise one row by the oracle and tell how each scale and element came about.
         out_format = get_format(result_dtype(fmt, tensor.dtype))
@@ -468,12 +449,12 @@ def explain(
             [numbers], fmt, how, rule, dtype_name(tensor.dtype),  # type: ignore[arg-type]
             out_format, [words] if stochastic else None,  # type: ignore[arg-type, list-item]
         )  # fmt: skip
-        tiles += tell_scales(numbers, result, fmt, wide=tensor.dtype == torch.float64)
+        blocks += tell_scales(numbers, result, fmt, wide=tensor.dtype == torch.float64)
         width = fmt.block[1] or len(numbers)
         stored = fmt.element if isinstance(fmt, BlockFormat) else fmt
         for index, (number, code, value) in enumerate(zip(numbers, result.codes[0], result.values[0], strict=True)):
             block = index // width
-            decision = tiles[block].decide(number, code, how, rule, words[index])
+            decision = blocks[block][1](number, code, how, rule, words[index])
             if math.isnan(value) and not math.isnan(decision.value):
                 reason = f"{stored.name} has no NaN, so one NaN makes its whole block NaN"
                 decision = dataclasses.replace(decision, below=None, above=None, rule="nan", reason=reason)
@@ -482,14 +463,9 @@ def explain(
             )
     options = {"rounding": how, "overflow": rule, "generator": key if stochastic else None}
     return Explanation(
-        format=fmt, rounding=how, overflow=rule, scales=tuple(tile.scale for tile in tiles), elements=tuple(elements),
+        format=fmt, rounding=how, overflow=rule, scales=tuple(scale for scale, _ in blocks), elements=tuple(elements),
         engine_agrees=_engine_agrees(tensor, fmt, tuple(elements), options),
     )  # fmt: skip
-
-
-def _alone(number: float, fmt: ElementFormat, how: Rounding, overflow: Overflow, word: int | None) -> Element:
-    decision = decide(number, fmt, how, overflow, word)
-    return Element(input=number, block=0, decision=decision, code=decision.code, value=decision.value, format=fmt)
 
 
 def _engine_agrees(tensor: torch.Tensor, fmt: Format, elements: tuple[Element, ...], options: dict[str, Any]) -> bool:

@@ -197,29 +197,21 @@ def _line(heading: str, text: str) -> str:
 
 def _paragraph(element: Element, explanation: Explanation) -> list[str]:
     decision, fmt = element.decision, explanation.format
-    lines = [_line("number", _scaled_text(element, explanation))]
-    lines.append(_line("below", _neighbour(decision.below, decision.below_distance)))
-    lines.append(_line("above", _neighbour(decision.above, decision.above_distance)))
+    number = number_text(element.input)
+    if isinstance(fmt, BlockFormat) and math.isfinite(element.input) and decision.x != element.input:
+        number += f" / scale = {number_text(decision.x)}"
+    lines = [_line("number", number)]
+    for side in ("below", "above"):
+        value, distance = getattr(decision, side), getattr(decision, f"{side}_distance")
+        text = "" if distance is None else f", distance {number_text(distance)}"
+        lines.append(_line(side, "none" if value is None else f"{number_text(value)}{text}"))
     lines.append(_line("rule", f"{decision.rule}: {decision.reason}"))
     fields = ", ".join(f"{name} {digits}" for name, digits in split_code(element.code, element.format))
     lines.append(_line("code", f"{element.hex} = {element.bits} ({fields})"))
-    value = number_text(element.value)
+    result = number_text(element.value)
     if isinstance(fmt, BlockFormat) and decision.value != element.value:
-        value = f"{number_text(decision.value)} * scale = {value}"
-    return [*lines, _line("value", f"{value}, error {_error_text(element)}")]
-
-
-def _scaled_text(element: Element, explanation: Explanation) -> str:
-    value, rounded = element.input, element.decision.x
-    if not isinstance(explanation.format, BlockFormat) or not math.isfinite(value) or rounded == value:
-        return number_text(value)
-    return f"{number_text(value)} / scale = {number_text(rounded)}"
-
-
-def _neighbour(value: float | None, distance: Fraction | None) -> str:
-    if value is None:
-        return "none"
-    return number_text(value) + ("" if distance is None else f", distance {number_text(distance)}")
+        result = f"{number_text(decision.value)} * scale = {result}"
+    return [*lines, _line("value", f"{result}, error {_error_text(element)}")]
 
 
 def _error_text(element: Element) -> str:

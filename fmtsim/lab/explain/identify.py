@@ -2,7 +2,7 @@
 """Which accumulation gave a result: every explanation of fmtsim that has all of its bits."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from fmtsim.gemm.products.resolver import call_name
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.unit import list_units
 from fmtsim.lab.analysis.compare import Difference, compare
-from fmtsim.lab.explain.candidates import Accumulation, Observed, candidates, cost, merged, rows_at
+from fmtsim.lab.explain.candidates import Accumulation, Observed, candidates, cost, merge, rows_at
 from fmtsim.lab.explain.samples import FEW, Places, affordable, deciding, part_of, probe_of
 from fmtsim.spec.call import Operands
 from fmtsim.support.dispatch import is_readable
@@ -100,7 +100,7 @@ class Identification(Result):
         m, n, _ = self.product.sizes
         a, b = (rows_at(x, torch.arange(rows) % len(x)) for x, rows in zip(probe, (m, n), strict=True))
         layouts = self.product.layouts
-        return _laid(a, layouts[0]), _laid(b, layouts[1]).t()
+        return _lay_out(a, layouts[0]), _lay_out(b, layouts[1]).t()
 
     def refine(self, a: Tensor, b: Tensor, y: Tensor) -> "Identification":
         """Return those of these explanations that also give ``y`` for other operands of the same K.
@@ -108,7 +108,7 @@ class Identification(Result):
         Raises:
             ArgumentError, DtypeError: As ``identify``; K differs.
         """
-        product = _observed(a, b, y)._replace(
+        product = _check_product(a, b, y)._replace(
             **{name: getattr(self.product, name) for name in ("bias", "row", "column", "block_a", "block_b", "kind")}
         )
         if product.sizes != self.product.sizes:
@@ -116,7 +116,7 @@ class Identification(Result):
                 f"the operands have M, N, K = {product.sizes}, the first ones {self.product.sizes}; pass the result of "
                 "the same call for other numbers, such as those of probe()"
             )
-        return _identified(product, list(self.explanations))
+        return _identify(product, list(self.explanations))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the tensors as JSON types."""
@@ -133,9 +133,10 @@ class Identification(Result):
         sizes = factors(*self.product.sizes, *names)
         count, groups = len(self.explanations), len(self.groups)
         every = "all" if self.compared == self.outputs else f"of {self.outputs:,}"
-        fits = _many(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
+        fits = _plural(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
         yield Facts([
-            ("product", f"{sizes} -> {dtype_name(self.product.y.dtype)}"), ("tried", _many(self.tried, "explanation")),
+            ("product", f"{sizes} -> {dtype_name(self.product.y.dtype)}"),
+            ("tried", _plural(self.tried, "explanation")),
             ("fits", fits), ("compared", f"{self.compared:,} results, {every}" if count else "every explanation"),
         ])  # fmt: skip
         rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
@@ -154,17 +155,16 @@ class Identification(Result):
 _COLUMNS = (
     Column("group", lambda row: row[0]), Column("units", lambda row: ", ".join(row[1].units)),
     Column("order", lambda row: row[1].order), Column("epilogue", lambda row: _epilogue(row[1])),
-    Column("library", lambda row: ", ".join(_libraries(row[1].books))),
+    Column("library", lambda row: ", ".join(
+        # libraries that choose the order in the operands' layouts, or else in others
+        [book for book in row[1].books if ", " not in book]
+        or sorted({f"{book.split()[0]} in other layouts" for book in row[1].books})
+    )),
 )  # fmt: skip
 
 
-def _many(count: int, noun: str) -> str:
+def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _libraries(books: Sequence[str]) -> list[str]:
-    """Return libraries that choose an order in the operands' layouts, or else in others."""
-    return [book for book in books if ", " not in book] or sorted({f"{x.split()[0]} in other layouts" for x in books})
 
 
 def _epilogue(explanation: Accumulation) -> str:
@@ -228,7 +228,7 @@ def identify(
     >>> again.equal(y), result.explanations[0].units[0]
     (True, 'hopper.mma')
     """
-    product = _observed(a, b, y, bias, scale_a, scale_b)
+    product = _check_product(a, b, y, bias, scale_a, scale_b)
     names = (*list_targets(), *list_units())
     if target is not None and not (isinstance(target, str) and target in names):
         raise ArgumentError(f"unknown target {shown(target)}{did_you_mean(str(target), names)}; choose one of {names}")
@@ -239,10 +239,10 @@ def identify(
             + (f" on {target}" if target else "") + "; cast y back to the dtype that the kernel wrote, or choose "
             "another target"
         )  # fmt: skip
-    return _identified(product, options, thorough=thorough)
+    return _identify(product, options, thorough=thorough)
 
 
-def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None) -> Observed:
+def _check_product(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None) -> Observed:
     for name, x in (("a", a), ("b", b), ("y", y), ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
         if name in "aby" or x is not None:
             check_tensor(name, x, "2" if name in "aby" else "1" if name == "bias" else "0+")
@@ -284,7 +284,7 @@ def _observed(a: Any, b: Any, y: Any, bias: Any = None, scale_a: Any = None, sca
     return product
 
 
-def _identified(product: Observed, options: list[Accumulation], *, thorough: bool = False) -> Identification:
+def _identify(product: Observed, options: list[Accumulation], *, thorough: bool = False) -> Identification:
     """Compare explanations with a few results, and those that remain with more, up to all."""
     places = deciding(product)
     few = {slow: part_of(product, places, FEW // 32 if slow else FEW)[0] for slow in (False, True)}
@@ -335,7 +335,7 @@ def _identified(product: Observed, options: list[Accumulation], *, thorough: boo
         if same is None:
             distinct.append(option)
         else:
-            distinct[same] = merged(distinct[same], option)
+            distinct[same] = merge(distinct[same], option)
     # Explanations by what they give for operands that were made to tell them apart.
     by_bits: dict[bytes, list[Accumulation]] = {}
     probes = [probe for seed in PROBES if (probe := probe_of(product, seed)) is not None]
@@ -390,5 +390,5 @@ def _advice(product: Observed, near: Nearest, thorough: bool) -> tuple[str, ...]
     )
 
 
-def _laid(x: Tensor, layout: str) -> Tensor:
+def _lay_out(x: Tensor, layout: str) -> Tensor:
     return x if layout == "row" else x.t().contiguous().t()

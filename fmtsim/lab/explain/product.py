@@ -14,7 +14,7 @@ from fmtsim.gemm.products.operands import check_tensor, inner_length, matrix_lay
 from fmtsim.gemm.products.resolver import gemm_call, recorded_calls, resolve
 from fmtsim.gemm.products.scaled_mm import read_scaled
 from fmtsim.nn.explain_layer import Inputs, LayerExplanation, explain_layer
-from fmtsim.spec.call import GemmCall, Operation
+from fmtsim.spec.call import Operation
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
 
@@ -103,9 +103,26 @@ def explain_mm(
             raise ArgumentError(
                 "bias, scale_recipes and swizzles of explain_mm are those of scaled_mm; pass both scales"
             )
-        call, to_tf32 = _scaled_call(a, b, scaled, options, use_fast_accum), False
+        # The call of a scaled_mm; a unit's scales are not looked at beyond their kind.
+        names = {"out_dtype": options["out_dtype"], "library": options["library"], "formats": options["formats"]}
+        operand_formats, dtype, scaling, _ = read_scaled(a, b, **scaled, **names)
+        call, to_tf32 = gemm_call(
+            "scaled_mm", operand_formats, (0, 0, 0), dtype, target=options["target"], plan=options["plan"],
+            accumulate=options["accumulate"] or ("fp32" if options["library"] else None), fast_accum=use_fast_accum,
+            scaling=scaling, layouts=(matrix_layout(a), matrix_layout(b, transposed=True)), bias=bias is not None,
+        ), False  # fmt: skip
     else:
-        call, to_tf32 = _plain_call(a, b, options, use_fast_accum)
+        # The call of a product without scales; FP8 operands on a target have one each.
+        operation: Operation = "bmm" if a.dim() == 3 else "mm"
+        if a.dtype == b.dtype == torch.int8:
+            operation = "int_mm"
+            options |= {"out_dtype": torch.int32, "accumulate": "int32"}
+        elif options["library"] and all(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in (a, b)):
+            operation = "scaled_mm"
+        scaling = "tensor" if operation == "scaled_mm" else "none"
+        call, _, to_tf32 = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
+    batch = a.shape[0] if a.dim() == 3 else 1
+    call = replace(call, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), batch=batch)
     with recorded_calls():  # a guess is said in words here
         spec = resolve(call)
     shown = explained(call, spec, to_tf32)
@@ -113,32 +130,3 @@ def explain_mm(
         return shown
     how = runs(call, (a.dtype, b.dtype), a.device, native, converted=to_tf32)
     return replace(shown, rows=(*shown.rows, ("runs", how)))
-
-
-def _scaled_call(a: Tensor, b: Tensor, scaled: dict[str, Any], options: dict[str, Any], fast_accum: bool) -> GemmCall:
-    """Return the call of a scaled_mm; a unit's scales are not looked at beyond their kind."""
-    names = {"out_dtype": options["out_dtype"], "library": options["library"], "formats": options["formats"]}
-    formats, dtype, scaling, _ = read_scaled(a, b, **scaled, **names)
-    return replace(
-        gemm_call(
-            "scaled_mm", formats, (0, 0, 0), dtype, target=options["target"], plan=options["plan"],
-            accumulate=options["accumulate"] or ("fp32" if options["library"] else None), fast_accum=fast_accum,
-            scaling=scaling, layouts=(matrix_layout(a), matrix_layout(b, transposed=True)),
-            bias=scaled["bias"] is not None,
-        ), m=a.shape[0], n=b.shape[1], k=inner_length(a), batch=1,
-    )  # fmt: skip
-
-
-def _plain_call(a: Tensor, b: Tensor, options: dict[str, Any], use_fast_accum: bool) -> tuple[GemmCall, bool]:
-    """Return the call of a product without scales, and whether its float32 operands are rounded to TF32."""
-    operation: Operation = "bmm" if a.dim() == 3 else "mm"
-    if a.dtype == b.dtype == torch.int8:
-        operation = "int_mm"
-    elif options["library"] and all(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in (a, b)):
-        operation = "scaled_mm"
-    if operation == "int_mm":
-        options |= {"out_dtype": torch.int32, "accumulate": "int32"}
-    scaling = "tensor" if operation == "scaled_mm" else "none"
-    call, _, to_tf32 = check_call(operation, a, b.mT, None, options, fast_accum=use_fast_accum, scaling=scaling)
-    batch = a.shape[0] if a.dim() == 3 else 1
-    return replace(call, m=a.shape[-2], n=b.shape[-1], k=inner_length(a), batch=batch), to_tf32

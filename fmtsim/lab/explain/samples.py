@@ -77,17 +77,13 @@ def make_data(call: GemmCall, seed: int) -> Data:
     flat[:] = flat[:, :1]
     if call.accumulate == "fp16":
         a, b = a / 16, b / 16
-    return Data(a.to(STORED[call.a]), b.to(STORED[call.b]), _extras(call, generator))
-
-
-def _extras(call: GemmCall, generator: torch.Generator) -> Extras:
-    bias = torch.randn(call.n, generator=generator).to(call.out) if call.bias else None
-    if call.operation != "scaled_mm":
-        return Extras(bias=bias)
-    groups = -(-call.k // 128)
-    counts = {"row": (call.m, call.n), "tensor": (1, 1)}.get(call.scaling, (groups, groups))
-    row, column = (torch.rand(count, generator=generator) + 0.3 for count in counts)
-    return Extras(bias=bias, row=row, column=column)
+    extras = Extras(bias=torch.randn(call.n, generator=generator).to(call.out) if call.bias else None)
+    if call.operation == "scaled_mm":
+        groups = -(-call.k // 128)
+        counts = {"row": (call.m, call.n), "tensor": (1, 1)}.get(call.scaling, (groups, groups))
+        row, column = (torch.rand(count, generator=generator) + 0.3 for count in counts)
+        extras = extras._replace(row=row, column=column)
+    return Data(a.to(STORED[call.a]), b.to(STORED[call.b]), extras)
 
 
 ROWS, COLUMNS = 4, 64  # of the first comparison: the engine's smallest tile

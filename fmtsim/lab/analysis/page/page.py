@@ -41,7 +41,8 @@ def curve_data(curves: Any, against: Mapping[str, str] | None = None) -> list[di
         raise ArgumentError(
             f"curves={shown(curves)} is not allowed; pass a dict of the losses of each step by label"
         ) from None
-    labels: dict[str, list[str]] = {}  # by all bits of the losses; two empty curves differ
+    # Curves whose losses have the same bits are drawn once; two empty ones differ.
+    labels: dict[str, list[str]] = {}
     for label, losses in numbers.items():
         labels.setdefault(repr(losses) if losses else label, []).append(label)
     groups = list(labels.values())
@@ -62,50 +63,33 @@ def observation_data(observation: Any) -> dict[str, Any] | None:
     totals = getattr(observation, "layers", None)
     if not isinstance(totals, dict):
         raise ArgumentError(f"observation={shown(observation)} is not one; pass what fmtsim.observe returned")
+    # A row for each layer and operand that has one, a column for each observed step.
     history = getattr(observation, "history", {})
     layers = list(dict.fromkeys([*totals, *(name for step in history.values() for name in step)]))
     operands = in_order(name for row in totals.values() for name in row)
     places = [(layer, operand) for layer in layers for operand in operands]
     rows = [[history[step].get(layer, {}).get(operand) for step in history] for layer, operand in places]
     every = [totals.get(layer, {}).get(operand) for layer, operand in places]
-    columns = {name: [_figure(s, name) for row in rows for s in row] for name in METRICS}
+    figure = lambda s, name: None if s is None else number(getattr(s, name))  # noqa: E731
+    columns = {name: [figure(s, name) for row in rows for s in row] for name in METRICS}
     return {
         "layers": [name or "(model)" for name in layers], "operands": operands,
         "words": [f"{name} ({operand_in_words(name)})" for name in operands], "steps": list(history),
         "forwards": getattr(observation, "steps", len(history)),
+        # A column of one value is written once.
         "history": {name: column if len(set(column)) > 1 else column[:1] for name, column in columns.items()},
-        "totals": {name: [_figure(s, name) for s in every] for name in METRICS},
+        "totals": {name: [figure(s, name) for s in every] for name in METRICS},
         "formats": [s.format if s else None for s in every],
         "histograms": [
             {
                 "nonzero": s.nonzero, "finite": s.elements - s.nonfinite, "largest": s.amax,
-                "plain": _trimmed(s.exponents), "scaled": _trimmed(s.scaled_exponents),
+                "plain": _trim(s.exponents), "scaled": _trim(s.scaled_exponents),
                 "window": None if s.window is None else [float(edge) for edge in s.window],
             } if s else None
             for s in every
         ],
         "choices": format_choices(),
     }  # fmt: skip
-
-
-def coverage_data(coverage: Any) -> dict[str, Any] | None:
-    """Return a Coverage as JSON types."""
-    if coverage is None:
-        return None
-    if not (dataclasses.is_dataclass(coverage) and hasattr(coverage, "raw") and hasattr(coverage, "total")):
-        raise ArgumentError(f"coverage={shown(coverage)} is not one; pass fmtsim.report(model, batch).coverage")
-    return {**dataclasses.asdict(coverage), "text": str(coverage)}  # type: ignore[arg-type]
-
-
-def attribution_data(attribution: Any) -> dict[str, Any] | None:
-    """Return an Attribution as JSON types."""
-    if attribution is None:
-        return None
-    if isinstance(attribution, dict) and "rows" in attribution:  # of a file
-        return plain(attribution)  # type: ignore[no-any-return]
-    if not (hasattr(attribution, "rows") and hasattr(attribution, "to_dict")):
-        raise ArgumentError(f"attribution={shown(attribution)} is not one; pass what fmtsim.attribute returned")
-    return plain(attribution.to_dict())
 
 
 def format_choices() -> list[tuple[str, float, float, float]]:
@@ -147,11 +131,7 @@ def number(value: float | None, digits: int = 4) -> float | str | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def _figure(s: Any, name: str) -> float | str | None:
-    return None if s is None else number(getattr(s, name))
-
-
-def _trimmed(counts: Tensor) -> list[int]:
+def _trim(counts: Tensor) -> list[int]:
     """Return the first exponent that occurs, and the counts from it to the last one."""
     used = counts.nonzero().flatten().tolist()
     return [used[0] + LOWEST_EXPONENT, *counts[used[0] : used[-1] + 1].tolist()] if used else []
@@ -197,7 +177,16 @@ def write_page(
     ...     page == Path(f"{folder}/run.html").read_text()
     True
     """
+    # 1. The data, each part checked.
     title = checked("title", title, str)
+    if coverage is not None and not (
+        dataclasses.is_dataclass(coverage) and hasattr(coverage, "raw") and hasattr(coverage, "total")
+    ):
+        raise ArgumentError(f"coverage={shown(coverage)} is not one; pass fmtsim.report(model, batch).coverage")
+    if attribution is not None and not (isinstance(attribution, dict) and "rows" in attribution):  # a dict is of a file
+        if not (hasattr(attribution, "rows") and hasattr(attribution, "to_dict")):
+            raise ArgumentError(f"attribution={shown(attribution)} is not one; pass what fmtsim.attribute returned")
+        attribution = attribution.to_dict()
     if configuration is not None and not isinstance(configuration, Mapping):
         raise ArgumentError(f"configuration={shown(configuration)} is not allowed; pass a dict, nested as JSON is")
     data = {
@@ -205,11 +194,12 @@ def write_page(
         "versions": {"fmtsim": fmtsim.__version__, "torch": torch.__version__},
         "notes": checked("notes", notes, tuple[str, ...]), "curves": curve_data(curves, against or {}),
         "verdict": [list(map(str, pair)) for pair in verdict],
-        "observation": observation_data(observation), "coverage": coverage_data(coverage),
-        "attribution": attribution_data(attribution),
+        "observation": observation_data(observation),
+        "coverage": None if coverage is None else {**dataclasses.asdict(coverage), "text": str(coverage)},  # type: ignore[arg-type]
+        "attribution": plain(attribution),
         "configuration": [] if not configuration else list(flat(configuration)),
     }  # fmt: skip
-    # The page: in JSON no ``<`` is left that could end its element, and only the script's own hash may run.
+    # 2. The page: in JSON no ``<`` is left that could end its element, and only the script's own hash may run.
     content = json.dumps(data, separators=(",", ":"), allow_nan=False)
     script = "\n".join((_PARTS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
