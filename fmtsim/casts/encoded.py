@@ -19,7 +19,7 @@ from fmtsim.casts.arguments import (
     decoding_cast,
     short_codebook,
 )
-from fmtsim.casts.stored import layout_of, restore, restore_codes, restore_scales, restore_traced, store
+from fmtsim.casts.stored import code_layout, restore, restore_codes, restore_scales, restore_traced, store
 from fmtsim.formats.block import Format, PackedFormat
 from fmtsim.formats.packing import tensor_bytes, tensor_of_bytes
 from fmtsim.formats.registry import format_from_json, format_to_json
@@ -81,7 +81,7 @@ class Encoded:
                 raise ArgumentError(f"shape={shown(shape)} is not a shape; pass a tuple of sizes")
             if type(dim) is not int or not -max(len(shape), 1) <= dim < 0:
                 raise ArgumentError(f"dim={shown(dim)} is not a dimension; choose {-max(len(shape), 1)} to -1")
-            layout = layout_of(fmt, torch.Size(shape), dim)
+            layout = code_layout(fmt, torch.Size(shape), dim)
             for name in ("codes", *_PARTS):
                 tensor: torch.Tensor | None = getattr(self, name)
                 if (tensor is None) != (name not in layout):
@@ -209,7 +209,7 @@ class Encoded:
         """
         check_readable("the encoded tensor", self.codes)
         stored = {}
-        for name, (tag, shape, _, _) in layout_of(self.format, self.shape, self.dim).items():
+        for name, (tag, shape, _, _) in code_layout(self.format, self.shape, self.dim).items():
             stored[name] = StoredTensor(tag, shape, tensor_bytes(getattr(self, name)))
         metadata = {"fmtsim": _LAYOUT, "format": format_to_json(self.format)}
         metadata |= {"shape": json.dumps(list(self.shape)), "dim": str(self.dim)}
@@ -242,7 +242,7 @@ class Encoded:
                 raise DataError(f"dim {shown(dim)} in the metadata; expected {-max(len(sizes), 1)} to -1")
             # 2. the tensors that the format has
             shape = torch.Size(sizes)
-            layout = layout_of(fmt, shape, dim)
+            layout = code_layout(fmt, shape, dim)
             if set(stored) != set(layout):
                 raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
             tensors: dict[str, Any] = {}

@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KINDS = "float16, bfloat16, float32, float64 or a float8 dtype"
 
 
-def bits_of(array: "numpy.ndarray[Any, Any]") -> Tensor:
+def array_bits(array: "numpy.ndarray[Any, Any]") -> Tensor:
     """Return the bits of an array as signed integers of its size, in its memory where torch can use that."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -34,7 +34,7 @@ def bits_of(array: "numpy.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(array.view(f"i{array.itemsize}"))
 
 
-def tensor_of(array: "numpy.ndarray[Any, Any]", name: str = "x") -> Tensor:
+def to_tensor(array: "numpy.ndarray[Any, Any]", name: str = "x") -> Tensor:
     """Return an array of floats as a tensor of the same dtype, which is only to be read.
 
     Raises:
@@ -51,25 +51,25 @@ def tensor_of(array: "numpy.ndarray[Any, Any]", name: str = "x") -> Tensor:
             else f"convert it with {name}.astype('float{64 if wide else 32}')"
         )
         raise DtypeError(f"{name} has dtype {array.dtype}; choose {_KINDS} ({hint})")
-    return bits_of(array).view(dtype)
+    return array_bits(array).view(dtype)
 
 
-def array_of(tensor: Tensor) -> "numpy.ndarray[Any, Any]":
+def to_array(tensor: Tensor) -> "numpy.ndarray[Any, Any]":
     """Return a CPU tensor of floats as an array of the same dtype, ml_dtypes' where numpy has none, in its memory."""
     fmt = get_format(tensor.dtype)
     assert isinstance(fmt, ElementFormat)
     return tensor.detach().view(_BITS[tensor.element_size()]).numpy().view(numpy_dtype(fmt))
 
 
-def floats_of(x: Any) -> Any:
+def float_tensor(x: Any) -> Any:
     """Return an array, or a float8 tensor, as a tensor of floats with the same values; anything else as it is."""
-    x = tensor_of(x) if isinstance(x, numpy.ndarray) else x
+    x = to_tensor(x) if isinstance(x, numpy.ndarray) else x
     return x.to(torch.float32) if isinstance(x, Tensor) and x.dtype in FLOAT8_DTYPES else x
 
 
-def words_of(words: Any) -> Any:
+def word_tensor(words: Any) -> Any:
     """Return an array of random words as a tensor, anything else as it is."""
-    return bits_of(words) if isinstance(words, numpy.ndarray) and words.dtype == numpy.int64 else words
+    return array_bits(words) if isinstance(words, numpy.ndarray) and words.dtype == numpy.int64 else words
 
 
 def quantize(
@@ -96,17 +96,17 @@ def decode(verb: Callable[..., Tensor], codes: "numpy.ndarray[Any, Any]", format
     dtype = _torch_dtype(codes.dtype)
     if dtype is None or codes.dtype.kind not in "iu" and dtype not in FLOAT8_DTYPES:
         raise DtypeError(f"codes have dtype {codes.dtype}; pass integers, float8, or what fmtsim.encode returned")
-    return array_of(verb(bits_of(codes).view(dtype), format, out_dtype=wanted))
+    return to_array(verb(array_bits(codes).view(dtype), format, out_dtype=wanted))
 
 
 def _quantize_array(
     verb: Callable[..., Tensor], x: "numpy.ndarray[Any, Any]", format: Any, out_dtype: Any, out: Any,
     options: dict[str, Any],
 ) -> "numpy.ndarray[Any, Any]":  # fmt: skip
-    tensor = tensor_of(x)
+    tensor = to_tensor(x)
     wanted = _checked_dtype(out_dtype) if out is None else _checked_out(x, out, out_dtype)
-    options = {**options, "random_words": words_of(options["random_words"])}
-    result = array_of(verb(tensor, format, out_dtype=wanted, **options))
+    options = {**options, "random_words": word_tensor(options["random_words"])}
+    result = to_array(verb(tensor, format, out_dtype=wanted, **options))
     if out is None:
         return result
     numpy.copyto(out, result)
@@ -133,7 +133,7 @@ def _checked_out(x: "numpy.ndarray[Any, Any]", out: Any, out_dtype: Any) -> torc
     """Return the dtype of an array that can receive the result."""
     if not isinstance(out, numpy.ndarray):
         raise DtypeError(f"out is {type(out).__name__} and x an array; pass numpy.empty_like(x)")
-    dtype = tensor_of(out, "out").dtype
+    dtype = to_tensor(out, "out").dtype
     if out_dtype is not None and _checked_dtype(out_dtype) != dtype:
         raise DtypeError(f"out has dtype {out.dtype} but out_dtype={shown(out_dtype)}; leave out_dtype out")
     if out.shape != x.shape:

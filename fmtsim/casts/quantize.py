@@ -200,7 +200,7 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
-    tensor, integers = numpy_arrays.floats_of(x), numpy_arrays.words_of(random_words)
+    tensor, integers = numpy_arrays.float_tensor(x), numpy_arrays.word_tensor(random_words)
     check_input(tensor, float8=True)
     cast, _, block, random = prepare(tensor, format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     if block is not None:

@@ -18,7 +18,7 @@ _PLAIN_TAGS = {8: "U8", 16: "U16", 32: "U32", 64: "U64"}
 Layout = dict[str, tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]]
 
 
-def layout_of(fmt: Format, shape: torch.Size, dim: int) -> Layout:
+def code_layout(fmt: Format, shape: torch.Size, dim: int) -> Layout:
     """Return tag and shape in a file, dtype and shape in memory, of every tensor that a format asks for."""
     if isinstance(fmt, PackedFormat):
         size = block_bytes(fmt, shape, dim)
@@ -173,7 +173,7 @@ def _restore(codes, scales, spec, shape):  # type: ignore[no-untyped-def]
 
 def _store_shapes(codes, scales, spec):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
-    layout = layout_of(cast.format, codes.shape, cast.dim)
+    layout = code_layout(cast.format, codes.shape, cast.dim)
     small = torch.empty_like(scales) if scales.dim() == 1 else scales.new_empty(scales.shape, dtype=layout["scales"][2])
     _, _, dtype, size = layout["codes"]
     return codes.new_empty(size, dtype=dtype), small

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fmtsim.casts.arguments import check_dense
 from fmtsim.formats.interop import dtype_name
-from fmtsim.gemm.layers.config import FORMULAS, OPERANDS, PRODUCTS, LinearConfig, product_of
+from fmtsim.gemm.layers.config import FORMULAS, OPERANDS, PRODUCTS, LinearConfig, operand_product
 from fmtsim.gemm.layers.multiply import unit_dtype
 from fmtsim.gemm.products.explanation import MmExplanation, explained, factors, runs
 from fmtsim.gemm.products.operands import own_dtype
@@ -220,7 +220,7 @@ class _Run:
         how = self._module.emulation
         assert how is not None
         gemm = getattr(how.config, product)
-        a, b = (name[0] for name in OPERANDS if product_of(name) == product)
+        a, b = (name[0] for name in OPERANDS if operand_product(name) == product)
         rows = [("operands", f"{a} {gemm.a}; {b} {gemm.b}")]
         rows += [("groups", f"{sizes.times}, a product each")] if sizes.times > 1 else []
         if not gemm.emulated:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.gemm.layers.config import Gemm, element_of
+from fmtsim.gemm.layers.config import Gemm, element_format
 from fmtsim.gemm.layers.quantize_operand import holder, quantize_operand
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.gemm.products.matmul import bmm
@@ -153,7 +153,7 @@ class Heads(NamedTuple):
         """Return elements and the scale of each row; values where scales change along it, or a dtype lacks elements."""
         if self.scale is None:
             return self.elements, None
-        fmt = element_of(last_cast(self.quantizer).format)
+        fmt = element_format(last_cast(self.quantizer).format)
         whole = self.block[1] >= self.elements.shape[-1]
         if whole and (dtype is None or is_representable(fmt, dtype)):  # type: ignore[arg-type]
             return self.elements, self.scale[..., :1]

@@ -65,7 +65,7 @@ class AttentionCall:
 
 def attention_call(config: AttentionConfig, generator: Generator) -> AttentionCall | str:
     """Return what ``attend`` takes: in compiled code the name of an object that lives as long as the code."""
-    return _name_of(config, generator) if torch.compiler.is_compiling() else AttentionCall(config, generator)
+    return _call_name(config, generator) if torch.compiler.is_compiling() else AttentionCall(config, generator)
 
 
 @cache
@@ -74,7 +74,7 @@ def _kept(config: AttentionConfig, generator: Generator) -> AttentionCall:
 
 
 @constant_in_graphs
-def _name_of(config: AttentionConfig, generator: Generator) -> str:
+def _call_name(config: AttentionConfig, generator: Generator) -> str:
     return _kept(config, generator).name
 
 

@@ -11,7 +11,7 @@ from fmtsim.formats.block import Block, BlockFormat
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
-from fmtsim.gemm.layers.config import Gemm, LinearConfig, element_of
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, element_format
 from fmtsim.gemm.products.resolver import gemm_call, resolve
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import is_unit, machine_name, unit_takes
@@ -60,7 +60,7 @@ class Product(NamedTuple):
 
 def element_formats(a: Quantizer, b: Quantizer) -> tuple[FloatFormat, FloatFormat] | None:
     """Return the formats of both operands, if a unit multiplies their elements; None if it multiplies values."""
-    first, second = (element_of(last_cast(quantizer).format) for quantizer in (a, b))
+    first, second = (element_format(last_cast(quantizer).format) for quantizer in (a, b))
     return (first, second) if isinstance(first, FloatFormat) and isinstance(second, FloatFormat) else None
 
 
@@ -284,7 +284,7 @@ def _check_unit(product: Product) -> None:
             f"give {high[0]} a quantiser, or choose another unit"
         )
     for name, quantizer in {} if high else operands.items():
-        if not isinstance(element_of(quantizer.format), FloatFormat) and not isinstance(unit, Arithmetic):
+        if not isinstance(element_format(quantizer.format), FloatFormat) and not isinstance(unit, Arithmetic):
             raise FormatError(
                 f"{machine_name(unit)} multiplies elements of floating-point formats, and {name} is {quantizer}; "
                 "choose another format, pass a Datapath, which takes the values, or leave target= out"

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.scaling import block_text
-from fmtsim.gemm.layers.config import FORMULAS, LinearConfig, product_of
+from fmtsim.gemm.layers.config import FORMULAS, LinearConfig, operand_product
 from fmtsim.gemm.units.unit import is_unit, machine_name
 from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.build import SavedActivations
@@ -28,10 +28,10 @@ def operand_rows(config: LinearConfig) -> list[tuple[str, ...]]:
     """Return a row for each operand, and for each product that is rounded, cells in the order of ``HEADINGS``."""
     rows: list[tuple[str, ...]] = []
     for name, quantizer in config.operands.items():
-        product = FORMULAS[product_of(name)]
+        product = FORMULAS[operand_product(name)]
         shown = product if not rows or rows[-1][0] != product and all(row[0] != product for row in rows) else ""
         rows.append((shown, name[0], *_cells(quantizer)))
-        out = getattr(config, product_of(name)).out
+        out = getattr(config, operand_product(name)).out
         if name in ("w_f", "w_d", "x_w") and out.format is not None:
             rows.append(("", product.partition(" ")[0], "the product", *_cells(out)[1:]))
     return rows

@@ -8,7 +8,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import compile, multiply
 from fmtsim.gemm.layers import quantize_operand as operands
-from fmtsim.gemm.layers.compile import text_of
+from fmtsim.gemm.layers.compile import quantizer_digest
 from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.recipes import get_recipe
@@ -113,7 +113,7 @@ def test_compilers_change_no_bits(cases, on_gpu):
     """Whatever computes a matrix is part of the same kernels, and what multiplies a product."""
     from torch._inductor.utils import run_and_get_code  # late: it imports much
 
-    texts = [text_of(quantizer_of(*case)) for case in cases]
+    texts = [quantizer_digest(quantizer_of(*case)) for case in cases]
     fused, finish = torch.ops.fmtsim.fused_operand, torch.ops.fmtsim.fused_finish
 
     def run(x, y, column, row):

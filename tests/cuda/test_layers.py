@@ -10,10 +10,10 @@ from fmtsim import EmulatedGEMM, get_format, quantize
 from fmtsim.casts.ops import load_engine
 from fmtsim.cuda.cast import scaled_operands, warp_hadamard
 from fmtsim.gemm.layers import multiply
-from fmtsim.gemm.layers.compile import text_of
+from fmtsim.gemm.layers.compile import quantizer_digest
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.gemm.layers.emulated_gemm import run_layer
-from fmtsim.gemm.layers.keys import SIGNS, Layer, stream_of
+from fmtsim.gemm.layers.keys import SIGNS, Layer, random_stream
 from fmtsim.gemm.layers.quantize_operand import has_both, quantize_both, quantize_operand
 from fmtsim.recipes import get_recipe
 from fmtsim.rounding.modes import Rounding
@@ -124,7 +124,7 @@ def values_of(x, config, name, turned, draws):
 
 def seeded(seed, name, config, count=0):
     index = list(config.operands).index(name)
-    keys = (RandomKey(stream_of(seed, i), count) for i in (index, 12 + index, SIGNS + (name not in ("x_f", "w_f"))))
+    keys = (RandomKey(random_stream(seed, i), count) for i in (index, 12 + index, SIGNS + (name not in ("x_f", "w_f"))))
     return Keys(*keys)
 
 
@@ -228,7 +228,7 @@ def test_gradients_are_scaled_and_turned_back_in_one_step(on_card, monkeypatch):
 def test_each_tensor_of_a_batch_counts_as_a_pass(on_card):
     layer, asked, run = drawn("quartet", on_card)
     names, (g, *others), dims, factors = (list(each) for each in zip(*asked, strict=True))
-    rest = factors, dims, names, [text_of(layer.quantizers[name]) for name in names]
+    rest = factors, dims, names, [quantizer_digest(layer.quantizers[name]) for name in names]
     run_operator, batched = torch.ops.fmtsim.draw_operands, g[None].repeat(2, 1, 1)
     given = layer.name, [g, *others], *rest
     torch.library.opcheck(run_operator, given, test_utils=("test_schema", "test_faketensor"))

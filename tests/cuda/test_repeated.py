@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.gemm.layers import compile, emulated_gemm
-from fmtsim.gemm.layers.compile import text_of
+from fmtsim.gemm.layers.compile import quantizer_digest
 from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.quantize_operand import quantize_operand
@@ -50,7 +50,7 @@ def test_repeated_passes_have_the_same_bits(name, on_card, monkeypatch):
 def test_what_compiled_code_calls_is_repeated(name, on_card, monkeypatch):
     """With the draws of its pass, and other tensors than the call that was written down."""
     layer, asked, _ = drawn(name, on_card)
-    texts, decided = [text_of(layer.quantizers[each.name]) for each in asked], []
+    texts, decided = [quantizer_digest(layer.quantizers[each.name]) for each in asked], []
     monkeypatch.setattr(compile, "quantize_operand", lambda *x, **y: decided.append(x) or quantize_operand(*x, **y))
     counter = layer.counter(asked[0].t.device)  # with its index, as tensors have it
     for i in range(5):

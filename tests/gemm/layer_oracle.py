@@ -5,7 +5,7 @@ import torch
 
 import fmtsim
 from fmtsim.formats.block import BlockFormat
-from fmtsim.gemm.layers.config import kind_of
+from fmtsim.gemm.layers.config import quantizer_scale_kind
 from fmtsim.spec.quantizer import Quantizer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -21,7 +21,7 @@ def layer(x, w, bias, g, config, out_dtype=None):
 
 def product(a, b, gemm, out_dtype, bias=None, generator=None):
     """Return ``a b^T`` of views a [M, K] and b [N, K] of the originals."""
-    kinds = {kind_of(q) for q in (gemm.a, gemm.b) if q.format is not None}
+    kinds = {quantizer_scale_kind(q) for q in (gemm.a, gemm.b) if q.format is not None}
     machine = {"target": gemm.target, "plan": gemm.plan, "accumulate": gemm.accumulate}
     narrow = gemm.library is not None and any(q.format.bits <= 8 for q in (gemm.a, gemm.b) if q.format)
     if kinds <= {"none"} and not narrow:
@@ -67,7 +67,7 @@ def _encoded(t, quantizer):
 def _scales(q, rows):
     if not isinstance(q.format, BlockFormat):
         return torch.ones(())
-    kind, outer = kind_of(Quantizer(format=q.format)), q.format.block[0] or 1
+    kind, outer = quantizer_scale_kind(Quantizer(format=q.format)), q.format.block[0] or 1
     if kind == "mx":
         return q.scales.view(torch.float8_e8m0fnu)
     if kind == "nvfp4":

@@ -179,7 +179,7 @@ class Engine:
     [(Engine(), True), (Engine(versions=["torch 3"]), False), (Engine(setting="NVIDIA_TF32_OVERRIDE=1"), False)],
 )
 def test_only_the_very_card_and_library_are_asked(engine, asked, monkeypatch):
-    ask._device_of.cache_clear()
+    ask._gpu_index.cache_clear()
     ask._asker.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -196,7 +196,7 @@ def test_only_the_very_card_and_library_are_asked(engine, asked, monkeypatch):
         refused("cuBLASLt cannot be asked here: in a forked process", open_asker, error=DeviceError)
     finally:
         library().fail_with(0)
-        ask._device_of.cache_clear()
+        ask._gpu_index.cache_clear()
         ask._asker.cache_clear()
 
 

@@ -11,8 +11,8 @@ import fmtsim
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import scaled, with_block
 from fmtsim.formats.registry import get_format
-from fmtsim.gemm.layers.compile import layout_of
-from fmtsim.gemm.layers.config import element_of, kind_of
+from fmtsim.gemm.layers.compile import operand_layout
+from fmtsim.gemm.layers.config import element_format, quantizer_scale_kind
 from fmtsim.gemm.layers.quantize_operand import holder, quantize_operand
 from fmtsim.gemm.products.operand_scales import product_kind
 from fmtsim.recipes import get_recipe
@@ -63,7 +63,7 @@ def data(kind, dtype=torch.float32):
 
 
 def kind(fmt):
-    return kind_of(Quantizer(format=fmt))
+    return quantizer_scale_kind(Quantizer(format=fmt))
 
 
 def coded(x, quantizer, dim=-1, seed=None):
@@ -82,7 +82,7 @@ def check(x, fmt, dim=-1, rounding="nearest_even", overflow=None, seed=None):
     assert_same_bits(found.scale, wanted.scales)
     if fmt.tensor_scale:
         assert_same_bits(found.tensor_scale, wanted.tensor_scale)
-    assert element_of(found.quantizer.format) == fmt.element and held.shape == x.shape
+    assert element_format(found.quantizer.format) == fmt.element and held.shape == x.shape
 
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "huge", "tiny", "zeros", "special"])
@@ -179,7 +179,7 @@ def test_layouts_follow_from_records(name):
         for dim, folded in itertools.product((-1, 0), (False, True)):
             state = DelayedScale(quantizer) if history else None
             made = quantize_operand(normal(128, 256, seed=1).to(dtype), quantizer, keys, state, dim=dim, folded=folded)
-            layout = layout_of(quantizer, dtype, False, dim, folded)
+            layout = operand_layout(quantizer, dtype, False, dim, folded)
             parts = {field: getattr(made, field) for field in ("elements", "scale", "tensor_scale", "slope", "rest")}
             assert {field: part.dtype for field, part in parts.items() if part is not None} == {
                 field: dtype for field, (dtype, _) in layout.items()

@@ -12,7 +12,7 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers import multiply as multiply_module
 from fmtsim.gemm.layers.emulated_gemm import run_layer
-from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, stream_of
+from fmtsim.gemm.layers.keys import OUTPUTS, SCALES, SIGNS, UNITS, Layer, random_stream
 from fmtsim.gemm.layers.layer import Lane, _Pass
 from fmtsim.gemm.layers.multiply import _library_call, finish_sums, multiply
 from fmtsim.gemm.layers.quantize_operand import elements_dtype
@@ -29,10 +29,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def test_streams_are_splitmix64():
     """Its first outputs for the seed 1234567, as its authors' C code prints them; keys have 63 bits."""
     outputs = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
-    assert [stream_of(1234567, use) for use in range(5)] == [n >> 1 for n in outputs]
+    assert [random_stream(1234567, use) for use in range(5)] == [n >> 1 for n in outputs]
     assert (UNITS, OUTPUTS, SCALES, SIGNS) == (6, 9, 12, 18)  # six operands before them: no two uses share a stream
     generator = torch.Generator()
-    assert stream_of(generator, 3) is generator and stream_of(None, 3) is None
+    assert random_stream(generator, 3) is generator and random_stream(None, 3) is None
 
 
 # dtype of the operands, of the result, of the output format, of the bias: what torch.mm and torch.nn.functional.linear

@@ -14,7 +14,7 @@ from torch import nn
 import fmtsim
 from fmtsim import GemmPlan
 from fmtsim.formats.element import LogFormat
-from fmtsim.gemm.layers.config import route_of
+from fmtsim.gemm.layers.config import find_route
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import Mode, Unit
 from fmtsim.spec.datapath import LogDatapath
@@ -224,7 +224,7 @@ def test_a_registered_unit_is_the_same_by_its_name(monkeypatch):
 
 def test_a_route_keeps_the_format_of_each_operand():
     narrow = LogFormat(name="lns6_g8", bits=6, gamma=8)
-    route = route_of(Quantizer(format=LNS8), Quantizer(format=narrow), logarithms=True)
+    route = find_route(Quantizer(format=LNS8), Quantizer(format=narrow), logarithms=True)
     assert (route.how, route.formats) == ("elements", (LNS8, narrow))
 
 

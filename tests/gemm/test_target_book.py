@@ -9,7 +9,7 @@ import torch
 
 from fmtsim.gemm.targets import ask
 from fmtsim.gemm.targets.planfile import Family
-from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of, library_question
+from fmtsim.gemm.targets.question import Choice, Kind, Question, library_question, question_call
 from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused
 from tests.support.targets import mm
@@ -157,4 +157,4 @@ def test_books_of_plan_files(tmp_path):
 def test_a_call_about_which_a_question_is_asked(kind, layout):
     for batch in (1, 3):
         question = Question(kind, layout, 16, 32, 64, batch)
-        assert library_question(call_of(question)) == question
+        assert library_question(question_call(question)) == question

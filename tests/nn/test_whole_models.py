@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fmtsim.casts.lanes import with_keys
-from fmtsim.gemm.layers.compile import text_of
+from fmtsim.gemm.layers.compile import quantizer_digest
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step
 from fmtsim.recipes import Recipe, Rule, Steps, get_recipe, list_recipes
@@ -155,12 +155,12 @@ def test_the_operators_pass_torchs_own_check(name):
         keys = [key if wanted else None for wanted in (quantizer.is_stochastic, True, quantizer.has_random_signs)]
         for dim, folded in ((-1, False), (0, False), (0, True)):
             run = with_keys(torch.ops.fmtsim.quantize_operand, *keys)
-            arguments = (x, dim, text_of(quantizer), folded, layer.name, operand, None, *keys)
+            arguments = (x, dim, quantizer_digest(quantizer), folded, layer.name, operand, None, *keys)
             float8 = any(t.dtype.itemsize == 1 and t.dtype.is_floating_point for t in run(*arguments))
             utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")[float8 : 3 - float8]
             torch.library.opcheck(run, arguments, test_utils=utils)  # some check cannot sum float8
     slope = torch.rand(64, 128) < 0.5
-    texts = text_of(config.dgrad.a), text_of(config.fprop.a)
+    texts = quantizer_digest(config.dgrad.a), quantizer_digest(config.fprop.a)
     for turned in (False, True):
         given = x, *texts, slope, None, torch.bfloat16, turned
         torch.library.opcheck(torch.ops.fmtsim.unrotate.default, given)

@@ -11,7 +11,7 @@ import torch
 from fmtsim.casts.arguments import random_keys
 from fmtsim.gemm.layers.config import OPERANDS
 from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM
-from fmtsim.gemm.layers.keys import stream_of
+from fmtsim.gemm.layers.keys import random_stream
 from fmtsim.nn import convert
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.hadamard_matrix import random_signs, sign_bits
@@ -40,8 +40,8 @@ def run(name, x, w, grad, rule=None):
 
 
 def key(use):
-    """The key of a use of random numbers, as docs of ``stream_of`` number them."""
-    return RandomKey(*random_keys(True, stream_of(SEED, use), None, torch.device("cpu")).tolist())
+    """The key of a use of random numbers, as docs of ``random_stream`` number them."""
+    return RandomKey(*random_keys(True, random_stream(SEED, use), None, torch.device("cpu")).tolist())
 
 
 def element_key(operand):

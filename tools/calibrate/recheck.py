@@ -20,7 +20,7 @@ from fmtsim.gemm.products.matmul import bmm, int_mm, linear, mm
 from fmtsim.gemm.products.scaled_mm import scaled_mm
 from fmtsim.gemm.targets.kernel import Rule
 from fmtsim.gemm.targets.planfile import Book, Family
-from fmtsim.gemm.targets.question import Choice, Kind, Question, call_of
+from fmtsim.gemm.targets.question import Choice, Kind, Question, question_call
 from fmtsim.gemm.targets.target import Target
 from fmtsim.lab.analysis.compare import Comparison
 from fmtsim.lab.analysis.compare_native import compare_native
@@ -112,7 +112,7 @@ def book_calls(
             elif place < SAMPLE:
                 groups[key][place] = asked
     for (kind, layout, algorithm, split), questions in sorted(groups.items(), key=str):
-        calls = (call for call in map(call_of, questions) if _possible(call))
+        calls = (call for call in map(question_call, questions) if _possible(call))
         chosen = list(islice((call for call in calls if target.find(call).basis == "reported"), count))
         if chosen:
             facts = {name: getattr(chosen[0], name) for name in ("operation", "a", "b", "scaling", "bias")}

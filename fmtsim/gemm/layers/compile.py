@@ -109,7 +109,7 @@ def _lower(steps: Callable[..., Steps], *arguments: Any) -> Any:
             box.realize()  # several steps read it; constants are part of each
     # the graph of steps is cached by shapes, dtypes and devices: tensors have no values here
     facts = tuple(None if x is None else (tuple(map(int, x.get_size())), x.get_dtype(), x.get_device()) for x in boxes)
-    return _Inductor(_graph_of(steps, facts, rest)).run(*(x for x in boxes if x is not None))
+    return _Inductor(_trace_steps(steps, facts, rest)).run(*(x for x in boxes if x is not None))
 
 
 def _is_box(x: Any) -> bool:
@@ -117,7 +117,7 @@ def _is_box(x: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _graph_of(steps: Callable[..., Steps], facts: Facts, rest: tuple[Any, ...]) -> fx.GraphModule:
+def _trace_steps(steps: Callable[..., Steps], facts: Facts, rest: tuple[Any, ...]) -> fx.GraphModule:
     """Return the steps for tensors of some shapes, dtypes and devices, in operations that inductor has lowerings of."""
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses import FakeTensorMode
@@ -166,7 +166,7 @@ Part = tuple[torch.dtype, bool]  # dtype of an operand's tensor, and whether its
 
 
 @lru_cache(maxsize=4096)
-def layout_of(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> dict[str, Part]:
+def operand_layout(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> dict[str, Part]:
     """Return the tensors of ``quantize_operand``'s result for a dtype, by their fields in Operand.
 
     ``tensor_scale`` is missing where it is only the rule's ``multiplier``, a constant.
@@ -215,8 +215,8 @@ def traced_operand(
         return _fused(t, quantizer, dim)
     # else one opaque node: random keys lie on the CPU, which a CUDA graph cannot hold
     run = with_keys(torch.ops.fmtsim.quantize_operand, *key_tensors)
-    return _operand_of(
-        t, quantizer, dim, folded, run(t, dim, text_of(quantizer), folded, *source, factor, *key_tensors)
+    return _make_operand(
+        t, quantizer, dim, folded, run(t, dim, quantizer_digest(quantizer), folded, *source, factor, *key_tensors)
     )
 
 
@@ -235,18 +235,18 @@ def traced_draws(layer: Layer, requests: Sequence[OperandRequest]) -> list[Opera
         layer.counter(requests[0].t.device)  # made here, outside of the memory of CUDA graphs
     # one node draws all keys of the pass in their order, whatever order a compiler gives to others
     names, tensors, dims, factors = (list(field) for field in zip(*requests, strict=True))
-    texts = [text_of(layer.quantizers[name]) for name in names]
+    texts = [quantizer_digest(layer.quantizers[name]) for name in names]
     parts, operands = iter(torch.ops.fmtsim.draw_operands(layer.name, tensors, factors, dims, names, texts)), []
     for name, t, dim, _ in requests:
         quantizer, folded = layer.quantizers[name], name in layer.folded
-        layout = layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded)
-        operands.append(_operand_of(t, quantizer, dim, folded, [next(parts) for _ in layout]))
+        layout = operand_layout(quantizer, t.dtype, is_on_gpu(t), dim, folded)
+        operands.append(_make_operand(t, quantizer, dim, folded, [next(parts) for _ in layout]))
     return operands
 
 
-def _operand_of(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors: list[Tensor]) -> Operand:
+def _make_operand(t: Tensor, quantizer: Quantizer, dim: int, folded: bool, tensors: list[Tensor]) -> Operand:
     """Return the operand of an operator's tensors; block sizes and a multiplier follow from the quantiser."""
-    parts = dict(zip(layout_of(quantizer, t.dtype, is_on_gpu(t), dim, folded), tensors, strict=True))
+    parts = dict(zip(operand_layout(quantizer, t.dtype, is_on_gpu(t), dim, folded), tensors, strict=True))
     last = last_cast(quantizer)
     # a rule's multiplier is a constant: no tensor of the operator's result
     times = 1.0 if last.scaling is None else last.scaling.multiplier
@@ -263,7 +263,7 @@ def traced_both(t: Tensor, quantizer: Quantizer, across: Key, down: Key) -> tupl
         return _fused(t, quantizer, -1), _fused(t, quantizer, 0)
     keys = key_tensor(across), key_tensor(down)
     # one node: elements of both, then the scale of the tensor, or the scales of both
-    rows, columns, *scales = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, text_of(quantizer), *keys)
+    rows, columns, *scales = with_keys(torch.ops.fmtsim.quantize_both, *keys)(t, quantizer_digest(quantizer), *keys)
     if len(scales) < 2:
         one, other = (Operand(x, quantizer, tensor_scale=scales[0] if scales else None) for x in (rows, columns))
         return one, other
@@ -286,11 +286,11 @@ def _fuses(t: Tensor, quantizer: Quantizer, dim: int) -> bool:
 
 
 def _fused(t: Tensor, quantizer: Quantizer, dim: int) -> Operand:
-    return _operand_of(t, quantizer, dim, True, torch.ops.fmtsim.fused_operand(t, dim, text_of(quantizer)))
+    return _make_operand(t, quantizer, dim, True, torch.ops.fmtsim.fused_operand(t, dim, quantizer_digest(quantizer)))
 
 
 @lru_cache(maxsize=4096)
-def text_of(quantizer: Quantizer) -> str:
+def quantizer_digest(quantizer: Quantizer) -> str:
     """Return the text by which an operator finds a quantiser: the same in every process."""
     text = hashlib.sha256(f"{quantizer!r} {_steps()}".encode()).hexdigest()[:24]
     _quantizers[text] = quantizer
@@ -303,7 +303,7 @@ def _steps() -> str:
     return inspect.getsource(sys.modules[inlined.__module__])
 
 
-def quantizer_of(text: str) -> Quantizer:
+def find_quantizer(text: str) -> Quantizer:
     """Return the quantiser of a text."""
     return _quantizers[text]
 
@@ -323,11 +323,11 @@ class _Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _call_of(text: str, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> _Call:
+def _resolve_call(text: str, dtype: torch.dtype, on_gpu: bool, dim: int, folded: bool) -> _Call:
     """Return the quantiser and the layout of a text, so that no call hashes a quantiser."""
     q = _quantizers[text]
     # a stored scale is the layer's own tensor: compiled code may write to what it gets
-    layout, copied = layout_of(q, dtype, on_gpu, dim, folded), ("scale", "tensor_scale") * (q.source == "stored")
+    layout, copied = operand_layout(q, dtype, on_gpu, dim, folded), ("scale", "tensor_scale") * (q.source == "stored")
     transposed = tuple((name, part[1]) for name, part in layout.items())
     return _Call(q, transposed, tuple(name for name in copied if name in layout))
 
@@ -357,7 +357,7 @@ def _tensors(
     if state is not None:
         refuse()
     # what the fake operator promised, looked up by text: no quantiser is hashed here
-    call = _call_of(text, t.dtype, is_on_gpu(t), dim, folded)
+    call = _resolve_call(text, t.dtype, is_on_gpu(t), dim, folded)
     operand = quantize_operand(t, call.quantizer, keys, state, dim=dim, folded=folded, factor=factor)
     return [_in_layout(getattr(operand, part), transposed, part in call.copied, t) for part, transposed in call.layout]
 
@@ -379,7 +379,7 @@ def _fake_operand(t, dim, quantizer, folded, *_):  # type: ignore[no-untyped-def
     # None is the whole axis, which has one block
     blocks = (1 if outer is None else -(-rows // outer), 1 if inner is None else -(-columns // inner))
     parts = []
-    for field, part in layout_of(q, t.dtype, is_on_gpu(t), dim, folded).items():
+    for field, part in operand_layout(q, t.dtype, is_on_gpu(t), dim, folded).items():
         shape = {"scale": blocks, "tensor_scale": ()}.get(field, (rows, columns))
         x = t.new_empty(shape[::-1] if part[1] else shape, dtype=part[0])
         parts.append(x.mT if part[1] else x)

@@ -48,7 +48,7 @@ class Route(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def route_of(
+def find_route(
     a: Quantizer, b: Quantizer, transposed: tuple[bool, bool] = (False, False), *, dequantized: bool = False,
     declared: bool = False, logarithms: bool = False,
 ) -> Route:  # fmt: skip
@@ -70,7 +70,7 @@ def route_of(
     if all(high):
         return Route("elements")
     # 2. logarithms, which units of their own add
-    elements = [element_of(q.format) for q in last]
+    elements = [element_format(q.format) for q in last]
     bare = all(q.scaling is None and element is q.format for q, element in zip(last, elements, strict=True))
     if logarithms and not dequantized and all(isinstance(element, LogFormat) for element in elements):
         kinds = [_kind(q, is_transposed) for q, is_transposed in zip((a, b), transposed, strict=True)]
@@ -81,7 +81,7 @@ def route_of(
     # 4. a declared datapath takes every number that float32 holds
     if declared and not all(isinstance(element, FloatFormat | IntFormat) for element in elements):
         return Route("values_fp32")
-    kinds = [kind_of(q, is_transposed) for q, is_transposed in zip((a, b), transposed, strict=True)]
+    kinds = [quantizer_scale_kind(q, is_transposed) for q, is_transposed in zip((a, b), transposed, strict=True)]
     kind = product_kind(*kinds)
     # 5. integers, whose exact sums are scaled afterwards, or elements with scales that the unit takes
     if all(isinstance(element, IntFormat) for element in elements):
@@ -93,14 +93,14 @@ def route_of(
     return Route("elements", (elements[0], elements[1]), kind, multiplies)  # type: ignore[arg-type]
 
 
-def kind_of(quantizer: Quantizer, transposed: bool = False) -> ScaleKind:
+def quantizer_scale_kind(quantizer: Quantizer, transposed: bool = False) -> ScaleKind:
     """Return the kind of a quantiser's scales, or of the scales of the transposed matrix.
 
     Raises:
         FormatError: No unit multiplies its elements (codebooks, logarithms, zero points) or takes such scales.
     """
     fmt = last_cast(quantizer).format
-    element = element_of(fmt)
+    element = element_format(fmt)
     # integers that int8 holds, without zero points
     fits_int8 = (
         isinstance(element, IntFormat) and element.bits <= 8 and element.signed and element.eps == 1
@@ -116,7 +116,7 @@ def _kind(quantizer: Quantizer, transposed: bool) -> ScaleKind:
     fmt = last.format
     if fmt is None:
         return "none"
-    element = element_of(fmt)
+    element = element_format(fmt)
     scaling = last.scaling or (fmt.scaling if isinstance(fmt, BlockFormat) else None)
     if scaling is None:
         return "none"
@@ -132,7 +132,7 @@ def _kind(quantizer: Quantizer, transposed: bool) -> ScaleKind:
     return kind
 
 
-def element_of(fmt: Format | None) -> ElementFormat | LogTileFormat | PackedFormat | None:
+def element_format(fmt: Format | None) -> ElementFormat | LogTileFormat | PackedFormat | None:
     """Return the format of the elements of a format."""
     return fmt.element if isinstance(fmt, BlockFormat) else fmt
 
@@ -199,8 +199,8 @@ class Gemm:
             raise ArgumentError("Gemm plan= and accumulate= belong to a target; pass target= as well")
 
     def route(self, a: Quantizer, b: Quantizer, transposed: tuple[bool, bool] = (False, False)) -> Route:
-        """Return what the target multiplies of two operands; arguments and errors are those of ``route_of``."""
-        return route_of(
+        """Return what the target multiplies of two operands; arguments and errors are those of ``find_route``."""
+        return find_route(
             a, b, transposed, dequantized=self.dequantized, declared=isinstance(self.target, Arithmetic),
             logarithms=self.library is None and takes_logarithms(self.target),
         )  # fmt: skip
@@ -355,7 +355,7 @@ class LinearConfig:
 OPERANDS = tuple(LinearConfig().operands)
 
 
-def product_of(operand: str) -> str:
+def operand_product(operand: str) -> str:
     """Return the product that an operand enters: ``"fprop"`` for ``"x_f"``."""
     return next(name for name in PRODUCTS if name[0] == operand[2])
 
@@ -375,7 +375,7 @@ def size_fault(config: LinearConfig, tokens: int | None, outputs: int, inputs: i
     for name, quantizer in config.operands.items():
         fault = _fault(quantizer, inner[name[2]], outer[name])
         if fault is not None:
-            return f"{product_of(name)} {name}: {fault}"
+            return f"{operand_product(name)} {name}: {fault}"
     return None
 
 

@@ -77,17 +77,17 @@ class Layer:
         uncast: Names of the operands that autocast does not cast before they are quantised.
         rotations: Of the products of the backward pass, what ``unrotated`` undoes: rotations of the outer axis, and of
             the inner axis where the product takes an operand of the forward pass as it was rotated.
-        streams: Of its products' units and outputs: what ``stream_of`` returns for each use.
+        streams: Of its products' units and outputs: what ``random_stream`` returns for each use.
         shares_x: Whether the quantised x depends on x alone: it takes no random numbers and no remembered scale.
         runs: How many calls ran under it; each trace of a compiler is one.
     """
 
     def __init__(self, config: LinearConfig, generator: Generator = None, state: State | None = None) -> None:
         self.config, self.generator, self.state = config, generator, state or {}
-        self.streams = [stream_of(generator, use) for use in range(SIGNS)]
+        self.streams = [random_stream(generator, use) for use in range(SIGNS)]
         self.name = f"{_PROCESS}.{next(_numbers)}"
         # what follows from the config alone is derived once for all layers that share it
-        facts = _facts_of(config)
+        facts = _derive_facts(config)
         self.quantizers, self.random, self.folded, self.sized, self.rows, self.routes = facts[:6]
         self.untouched, self.rotations, self.uncast = facts[6:]
         # two layers may share a quantised x only if nothing but x decides its elements
@@ -109,12 +109,12 @@ class Layer:
         return self._counters[device]
 
     def key(self, use: int, like: Tensor, *, traced: bool = False) -> Key:
-        """Return the key of one use of random numbers (``stream_of``) in a call.
+        """Return the key of one use of random numbers (``random_stream``) in a call.
 
         In traced code the operator that draws the key takes a tensor of the pass: a compiler may move an operator
         without inputs, or run it again in the backward pass, and rotations with two sets of signs would not cancel.
         """
-        stream = stream_of(self.generator, use)
+        stream = random_stream(self.generator, use)
         if not traced:
             return drawn(drawn_numbers, stream, like.device)
         if isinstance(stream, int):
@@ -155,7 +155,7 @@ class Layer:
             index = USES[name]
             # elements and scales of each operand have streams of their own; signs one a pass
             uses = index, SCALES + index, SIGNS + (name not in FORWARD)
-            elements, scales, signs = (RandomKey(stream_of(self.seed, use)) for use in uses)  # type: ignore[arg-type]
+            elements, scales, signs = (RandomKey(random_stream(self.seed, use)) for use in uses)  # type: ignore[arg-type]
             keys = self._counted[name, device] = Keys(elements, scales, signs, self.counter(device))
         return keys
 
@@ -196,7 +196,7 @@ def lasting_layer(config: LinearConfig, generator: Generator) -> Layer:
     return Layer(config, generator)
 
 
-def stream_of(generator: Generator, use: int) -> Generator:
+def random_stream(generator: Generator, use: int) -> Generator:
     """Return the generator itself, or a seed of its own for each use in a call with an int seed.
 
     Uses 0 to 5 are the operands, 6 to 8 units that round stochastically, 9 to 11 outputs, 12 to 17 the scales of the
@@ -223,7 +223,7 @@ class _Facts(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _facts_of(config: LinearConfig) -> _Facts:
+def _derive_facts(config: LinearConfig) -> _Facts:
     """Return the derived facts of a layer, which Layer documents."""
     quantizers = config.operands
     random = frozenset(name for name, q in quantizers.items() if q.is_stochastic or q.has_random_signs)
@@ -293,7 +293,7 @@ def counts_passes(layer: Layer, x: Tensor, sizes: tuple[int, ...]) -> bool:
 
 
 def _draw_key(like: Tensor, layer: str, use: int) -> Tensor:
-    return torch.as_tensor(drawn_key(stream_of(find_layer(layer).generator, use), _HOST))
+    return torch.as_tensor(drawn_key(random_stream(find_layer(layer).generator, use), _HOST))
 
 
 SEEDED: Final[Any] = (torch.Tag.nondeterministic_seeded,)

@@ -25,11 +25,11 @@ from fmtsim.gemm.layers.keys import SIGNS, USES, Layer, counts_passes
 from fmtsim.gemm.layers.multiply import finish_sums, layer_product, unrotated
 from fmtsim.gemm.layers.quantize_operand import (
     NO_KEYS,
+    dequantize,
     has_both,
     quantize_both,
     quantize_operand,
     saved_operand,
-    values_of,
     wide_dtype,
 )
 from fmtsim.gemm.layers.watch import Seen, Watchers
@@ -274,7 +274,7 @@ class _Pass:
         whole = blocks and not any(n % size for n, size in zip(elements.shape, x_q.block, strict=True))
         if elements.dtype == torch.bfloat16 and (scale is None or whole):
             return OperandRequest(name, elements, 0, factor)
-        return OperandRequest(name, values_of(x_q, torch.float32), 0)
+        return OperandRequest(name, dequantize(x_q, torch.float32), 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""

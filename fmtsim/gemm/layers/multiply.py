@@ -19,10 +19,10 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import FP32
 from fmtsim.formats.element import FloatFormat, IntFormat
 from fmtsim.formats.representable import is_representable
-from fmtsim.gemm.layers.compile import announce, call_directly, has_known_sizes, lower, quantizer_of, text_of
-from fmtsim.gemm.layers.config import INT8, PRODUCTS, Gemm, element_of
+from fmtsim.gemm.layers.compile import announce, call_directly, find_quantizer, has_known_sizes, lower, quantizer_digest
+from fmtsim.gemm.layers.config import INT8, PRODUCTS, Gemm, element_format
 from fmtsim.gemm.layers.keys import OUTPUTS, UNITS, Generator, Layer, rotations_to_undo
-from fmtsim.gemm.layers.quantize_operand import is_on_gpu, multiplier_apart, values_of, wide_dtype, widened
+from fmtsim.gemm.layers.quantize_operand import dequantize, is_on_gpu, multiplier_apart, wide_dtype, widened
 from fmtsim.gemm.products.native import FP8_DTYPES, SCALED_MULTIPLE, check_library
 from fmtsim.gemm.products.operand_scales import padded_scales
 from fmtsim.gemm.products.operands import matrix_layout, operand_format, own_dtype
@@ -79,7 +79,7 @@ def multiply(
     Where nothing is scaled or added before it, the bias is part of the product (``torch.addmm``). Sums of integers are
     exact and rounded once. Arguments are those of ``layer_product``.
     """
-    rest = None if a.rest is None else torch.mm(a.rest, values_of(b, torch.float32).mT)
+    rest = None if a.rest is None else torch.mm(a.rest, dequantize(b, torch.float32).mT)
     integers = isinstance(a.quantizer.format, IntFormat) and isinstance(b.quantizer.format, IntFormat)
     columns = rows = None
     plain = a.scale is a.tensor_scale is b.scale is b.tensor_scale is None  # of scales
@@ -91,7 +91,7 @@ def multiply(
             run = torch.ops.fmtsim.multiply_groups if traced else _multiply_groups
             y = run(a.elements, a.scale, a.block, b.elements, b.scale, b.block, *how)
             return y if whole else finish_sums(y, None, None, rest, bias, dtype, traced)  # type: ignore[no-any-return]
-        lhs, rhs = values_of(a, wide, "left"), values_of(b, wide, "right").mT
+        lhs, rhs = dequantize(a, wide, "left"), dequantize(b, wide, "right").mT
     else:
         # 2. elements are multiplied: by units of 16 or 8 bits on a GPU, else in the dtype of the steps
         if not plain:
@@ -149,11 +149,11 @@ def _multiply_on_machine(
     if a.rest is not None:
         target = gemm.target if library or unit_takes(gemm.target, "fp32") else "fp32_fma"
         fp32: Any = {"operation": "mm", "formats": (FP32, FP32), "target": target, "accumulate": "fp32"}
-        rest = _run(gemm, Operands(a.rest, values_of(b, torch.float32)), torch.float32, bare=not traced, **fp32)
+        rest = _run(gemm, Operands(a.rest, dequantize(b, torch.float32)), torch.float32, bare=not traced, **fp32)
     # 3. whether sums are scaled instead of values: rows have one scale at most, and a dtype holds the elements
     after = route.how == "integers"
     if route.how == "values" and not gemm.dequantized and a.scales_rows and b.scales_rows:
-        elements = [element_of(last_cast(x.quantizer).format) for x in (a, b)]
+        elements = [element_format(last_cast(x.quantizer).format) for x in (a, b)]
         after = all(fmt is None or is_representable(fmt, layer_dtype) for fmt in elements)
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
     # 4. the product of integers, whose sums are exact, of elements with their scales, or of values
@@ -167,7 +167,7 @@ def _multiply_on_machine(
         if route.how != "elements":
             value_dtype = torch.float32 if route.how == "values_fp32" else layer_dtype
             a, b = (
-                Operand((x.elements if after else values_of(x, wide_dtype(value_dtype))).to(value_dtype), _HIGH)
+                Operand((x.elements if after else dequantize(x, wide_dtype(value_dtype))).to(value_dtype), _HIGH)
                 for x in (a, b)
             )
         if columns is rows is rest is None:
@@ -385,7 +385,7 @@ def unrotated(
         scales: What y is multiplied with first, [1, 1] each: the scales that ``_finish`` calls columns and rows.
     """
     if traced:
-        texts = text_of(first), text_of(before)
+        texts = quantizer_digest(first), quantizer_digest(before)
         run = with_keys(torch.ops.fmtsim.unrotate, signs)
         return run(y, *texts, slope, key_tensor(signs), dtype, was_rotated, *scales)  # type: ignore[no-any-return]
     # 1. rotations of the outer axis, which the product's own operand had
@@ -438,7 +438,7 @@ def _fake_fused_finish(y, columns, rows, dtype):  # type: ignore[no-untyped-def]
 
 
 def _unrotated(y, first, before, slope, signs, dtype, was_rotated, columns=None, rows=None):  # type: ignore[no-untyped-def]
-    how = quantizer_of(first), quantizer_of(before), slope, random_key(signs), dtype
+    how = find_quantizer(first), find_quantizer(before), slope, random_key(signs), dtype
     result = unrotated(y, *how, was_rotated=was_rotated, traced=False, scales=(columns, rows))
     return result.contiguous()  # something is undone: never y itself
 

@@ -121,13 +121,13 @@ def _transformed(
         bare = first.scale is first.tensor_scale is None and first.elements.dtype == torch.bfloat16  # values already
         elements, scales = (key and RandomKey(key.seed, key.offset + _AGAIN) for key in keys[:2])
         again = keys._replace(elements=elements, scales=scales)
-        values = first.elements if bare else values_of(first, torch.float32)
+        values = first.elements if bare else dequantize(first, torch.float32)
         second = quantize_operand(values, quantizer.then, again, folded=folded)
         operand = second._replace(quantizer=quantizer, slope=first.slope)
     elif quantizer.scaling is not None:
         operand = _scaled(x, quantizer, keys, state, folded, on_gpu)
     else:
-        operand = _cast(x, _cast_of(quantizer, x.dtype, -1, folded, on_gpu), keys, -1)
+        operand = _cast(x, _resolve_cast(quantizer, x.dtype, -1, folded, on_gpu), keys, -1)
     return operand._replace(rest=rest)
 
 
@@ -164,13 +164,13 @@ def _cast_alone(key: tuple[Any, ...], quantizer: Quantizer) -> _Cast | None:
     """Return ``_cast_of`` of a quantiser that only casts, else None; cache the answer by its key."""
     if len(_casts) >= _MOST:
         _casts.clear()
-    cast = _cast_of(quantizer, *key[1:]) if quantizer.is_cast else None
+    cast = _resolve_cast(quantizer, *key[1:]) if quantizer.is_cast else None
     _casts[key] = quantizer, cast
     return cast
 
 
 @lru_cache(maxsize=4096)
-def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, on_gpu: bool) -> _Cast:
+def _resolve_cast(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, on_gpu: bool) -> _Cast:
     """Resolve the cast of a quantiser without a scale rule for matrices of a dtype."""
     fmt = quantizer.format
     overflow = quantizer.overflow or (fmt and fmt.default_overflow)
@@ -296,7 +296,7 @@ def saved_operand(saved: tuple[Tensor | None, ...], quantizer: Quantizer) -> Ope
     return Operand(elements, quantizer, scale, tensor_scale, block_sizes(block_of(quantizer), elements.shape))
 
 
-def values_of(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
+def dequantize(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
     """Return ``x.values(dtype)``, by a CPU kernel if it covers x, in memory by the name ``buffer``, which is reused."""
     if dtype == torch.float64 or not x.elements.is_cpu:
         return x.values(dtype)

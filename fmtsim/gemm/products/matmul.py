@@ -13,13 +13,13 @@ from fmtsim.gemm.products.native import check_library
 from fmtsim.gemm.products.operands import (
     FLOATS,
     accumulation,
+    as_pair,
     check_allowed,
     check_operands,
     inner_length,
     matrix_layout,
     operand_formats,
     output_dtype,
-    pair_of,
 )
 from fmtsim.gemm.products.resolver import check_target, product_call, run_product
 from fmtsim.gemm.units import unit as units
@@ -279,13 +279,13 @@ def _multiply(
         if how["library"]:
             check_library(checked[0], (a.shape[-2], b.shape[-1], inner_length(a)), checked[1])
         # A name is not cached: register_format may give it another format later.
-        if key is not None and not any(isinstance(fmt, str) for fmt in pair_of("formats", options["formats"])):
+        if key is not None and not any(isinstance(fmt, str) for fmt in as_pair("formats", options["formats"])):
             if len(_checked) >= _MOST:
                 _checked.clear()
             _checked[key] = checked
     # 3. multiply
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        plain = all(fmt is None for fmt in pair_of("formats", options["formats"]))
+        plain = all(fmt is None for fmt in as_pair("formats", options["formats"]))
         if not plain or a.dtype not in FLOATS or b.dtype not in FLOATS:
             raise ArgumentError(
                 f"{verb} has a gradient for float16, bfloat16, float32 and float64 operands only, not for "

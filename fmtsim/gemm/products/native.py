@@ -59,7 +59,7 @@ def why_not_native(target: str | Path | Target, device: torch.device | str | int
     # no GPU at all, then another GPU than the target's, then settings of this process
     place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     record = get_target(target)
-    index = _index_of(place)
+    index = _cuda_index(place)
     if index is None and place.type == "cuda":
         return "torch sees no CUDA GPU"
     if index is None:
@@ -95,7 +95,7 @@ def runs_natively(
         ArgumentError: ``native=True`` and something stands in the way.
     """
     # on a CPU, or without a library, nothing is asked
-    if native is False or (native is None and (target is None or _index_of(device) is None)):
+    if native is False or (native is None and (target is None or _cuda_index(device) is None)):
         return False
     reason = None if target is None else unsupported()
     # cached for compiled code; the reason is a setting of the process, or lies in the call
@@ -111,7 +111,7 @@ def runs_natively(
 
 def card_description(device: torch.device | str) -> dict[str, str]:
     """Return the name of a CUDA device and the version of its cuBLASLt for a record, {} for other devices."""
-    index = _index_of(torch.device(device))
+    index = _cuda_index(torch.device(device))
     if index is None:
         return {}
     version = load_engine("cuda").cublaslt_version()
@@ -126,13 +126,13 @@ def _decided(target: Any, planned: bool, kind: str, index: int | None, reason: s
     if reason is None:
         _last_targets[index] = target
         return None, False
-    number = _index_of(device)
+    number = _cuda_index(device)
     if target is None or number is None:
         return reason, False
     return reason, _gpu_reason(get_target(target), number) == (reason, True)
 
 
-def _index_of(device: torch.device) -> int | None:
+def _cuda_index(device: torch.device) -> int | None:
     """Return the number of a CUDA device, None for others and where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -334,10 +334,10 @@ def _warn_of_dropped_k(a: Tensor, b: Tensor, bias: bool, call: Any, facts: tuple
     if len(_inspected) == _MOST_INSPECTED:
         _inspected.clear()
     _inspected.add(key)
-    warn_of_native_bug(get_target(target), _call_of(a, b, bias, call))
+    warn_of_native_bug(get_target(target), _native_call(a, b, bias, call))
 
 
-def _call_of(a: Tensor, b: Tensor, bias: bool, call: Any) -> GemmCall:
+def _native_call(a: Tensor, b: Tensor, bias: bool, call: Any) -> GemmCall:
     """Return the GemmCall of a native call."""
     # the facts that a target is asked by, read off the tensors
     names = ["tf32" if call.tf32 else get_format(x.dtype).name for x in (a, b)]

@@ -139,7 +139,7 @@ def own_dtype(fmt: OperandFormat) -> torch.dtype | None:
     return torch_dtype(fmt)
 
 
-def pair_of(name: str, value: Any) -> tuple[Any, Any]:
+def as_pair(name: str, value: Any) -> tuple[Any, Any]:
     """Return a keyword's values for a and for b: a tuple is a pair, anything else serves both.
 
     Raises:
@@ -175,7 +175,7 @@ def operand_formats(
 ) -> tuple[tuple[OperandFormat, OperandFormat], bool]:
     """Return the formats of both operands, and whether float32 operands are rounded to TF32."""
     # 1. a library knows formats by dtypes alone, and multiplies equal ones
-    declared = pair_of("formats", options["formats"])
+    declared = as_pair("formats", options["formats"])
     plain = all(fmt is None for fmt in declared)  # an array compares by element
     if options["library"] and plain and operation != "scaled_mm":
         if a.dtype != columns.dtype:

@@ -22,11 +22,11 @@ from fmtsim.gemm.products.operand_scales import (
     unit_scales,
 )
 from fmtsim.gemm.products.operands import (
+    as_pair,
     check_tensor,
     inner_length,
     matrix_layout,
     operand_format,
-    pair_of,
     read_operand,
 )
 from fmtsim.gemm.products.operator import output_format, run_gemm
@@ -164,15 +164,15 @@ def read_scaled(
             raise ArgumentError(f"scaled_mm has no gradient, but {name} requires one; pass {name}.detach()")
     columns = b.mT
     # 2. formats and sizes
-    a_format, b_format = pair_of("formats", formats)
+    a_format, b_format = as_pair("formats", formats)
     operand_formats = operand_format("a", a, a_format), operand_format("b", columns, b_format)
     m, k, n = a.shape[0], inner_length(a), b.shape[1]
     if k != inner_length(columns):
         raise ArgumentError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit; b is [K, N]")
     check_together(a=a, b=b, **_by_name(scale_a=scale_a, scale_b=scale_b))
     # 3. the kind of scales, by recipes or by dtypes and shapes as torch infers it
-    recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in pair_of("scale_recipes", scale_recipes))
-    swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in pair_of("swizzles", swizzles))
+    recipe_a, recipe_b = (recipe_names("scale_recipes", one) for one in as_pair("scale_recipes", scale_recipes))
+    swizzle_a, swizzle_b = (swizzle_names("swizzles", one) for one in as_pair("swizzles", swizzles))
     scaling, scales = read_scales(scale_a, scale_b, (m, n, k), (recipe_a, recipe_b), (swizzle_a, swizzle_b))
     # 4. the dtype of the result: torch's two functions have different defaults
     recipes = recipe_a is not None
@@ -266,7 +266,7 @@ def mma(
             f"unit ({', '.join(list_units())}) or a Datapath"
         )
     accumulate = None if isinstance(unit, Arithmetic) else _accumulate(c, accumulate)
-    chosen, truncated = _formats(a, b, unit, *pair_of("formats", formats))
+    chosen, truncated = _formats(a, b, unit, *as_pair("formats", formats))
     # 2. operands as values, then the definition of the instruction
     a_values = read_operand(a, chosen[0], tf32="truncate" if truncated[0] else "")
     b_values = read_operand(b, chosen[1], tf32="truncate" if truncated[1] else "")

@@ -65,7 +65,7 @@ def choice(question: Question, target: Any) -> Choice | None:
         None where another GPU, another torch or cuBLASLt, or no GPU is here, and where the library refuses the call
         or cannot be asked.
     """
-    device = _device_of(target)
+    device = _gpu_index(target)
     if device is None:
         return None
     with _lock, contextlib.suppress(DeviceError):
@@ -77,7 +77,7 @@ _lock = threading.Lock()
 
 
 @lru_cache(maxsize=64)
-def _device_of(target: Any) -> int | None:
+def _gpu_index(target: Any) -> int | None:
     """Return the number of a device that is a target's GPU, with its versions and no setting of its own."""
     if not torch.cuda.is_available():
         return None

@@ -16,10 +16,10 @@ from fmtsim.gemm.targets.question import (
     Order,
     Question,
     cached_plan,
-    call_of,
     ceil_div,
     library_question,
     plan_order,
+    question_call,
     reduction_fields,
     slice_width,
 )
@@ -278,7 +278,7 @@ def same_order(choice: Choice, other: Choice, question: Question, architecture: 
 
     The sign of a result that is zero may differ.
     """
-    call = call_of(question)
+    call = question_call(question)
     calls = [call]
     if 1 in (question.n, question.k) and call.operation == "mm":
         calls.append(replace(call, operation="linear", bias=True))

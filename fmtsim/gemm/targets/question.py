@@ -202,7 +202,7 @@ def answers_question(choice: Choice, question: Question) -> bool:
     return question.kind.reductions != "fp32" or choice.algorithm == 66
 
 
-def call_of(question: Question) -> GemmCall:
+def question_call(question: Question) -> GemmCall:
     """Return a call for which torch asks cuBLASLt this question."""
     kind, layout, m, n, k, batch = question
     operation: Operation = "linear" if kind.bias else "bmm" if batch > 1 else "mm"

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, product_of
+from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS, Gemm, LinearConfig, operand_product
 from fmtsim.gemm.layers.emulated_gemm import run_layer
 from fmtsim.gemm.layers.keys import FORWARD, Layer
 from fmtsim.gemm.layers.watch import Watcher, watching
@@ -126,7 +126,7 @@ class LinearSite(Site):
             if q.format is not None or q.then is not None or any(isinstance(t, Clamp | Sparsity) for t in q.transforms)
         }  # fmt: skip
         super().__init__(".".join(filter(None, (module, part))), module, quantizers, FORWARD, seed)
-        self.local = tuple(name for name in self.backward if product_of(name) == "wgrad")
+        self.local = tuple(name for name in self.backward if operand_product(name) == "wgrad")
         # 3. A layer for each operand that may be rounded alone, for all of the forward pass, and for none.
         self._kinds, self._layers = kinds, dict[str | None, Layer]()
         for operand in (None, ALL, *quantizers):
@@ -221,7 +221,7 @@ def _round_alone(config: LinearConfig, operands: Collection[Any]) -> LinearConfi
     on = {*operands, *(_MADE_OF[name] for name in reused)}
     gemms: dict[str, Any] = {}
     for product in PRODUCTS:
-        gemm, names = getattr(config, product), [name for name in OPERANDS if product_of(name) == product]
+        gemm, names = getattr(config, product), [name for name in OPERANDS if operand_product(name) == product]
         makers = [config.operands.get(_MADE_OF.get(name, "")) for name in names]
         pairs = zip(names, (gemm.a, gemm.b), makers, strict=True)
         a, b = (q if name in on else _unrounded(q, forward) for name, q, forward in pairs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_dense, check_readable
-from fmtsim.casts.numpy_arrays import bits_of
+from fmtsim.casts.numpy_arrays import array_bits
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
@@ -61,7 +61,7 @@ def read_codes(x: Any, role: str) -> Codes:
         dtype = getattr(torch, name, None)
         if isinstance(dtype, torch.dtype):
             kind = _dtype_kind(dtype, role)
-            return Codes(bits_of(array), kind)
+            return Codes(array_bits(array), kind)
         # Of ml_dtypes those that torch lacks, a code a byte.
         try:
             fmt = get_format(array.dtype)
@@ -69,7 +69,7 @@ def read_codes(x: Any, role: str) -> Codes:
             fmt = None
         if not isinstance(fmt, FloatFormat) or fmt.bits > 8:
             raise DtypeError(f"{role} has dtype {name!r}, which has no order of codes; pass floats or integers")
-        return Codes(bits_of(array), Kind(name, fmt.bits, fmt, fmt.signed, None))
+        return Codes(array_bits(array), Kind(name, fmt.bits, fmt, fmt.signed, None))
     raise ArgumentError(f"{role} is a {type(x).__name__}; pass a torch tensor or a numpy array")
 
 

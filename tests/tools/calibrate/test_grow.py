@@ -7,7 +7,7 @@ import torch
 
 from fmtsim.gemm.targets.cublaslt import choice_order, unsigned
 from fmtsim.gemm.targets.learned import FEATURES, Learned
-from fmtsim.gemm.targets.question import Choice, Question, call_of
+from fmtsim.gemm.targets.question import Choice, Question, question_call
 from tools.calibrate import grow as module
 from tools.calibrate.book import KINDS
 from tools.calibrate.grow import Nodes, Topic, grow
@@ -52,9 +52,9 @@ def answered(count):
 
 def calls_of(question):
     """Return the calls that a question is about: of one column a product with torch's own bias, too."""
-    calls = [call_of(question)]
+    calls = [question_call(question)]
     if question.n == 1 and not question.kind.bias and calls[0].operation == "mm":
-        calls.append(call_of(question._replace(kind=question.kind._replace(bias=True))))
+        calls.append(question_call(question._replace(kind=question.kind._replace(bias=True))))
     return calls
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets.learned import Learned
-from fmtsim.gemm.targets.question import Question, call_of, library_question
+from fmtsim.gemm.targets.question import Question, library_question, question_call
 from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.support.errors import ArgumentError, DeviceError
 from fmtsim.support.executors import open_tasks
@@ -46,7 +46,7 @@ def test_questions_are_calls_that_torch_makes(topic):
     assert max((m * n * batch).max(), (n * k * batch).max(), (m * k * batch).max()) <= 1 << 33
     for number, *rest in asked[:, ::20].T.tolist():
         question = Question(topic.kinds[number], *rest)
-        call = call_of(question)
+        call = question_call(question)
         batch_of_one = replace(call, operation="bmm") if call.operation == "mm" else call
         assert question in (library_question(call), library_question(batch_of_one))
     if topic.kinds[0].scaling != "none":
