@@ -52,12 +52,14 @@ def check_dense(name: str, x: Any) -> None:
 def check_together(**tensors: torch.Tensor | None) -> None:
     """Refuse tensors that no operation takes together: on different devices, or fake beside tensors that are not."""
     present = {name: t for name, t in tensors.items() if t is not None}
+    # 1. one device for all
     first = next(iter(present))
     plain = True
     for name, t in present.items():
         plain = plain and type(t) in PLAIN_TYPES
         if t.device != present[first].device:
             step = f"for example {name}.to({first}.device)"
+            # a weight on meta is most often one that Accelerate keeps elsewhere
             if t.is_meta and name in ("w", "bias"):  # of a layer
                 step += ", or load it: Accelerate's offloaded weights are there while the forward of their module runs"
             raise ArgumentError(
@@ -105,6 +107,7 @@ def takes(function: Any, *arguments: Any) -> bool:
 
 def check_flags(**flags: Any) -> None:
     """Refuse flags that are neither True nor False; ``native`` may be None."""
+    # 1 and 0 are no flags: a caller who passes them means a number
     for name, value in flags.items():
         if value is not True and value is not False and not (value is None and name == "native"):
             none = "None (where possible), " if name == "native" else ""
@@ -123,6 +126,7 @@ def check_input(x: torch.Tensor, name: str = "x", *, float8: bool = False) -> No
     check_dense(name, x)
     if x.dtype not in FLOAT_DTYPES and not (float8 and x.dtype in FLOAT8_DTYPES):
         # float32 holds integers of up to 16 bits; a wider one would be rounded twice
+        # the hint that fits the dtype: integers, complex numbers, or codes
         narrow = x.dtype.itemsize < 4
         hint = "convert it with .float()" if narrow else "convert it with .double(), which is exact below 2**53"
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else hint
@@ -136,6 +140,7 @@ def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_together(input=x, weight=weight)
     if x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
         raise ArgumentError(f"input has shape {tuple(x.shape)}; pass [..., {weight.shape[-1]}]")
+    # under autocast the layer casts both
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise DtypeError(f"input has dtype {x.dtype}, the weight {weight.dtype}; convert one, or use torch.autocast")
     if torch.is_grad_enabled():
@@ -152,6 +157,7 @@ def prepare(
         raise ArgumentError(
             f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
         )
+    # negative: a batch dimension in front changes nothing
     inner = dim - rank if dim >= 0 else dim
     run = _resolve_traced if torch.compiler.is_compiling() else _resolve
     return run(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
@@ -188,6 +194,7 @@ def _resolve_cached(
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
 ) -> tuple[CastSpec, torch.dtype, BlockOf, int]:  # fmt: skip
     fmt = with_block(get_format(format), block_size, scale_rule)
+    # 1. the format with the caller's block, the mode, the rule beyond the largest value
     mode = get_rounding(rounding, random_bits)
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
         message = "choose 'saturate', 'ieee' or None for the format's default"
@@ -195,6 +202,7 @@ def _resolve_cached(
     if isinstance(fmt, PackedFormat) and (mode != Rounding() or overflow == "ieee"):
         raise FormatError(f"{fmt.name} is rounded as its source does; leave rounding= and overflow= out")
     spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
+    # 2. what the verb needs beside the cast: dtype of the result, block to check, bits to draw
     result = check_out_dtype(out_dtype, fmt) or result_dtype(fmt, dtype)
     random = mode.bits if mode.mode == "stochastic" else 0
     block = (fmt.name, *fmt.block) if isinstance(fmt, ScaledFormat) else None
@@ -205,6 +213,7 @@ def check_out_dtype(out_dtype: torch.dtype | None, fmt: Format) -> torch.dtype |
     """Return the dtype; raise DtypeError for one that results do not have, or a float8 one that lacks a value."""
     if out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in FLOAT_DTYPES):
         return out_dtype
+    # a float8 result is exact, or an error
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in FLOAT8_DTYPES:
         kinds = "torch.float16, bfloat16, float32, float64 or a float8 dtype"
         raise DtypeError(f"out_dtype={shown(out_dtype)} is not allowed; choose {kinds}")
@@ -223,6 +232,7 @@ def check_blocks(x: torch.Tensor, block: BlockOf, dim: int, pad: bool) -> None:
     if block is None or pad or x.dim() == 0:
         return
     name, outer, inner = block
+    # along dim, then across it
     extent = x.shape[dim]
     if inner is not None and extent % inner:
         choice = _divisors(extent, inner)
@@ -239,6 +249,7 @@ def check_blocks(x: torch.Tensor, block: BlockOf, dim: int, pad: bool) -> None:
 def _divisors(extent: int, wanted: int) -> str:
     """Suggest the divisors of extent next to the wanted size."""
     divisors = [size for size in range(2, min(extent, 4096) + 1) if extent % size == 0]
+    # the nearest on either side
     below = [size for size in divisors if size < wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]
     choice = " or ".join(str(size) for size in below + above)
@@ -249,6 +260,7 @@ def randomness(
     x: torch.Tensor, random: int, generator: Generator, words: torch.Tensor | None
 ) -> tuple[Key, torch.Tensor | None]:
     """Return the key and the words."""
+    # 1. nothing is drawn
     if not random:
         if words is not None:
             raise ArgumentError("random_words belong to rounding='stochastic'; leave them out or choose that rounding")
@@ -256,6 +268,7 @@ def randomness(
     if words is not None:
         if generator is not None:
             raise ArgumentError("random_words and generator exclude each other; pass one of them")
+        # 2. the caller's own words, one for each element
         wanted = f"pass int64 {tuple(x.shape)} on {x.device}"
         if not isinstance(words, torch.Tensor):
             raise ArgumentError(f"random_words are {type(words).__name__}, not a tensor; {wanted}")
@@ -264,6 +277,7 @@ def randomness(
             raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
         check_together(x=x, random_words=words)
         return None, words
+    # 3. a key, from which engines make the word of each place
     return drawn_key(generator, x.device), None
 
 
@@ -287,6 +301,7 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
             )
         draw = torch.randint(*_SEEDS, (1,), generator=generator, device=where).cpu()
         return torch.cat([draw, draw.new_zeros(1)])
+    # numbers of 64 bits; those above 2^63 are the negative ones of int64
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={shown(generator)} is not a seed; pass an int of 64 bits or a torch.Generator")
@@ -298,6 +313,7 @@ def drawn_numbers(count: int, generator: Generator, device: torch.device) -> lis
     if generator is None or (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):  # at once
         seeds = torch.randint(*_SEEDS, (count,), generator=generator, device="cpu")
         return [RandomKey(seed) for seed in seeds.tolist()]
+    # one draw each, in the order of the calls
     keys = [drawn_key(generator, device) for _ in range(count)]
     return [key if isinstance(key, RandomKey) else RandomKey(*key.tolist()) for key in keys]
 
@@ -321,6 +337,7 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
         return None
     keys: list[RandomKey | torch.Tensor] = []
     for i in range(1 if batch is None else batch):
+        # a seed is one key with an offset for each product, a generator is drawn from for each
         key = keys[0] if keys and isinstance(keys[0], RandomKey) else drawn_key(generator, device, "a")
         keys.append(RandomKey(key.seed, signed(key.offset + i)) if isinstance(key, RandomKey) else key)
     tensors = [torch.as_tensor(key) for key in keys]
@@ -332,6 +349,7 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
 def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype:
     """Return the dtype of a tensor that can receive the result."""
     check_dense("out", out)
+    # 1. dtype, shape and device
     if out.dtype not in FLOAT_DTYPES and out.dtype not in FLOAT8_DTYPES:
         raise DtypeError(_dtype_message("out", out.dtype, True))
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype != out.dtype):
@@ -342,6 +360,7 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype
             f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}; pass torch.empty_like(x)"
         )
     check_together(x=x, out=out)
+    # 2. memory in which every element has a place of its own, and which may be written
     if not out.is_contiguous() and _overlaps_itself(out):
         raise ArgumentError(
             f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
@@ -349,6 +368,7 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype
         )
     if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError("out was made in inference mode, and torch writes to it in there alone; pass out.clone()")
+    # 3. autograd has no rule for a result that is given
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ArgumentError("out= does not support autograd; call quantize without out=, or under torch.no_grad()")
     return out.dtype
@@ -370,6 +390,7 @@ def _decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) ->
     fmt = get_format(format)
     if isinstance(fmt, ScaledFormat) and not isinstance(fmt, PackedFormat):
         raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
+    # a float8 tensor says its format itself
     if codes.is_floating_point and codes.itemsize == 1:
         stored = get_format(codes)
         if stored != fmt:
@@ -401,6 +422,7 @@ def short_codebook(fmt: Format) -> CodebookFormat | None:
 
 def _overlaps_itself(x: torch.Tensor) -> bool:
     """Return True if two elements share memory, or strides interleave in a way that no slice or view makes."""
+    # a dimension is safe if its step is longer than all finer dimensions together
     reach = 0  # of the dimensions seen so far, the finest first
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -95,6 +95,7 @@ class Encoded:
                     raise CodeError(
                         f"{fmt.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}"
                     )
+            # 2. all on one device; codes and scales in their format unless that is known
             check_together(codes=self.codes, **{name: getattr(self, name) for name in _PARTS})
             if not validated:
                 _require_values(self)
@@ -102,6 +103,7 @@ class Encoded:
     @staticmethod
     def _known(parts: EncodedParts, fmt: Format, shape: torch.Size, dim: int) -> "Encoded":
         """Return stored parts that ``encode`` made: their dtypes and shapes follow from the format."""
+        # around __post_init__, which would derive again what encode knew
         encoded = object.__new__(Encoded)
         for name, value in zip(Encoded.__slots__, (fmt, shape, dim, *parts, None), strict=True):
             object.__setattr__(encoded, name, value)
@@ -127,6 +129,7 @@ class Encoded:
         rank = max(len(shape), 1)
         if not -rank <= dim < rank:
             raise ArgumentError(f"dim={dim} is out of range for {rank} dimensions; choose {-rank} to {rank - 1}")
+        # dim is kept negative, as casts have it
         shape, dim = torch.Size(shape), dim - rank if dim >= 0 else dim
         if not isinstance(fmt, PackedFormat) and parts.codes.shape != shape:
             raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
@@ -136,6 +139,7 @@ class Encoded:
 
     def parts(self) -> EncodedParts:
         """Return unpacked codes and float32 scales, as engines take them."""
+        # the operator where tensors have no numbers: a compiler, vmap or export
         if is_readable(self.codes) or isinstance(self.format, PackedFormat):  # whose bytes are the codes
             codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
         else:
@@ -166,6 +170,7 @@ class Encoded:
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
         cast = self._cast()
+        # codes of formats without gaps need no check: every pattern is one
         dtype, validated = _decoded(cast, out_dtype if out is None else out.dtype)
         values = ops.decode(self.parts(), cast, dtype, validated=validated)
         if isinstance(self.format, PackedFormat):  # a block at the end may be short
@@ -194,6 +199,7 @@ class Encoded:
 
     def to(self, device: torch.device | str) -> "Encoded":
         """Return the same on another device."""
+        # no codes change, so nothing is validated again
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors()}
         return Encoded(format=self.format, shape=self.shape, dim=self.dim, **moved, validated=True)
 
@@ -208,6 +214,7 @@ class Encoded:
             ArgumentError: The tensors have no numbers: they are on meta, or fake.
         """
         check_readable("the encoded tensor", self.codes)
+        # each tensor under the tag that other readers of safetensors know
         stored = {}
         for name, (tag, shape, _, _) in code_layout(self.format, self.shape, self.dim).items():
             stored[name] = StoredTensor(tag, shape, tensor_bytes(getattr(self, name)))
@@ -235,6 +242,7 @@ class Encoded:
                 sizes, dim = parse_json(metadata["shape"]), int(metadata["dim"])
             except (KeyError, ValueError) as error:
                 raise DataError(f"the metadata is not that of an encoded tensor: {error}") from None
+            # sizes of a file that anyone may have written: no product of them may overflow
             whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
             if not whole or math.prod(max(size, 1) for size in sizes) >= 1 << 63:
                 raise DataError(f"shape {shown(metadata['shape'])} in the metadata; expected a list of sizes")
@@ -293,6 +301,7 @@ def _require_values(encoded: Encoded) -> None:
     """Refuse codes beyond the end of a codebook that does not fill its bits, and scales outside their format."""
     if not is_readable(encoded.codes):
         return
+    # scales first: restoring them refuses codes that are none
     if encoded.scales is not None:
         restore_scales(encoded.scales, encoded.format)
     book = short_codebook(encoded.format)

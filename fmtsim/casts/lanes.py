@@ -38,6 +38,7 @@ def define_operator(
         tags: Of the operator.
         keyed: It takes random keys: register an overload for calls with one as well (``with_keys``).
     """
+    # the keyed overload reads a key from the CPU, which torch must know before it captures a CUDA graph
     name, _, rest = schema.partition("(")
     for signature, more in ((name, ()), (f"{name}.keyed", READS_HOST))[: 1 + keyed]:
         LIBRARY.define(f"{signature}({rest}", tags=(*tags, *more))
@@ -50,9 +51,11 @@ def define_operator(
 
 def _over_batch(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Run an operator for each tensor of a batch: blocks, and the places of random words, do not cross it."""
+    # 1. the arguments of each call: batched ones unbound, others repeated
     dims = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
     count = info.batch_size
     rows = [_unbind(value, dim, count) for value, dim in zip(arguments, dims, strict=True)]
+    # 2. one call for each; results are stacked again
     results = [operator(*row) for row in zip(*rows, strict=True)]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results)[:count], 0
@@ -64,6 +67,7 @@ def _unbind(value: Any, dim: Any, count: int) -> list[Any]:
     """Return an argument, or a list of them, for each tensor of a batch."""
     if isinstance(value, list) and isinstance(dim, list):
         return [list(values) for values in zip(*map(_unbind, value, dim, [count] * len(value)), strict=True)]
+    # an argument that all calls share
     if not isinstance(value, torch.Tensor) or dim is None:
         return [value] * max(count, 1)
     if count:

@@ -24,11 +24,13 @@ _KINDS = "float16, bfloat16, float32, float64 or a float8 dtype"
 
 def array_bits(array: "numpy.ndarray[Any, Any]") -> Tensor:
     """Return the bits of an array as signed integers of its size, in its memory where torch can use that."""
+    # 1. bytes in the order of this machine, strides that torch takes
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     # torch takes neither negative strides nor those that are not whole elements
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()
+    # 2. torch sees the memory itself; it knows no dtypes of ml_dtypes, so bits travel as integers
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
         return torch.from_numpy(array.view(f"i{array.itemsize}"))
@@ -57,6 +59,7 @@ def to_tensor(array: "numpy.ndarray[Any, Any]", name: str = "x") -> Tensor:
 def to_array(tensor: Tensor) -> "numpy.ndarray[Any, Any]":
     """Return a CPU tensor of floats as an array of the same dtype, ml_dtypes' where numpy has none, in its memory."""
     fmt = get_format(tensor.dtype)
+    # numpy gets the bits as integers and views them in its own dtype
     assert isinstance(fmt, ElementFormat)
     return tensor.detach().view(_BITS[tensor.element_size()]).numpy().view(numpy_dtype(fmt))
 
@@ -81,6 +84,7 @@ def quantize(
     check_input(x, float8=True)
     dtype = out_dtype if out is None else check_out(x, out, out_dtype)
     dtype = _result_dtype(format, options["block_size"], options["scale_rule"], x.dtype, dtype)
+    # float32 holds every float8 number, and casts start from there
     wide = x.to(torch.float32) if x.dtype in FLOAT8_DTYPES else x
     if isinstance(dtype, torch.dtype) and dtype in FLOAT8_DTYPES:
         result = narrowed(verb(wide, format, **options), dtype)
@@ -104,11 +108,13 @@ def _quantize_array(
     options: dict[str, Any],
 ) -> "numpy.ndarray[Any, Any]":  # fmt: skip
     tensor = to_tensor(x)
+    # dtype of the result by any of the three libraries' names
     wanted = _checked_dtype(out_dtype) if out is None else _checked_out(x, out, out_dtype)
     options = {**options, "random_words": word_tensor(options["random_words"])}
     result = to_array(verb(tensor, format, out_dtype=wanted, **options))
     if out is None:
         return result
+    # out may be a view, or x itself: it is written last
     numpy.copyto(out, result)
     return out  # type: ignore[no-any-return]
 

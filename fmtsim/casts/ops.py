@@ -63,6 +63,7 @@ def quantize_out(x: torch.Tensor, out: torch.Tensor, cast: Cast, key: Key, words
 
 def quantize_plain(x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key) -> torch.Tensor:
     """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
+    # x's own strides where they leave no gaps, so that kernels run along memory
     out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
     _quantize_into(x.detach() if x.requires_grad else x, out, cast, key)  # engines have threads, which record gradients
     return out
@@ -96,6 +97,7 @@ def encode_packed(x: torch.Tensor, cast: Cast, key: Key) -> EncodedParts | None:
     """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
     if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
         return None
+    # one kernel writes packed bytes and scales; elsewhere codes are packed afterwards
     spec, engine = cast_spec(cast), load_engine("cuda")
     if not engine.supports("encode_packed", spec, x):
         return None
@@ -111,6 +113,7 @@ def decode(parts: EncodedParts, cast: Cast, dtype: torch.dtype, *, validated: bo
     every value of the format.
     """
     if dtype in FLOAT8_DTYPES:
+        # float8 holds the values, and float32 on the way is exact
         return narrowed(decode(parts, cast, torch.float32, validated=validated), dtype)
     others = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
     return torch.ops.fmtsim.decode(parts.codes, *others, cast_json(cast), dtype, validated)
@@ -168,6 +171,7 @@ def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> 
         low, high, bits = int(words.min()), int(words.max()), cast.rounding.bits
         if low < 0 or high >= 1 << bits:
             raise ArgumentError(f"random_words reach from {low} to {high}; choose 0 to 2**{bits} - 1")
+    # only a format without NaN whose record forbids it has to look at x
     element = cast.format.element if isinstance(cast.format, BlockFormat) else cast.format
     if isinstance(element, LogTileFormat | PackedFormat) or element.nan_policy != "error" or element.has_nan:
         return
@@ -183,6 +187,7 @@ def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
         return False
     if (x.data_ptr(), x.stride(), x.dtype) == (out.data_ptr(), out.stride(), out.dtype):
         return False
+    # the same element in the same place may be overwritten; any other overlap needs a copy
     (first, last), (first_out, last_out) = _span(x), _span(out)
     return x.device == out.device and first < last_out and first_out < last
 
@@ -191,6 +196,7 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the byte behind its last."""
     if x.is_contiguous():
         return x.data_ptr(), x.data_ptr() + x.nbytes
+    # the last element is the farthest: strides are not negative
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size() * (x.numel() > 0)
 
@@ -212,6 +218,7 @@ def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
 
 def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
+    # integers of users may be negative, or no codes at all
     codes = codes if validated else _patterns(codes, cast.format)
     shape = decoded_shape(cast, codes.shape)
     like = codes if codes.shape == shape else codes.new_empty(shape)

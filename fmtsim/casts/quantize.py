@@ -206,6 +206,7 @@ def encode(
     if block is not None:
         check_blocks(tensor, block, dim, pad)
     key, words = randomness(tensor, random, generator, integers)
+    # 2. a kernel that writes what is stored, else codes in the tensor's shape, which are then packed
     packed = ops.encode_packed(tensor.detach(), cast, key) if words is None else None
     fmt, inner = _encoded_format(cast)
     if packed is not None:
@@ -214,6 +215,7 @@ def encode(
     if is_readable(tensor):
         codes, scales = store(parts.codes, parts.scales, fmt, inner, validated=True)
         return Encoded._known(parts._replace(codes=codes, scales=scales), fmt, tensor.shape, inner)
+    # 3. traced or fake tensors: the same by operators
     text = ops.cast_json(cast)
     if not isinstance(fmt, PackedFormat):
         codes, scales = store_traced(parts.codes, parts.scales, text)
@@ -275,5 +277,6 @@ def decode(
             raise FormatError("a plain tensor of codes does not say its format; pass format=, for example 'e4m3'")
         format = codes.dtype
     cast, dtype = decoding(format, codes.dtype, out_dtype)
+    # float8 tensors are codes already
     patterns = codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
     return ops.decode(EncodedParts(patterns), cast, dtype)

@@ -21,6 +21,7 @@ Layout = dict[str, tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]]
 def code_layout(fmt: Format, shape: torch.Size, dim: int) -> Layout:
     """Return tag and shape in a file, dtype and shape in memory, of every tensor that a format asks for."""
     if isinstance(fmt, PackedFormat):
+        # ggml's bytes hold codes and scales of a block together
         size = block_bytes(fmt, shape, dim)
         return {"codes": ("U8", size, torch.uint8, size)}
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
@@ -54,6 +55,7 @@ def _scale_type(fmt: BlockFormat | LogTileFormat) -> tuple[str, torch.dtype]:
     """Return the tag and the dtype in which a format's scales are stored."""
     if isinstance(fmt, LogTileFormat):
         return "F32", torch.float32
+    # small scales as codes, wide ones in torch's dtype of that format
     if fmt.scale.bits <= 8:
         return safetensors_tag(fmt.scale) or "U8", torch.uint8
     dtype, tag = torch_dtype(fmt.scale), safetensors_tag(fmt.scale)
@@ -70,9 +72,11 @@ def _store_scales(scales: torch.Tensor, fmt: BlockFormat, validated: bool) -> to
     if dtype == torch.uint8:
         if fmt.alternative is None:
             return codes_of_scales(scales, fmt.scale, validated=validated)
+        # the sign of a scale says which of two elements the block has: it takes the top bit
         codes = codes_of_scales(scales.abs(), fmt.scale, validated=validated)
         return codes | ((torch.signbit(scales) & ~scales.isnan()).to(torch.uint8) << (fmt.scale.bits - 1))
     stored = scales.to(dtype)
+    # a scale that the dtype does not hold would decode to other numbers
     wrong = (stored != scales) & ~scales.isnan()
     if not validated and is_readable(wrong) and bool(wrong.any()):
         raise CodeError(
@@ -90,6 +94,7 @@ def _rows(shape: torch.Size, dim: int) -> tuple[int, ...]:
 
 
 def _pack(codes: torch.Tensor, bits: int, dim: int, validated: bool) -> torch.Tensor:
+    # codes are packed along dim, so that a block's codes lie together
     rows = codes.reshape(1) if codes.dim() == 0 else codes
     if bits not in _PLAIN:
         return pack(rows.movedim(dim, -1), bits, validated=validated)
@@ -127,6 +132,7 @@ def restore_scales(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return float32 scales; raise CodeError for a code that is not that of a scale."""
     if not isinstance(fmt, BlockFormat):
         return scales
+    # the top bit is the sign where a format has two elements
     sign = 1 << (fmt.scale.bits - 1) if fmt.alternative else 0
     plain = scales_of_codes(scales & ~sign, fmt.scale) if fmt.scale.bits <= 8 else scales.to(torch.float32)
     return torch.where((scales & sign) != 0, -plain, plain) if sign else plain
@@ -136,6 +142,7 @@ def restore_codes(codes: torch.Tensor, fmt: Format, dim: int, shape: torch.Size)
     """Return codes of the tensor's shape."""
     bits = fmt.bits
     if bits in _PLAIN:
+        # torch has few operations for unsigned 16 and 32 bits: codes are kept in wider dtypes
         plain = codes.to(code_dtype(bits))
         return plain & ((1 << bits) - 1) if bits in (16, 32) else plain
     rows = _rows(shape, dim)
@@ -148,6 +155,7 @@ def store_traced(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do what ``store`` does, by the operator: where compile, vmap or export trace, or a tensor has no numbers."""
     nothing = codes.new_empty(0, dtype=torch.float32) if scales is None else scales
+    # an operator takes a tensor for each argument: an empty one stands for none
     stored, small = torch.ops.fmtsim.store(codes, nothing, text)
     return stored, None if scales is None else small
 
@@ -174,6 +182,7 @@ def _restore(codes, scales, spec, shape):  # type: ignore[no-untyped-def]
 def _store_shapes(codes, scales, spec):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     layout = code_layout(cast.format, codes.shape, cast.dim)
+    # one dimension: the empty tensor that stands for no scales
     small = torch.empty_like(scales) if scales.dim() == 1 else scales.new_empty(scales.shape, dtype=layout["scales"][2])
     _, _, dtype, size = layout["codes"]
     return codes.new_empty(size, dtype=dtype), small

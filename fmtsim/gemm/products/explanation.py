@@ -144,6 +144,7 @@ def _parts(k: int, chain: str, plan: GemmPlan) -> str:
         return f"{text}; {chain}"
     share = -(-tiles // plan.split)
     parts = -(-tiles // share) if plan.owner == "contiguous" else min(plan.split, tiles)
+    # which tiles a part gets: a run of them, or every n-th
     ordinal = {1: "st", 2: "nd", 3: "rd"}.get(plan.split % 10 if plan.split // 10 % 10 != 1 else 0, "th")
     runs = {"contiguous": f"runs of {share} tiles", "even": f"runs of {tiles // parts} tiles"}
     runs["even"] += f", the last {tiles % parts} one longer" if tiles % parts else ""

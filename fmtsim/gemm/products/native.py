@@ -293,6 +293,7 @@ def multiply_natively(call: GemmCall, operands: Operands, dtype: torch.dtype) ->
                 small = operands.scales_of_rows(a.shape[0], b.shape[0])
             scale_a, scale_b = (_codes(s, call.scaling) for s in small)
             tensor_a, tensor_b = operands.row, operands.column
+    # an operator: compiled graphs call it, and it keeps the strides that the library's choice depends on
     return torch.ops.fmtsim.native_gemm(  # type: ignore[no-any-return]
         a, b.mT, call.operation, dtype, operands.bias if call.bias else None, scale_a, scale_b, tensor_a, tensor_b,
         operands.result_scale, call.scaling, call.fast_accum, formats[0].name == "tf32", call.accumulate == "fp16",

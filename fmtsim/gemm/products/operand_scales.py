@@ -181,6 +181,7 @@ def swizzle_names(name: str, swizzle: Any) -> tuple[str, ...] | None:
 def _enum_names(name: str, value: Any, allowed: tuple[str, ...], kind: str) -> tuple[str, ...] | None:
     if value is None:
         return None
+    # members of torch's enumeration, or their names
     members = value if isinstance(value, list | tuple) else [value]
     names = tuple(member if isinstance(member, str) else getattr(member, "name", shown(member)) for member in members)
     wrong = [member for member in names if member not in allowed]
@@ -311,6 +312,7 @@ def _finite(name: str, scale: Tensor) -> Tensor:
 
 
 def _require_finite(scale: Tensor, name: str) -> None:
+    # a negative or infinite scale has no meaning in any library
     wrong = ~scale.isfinite() | (scale < 0)
     if bool(wrong.any()):
         raise ArgumentError(f"{name} holds {scale[wrong][0].item():g}; scales are finite and not negative")

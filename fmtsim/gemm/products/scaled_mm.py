@@ -319,6 +319,7 @@ def _refuse_gradient(**tensors: Tensor | None) -> None:
 def _accumulate(c: Tensor | None, accumulate: str | None) -> str | None:
     if c is None:
         return accumulate
+    # c says the sums; a contradiction is an error
     of_c = accumulate_name(c.dtype)
     if accumulate not in (None, of_c):
         raise DtypeError(f"c has dtype {c.dtype}, but accumulate={shown(accumulate)}; leave one of them out")
