@@ -133,7 +133,7 @@ def test_answers():
         ((63, 20, 1, 0, 1, 15), Choice(63, 1, 0, 0, 15)),
         ((21, 9, 1, 4, 3, 20), Choice(21, 1, 0, 0, 20)),
         ((13, 9, 4, 2, 94, 0), Choice(13, 4, 2, 94)),
-    ],
+    ],  # fmt: skip
 )
 def test_what_decides_no_order_is_left_out(attributes, choice):
     assert normalised(*attributes) == choice

@@ -83,7 +83,7 @@ def test_sums_in_float64(dtype):
         (torch.float8_e5m2, 0x7F),
         (torch.float8_e4m3fnuz, 0x80),
         (torch.float8_e5m2fnuz, 0x80),
-    ],
+    ],  # fmt: skip
     ids=str,
 )
 def test_nan_has_the_bits_of_the_units(dtype, code):

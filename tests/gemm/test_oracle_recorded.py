@@ -60,7 +60,7 @@ def test_probes(name):
         ("mtc_H200_E4M3_fp16", {"promote_every": None}),
         ("probe_minexp_bf16_fp32", {"min_exponent": -132}),
         ("probe_minexp_fp16_fp16", {"min_exponent": -22}),
-    ],
+    ],  # fmt: skip
 )
 def test_a_wrong_unit_is_seen(name, wrong):
     assert mismatches(name, slice(200), **wrong) != []

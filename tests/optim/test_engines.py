@@ -40,7 +40,7 @@ CUDA = (
             ("ao_4bit", fmtsim.optim.SGD, torch.float32),
             ("fp32", fmtsim.optim.Lion, torch.float32),
             ("intel_2t", fmtsim.optim.Lion, torch.float32),
-        )
+        )  # fmt: skip
     ),
     *(
         pytest.param(scheme, fmtsim.optim.AdamW, dtype, marks=pytest.mark.slow)
@@ -54,7 +54,7 @@ CUDA = (
             ("fp8lm_v8", torch.float16),
             ("fp8lm_w8", torch.bfloat16),
             ("ao_fp8", torch.float32),
-        )
+        )  # fmt: skip
     ),
 )
 OURS = (
@@ -334,13 +334,9 @@ def test_words_of_kernels_find_the_codes_of_a_search(scheme, slot):
 
 OPTIMIZERS = [(name, "AdamW") for name in fmtsim.optim.list_schemes() if name != "lns_madam"]
 OPTIMIZERS += [
-    ("lns_madam", "Madam"),
-    ("bnb8", "Adam"),
-    ("bnb8", "Lion"),
-    ("coat_fixed", "SGD"),
-    ("coat", "SGD"),
+    ("lns_madam", "Madam"), ("bnb8", "Adam"), ("bnb8", "Lion"), ("coat_fixed", "SGD"), ("coat", "SGD"),
     ("fp32", "Madam"),
-]
+]  # fmt: skip
 CASES = [(*pair, torch.bfloat16 if pair[0] == "bf16_sr" else torch.float32) for pair in OPTIMIZERS]
 CASES += [
     (scheme, "AdamW", torch.bfloat16) for scheme in ("fp32", "bnb8", "ao_4bit", "coat_fixed", "fp8lm", "intel_2t")

@@ -22,15 +22,8 @@ from tests.support.operands import normal
 E2M1, E4M3 = get_format("e2m1"), get_format("e4m3")
 
 SHAPES = [
-    ((), -1),
-    ((5,), -1),
-    ((4, 6), -1),
-    ((4, 7), -2),
-    ((2, 3, 5), -2),
-    ((3, 2, 4), -3),
-    ((4, 7), 0),
-    ((3, 2, 4), 1),
-]
+    ((), -1), ((5,), -1), ((4, 6), -1), ((4, 7), -2), ((2, 3, 5), -2), ((3, 2, 4), -3), ((4, 7), 0), ((3, 2, 4), 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)

@@ -88,13 +88,8 @@ def test_every_control_can_be_used(opened):
         for value in name.eval_on_selector_all("option", "all => all.map((o) => o.value)")[::-1]:
             name.select_option(value)
         assert name.get_attribute("id") in (
-            "heat-metric",
-            "heat-operand",
-            "heat-sort",
-            "exp-layer",
-            "exp-values",
-            "exp-format",
-        )
+            "heat-metric", "heat-operand", "heat-sort", "exp-layer", "exp-values", "exp-format",
+        )  # fmt: skip
         name.select_option(index=1)
         assert page.content() + drawn(page) != before, name.get_attribute("id")
     page.select_option("#heat-metric", "underflow_percent")
