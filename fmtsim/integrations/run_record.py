@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.analysis.losses import MEASURES, badness, layer_losses, worst
+from fmtsim.lab.analysis.losses import MEASURES, badness, losses_of, worst
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
@@ -36,7 +36,7 @@ def figures(part: Observation) -> dict[str, float]:
 
     What is infinite or undefined (nothing lost, all zeros) is left out: not all loggers take it.
     """
-    losses = layer_losses(part.layers)
+    losses = losses_of(part.layers)
     if not losses:
         return {}
     numbers = {
@@ -50,7 +50,7 @@ def figures(part: Observation) -> dict[str, float]:
 
 def worst_places(part: Observation) -> dict[str, str]:
     """Return the layer and operand of each of ``figures``, for logs that take text; those that lose nothing are out."""
-    losses = layer_losses(part.layers)
+    losses = losses_of(part.layers)
     firsts = {by: worst(losses, 1, by)[0] for by in MEASURES} if losses else {}
     places = {f"fmtsim_worst_{by}": f"{one.layer or '(model)'} {one.operand}" for by, one in firsts.items()}
     nothing = {
@@ -67,7 +67,7 @@ def exponents(part: Observation, by: str | None) -> dict[str, Tensor]:
         by: ``"operand"``, ``"layer"`` or None, as callbacks take it.
     """
     totals: dict[str, Tensor] = {}
-    for layer, operand, stats in layer_losses(part.layers) if by is not None else ():
+    for layer, operand, stats in losses_of(part.layers) if by is not None else ():
         parts = ("fmtsim_exponents", *([layer or "(model)"] if by == "layer" else []), operand)
         name = "/".join(parts)
         totals[name] = totals.get(name, 0) + stats.scaled_exponents
