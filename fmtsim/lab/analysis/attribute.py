@@ -219,9 +219,7 @@ def attribute(
             return _attribute(Runs(copied, batch, loss, logits), sites, exact, generator, show, notes)
 
 
-def _attribute(
-    runs: Runs, sites: list[Site], exact: bool, seed: int, show: Progress, notes: list[str]
-) -> Attribution:  # fmt: skip
+def _attribute(runs: Runs, sites: list[Site], exact: bool, seed: int, show: Progress, notes: list[str]) -> Attribution:
     probe = Probe(sites, runs.samples, seed)
     with watching(probe):
         # 1. A pass that rounds nothing: its loss, its gradients, and the errors that each operand would have.
@@ -301,9 +299,7 @@ def _attribute(
     )  # fmt: skip
 
 
-def _notes(
-    runs: Runs, probe: Probe, rows: list[AttributionRow], dtype: torch.dtype, idle: list[Site]
-) -> list[str]:  # fmt: skip
+def _notes(runs: Runs, probe: Probe, rows: list[AttributionRow], dtype: torch.dtype, idle: list[Site]) -> list[str]:
     """Return what was left out or could not be told."""
     notes = [runs.why_no_kl] if runs.why_no_kl else []
     if dtype.itemsize < 4:

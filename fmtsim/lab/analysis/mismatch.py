@@ -171,7 +171,19 @@ def explain_mismatch(
     rows = sorted({*rollouts[0], *rollouts[1]})
     targets = get_target(trainer), get_target(rollout)
     net: Any = model  # a module where there is a batch
-    labels = _check_batch(net, batch, dtype)
+    if isinstance(net, nn.Module) and is_converted(net):
+        raise ArgumentError(f"{_VERB} got a converted model; pass it as it was before convert (fmtsim.revert)")
+    labels = None  # the tokens of a batch
+    if batch is not None:
+        check_model(_VERB, net)
+        if dtype not in _RUNS:
+            choice = " or ".join(_RUNS)
+            raise ArgumentError(f"{_VERB} got dtype={shown(dtype)} with a batch; choose {choice}, or no batch")
+        labels = labels_of(batch, 0)
+        if not bool((labels[:, 1:] >= 0).any()):
+            raise ArgumentError(
+                f"{_VERB}: the batch has no token to predict; pass rows of 2 tokens or more, not masked"
+            )
     sides = [list_products(_VERB, model, target, [dtype], ["forward"]) for target in targets]
     pairs = {
         a.layer: (next(size_bands(a, m)), list(join_bands(size_bands(b, rows)))) for a, b in zip(*sides, strict=True)
@@ -215,21 +227,6 @@ class _AtRows(Target):
 @lru_cache(maxsize=64)
 def _at_rows(target: Target, rows: int) -> _AtRows:
     return _AtRows(target=target, rows=rows, **{field.name: getattr(target, field.name) for field in fields(Target)})
-
-
-def _check_batch(model: Any, batch: Any, dtype: str) -> Tensor | None:
-    """Return the tokens of a batch that can run, None without one."""
-    if isinstance(model, nn.Module) and is_converted(model):
-        raise ArgumentError(f"{_VERB} got a converted model; pass it as it was before convert (fmtsim.revert)")
-    if batch is None:
-        return None
-    check_model(_VERB, model)
-    if dtype not in _RUNS:
-        raise ArgumentError(f"{_VERB} got dtype={shown(dtype)} with a batch; choose {' or '.join(_RUNS)}, or no batch")
-    labels = labels_of(batch, 0)
-    if not bool((labels[:, 1:] >= 0).any()):
-        raise ArgumentError(f"{_VERB}: the batch has no token to predict; pass rows of 2 tokens or more, not masked")
-    return labels
 
 
 def _all(answers: Iterable[bool | None]) -> bool | None:

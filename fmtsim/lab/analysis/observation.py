@@ -209,8 +209,6 @@ def _sort(operands: dict[str, Any]) -> None:
     operands |= ordered
 
 
-def _map_operands(
-    function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+def _map_operands(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what a function makes of each operand of each layer."""
     return {layer: {name: function(s) for name, s in operands.items()} for layer, operands in layers.items()}

@@ -99,7 +99,6 @@ def labels_of(batch: Any, index: int) -> Tensor:
         raise ArgumentError(
             f"batch {index} has {what} for token numbers; pass integers [rows, tokens], or a dict with 'input_ids'"
         )
-    # A label that the caller gave as -100 does not count either.
     labels, mask = keywords.get("labels", ids), keywords.get("attention_mask")
     return labels if mask is None else labels.masked_fill(mask == 0, _IGNORED)
 
