@@ -89,7 +89,7 @@ class Runs:
         """Return the loss, and the KL from a reference, of a pass without gradients."""
         with torch.no_grad():
             loss, logits = self.forward()
-            return loss.item(), None if reference is None or logits is None else kl_of(logits, reference).item()
+            return loss.item(), None if reference is None or logits is None else kl_divergence(logits, reference).item()
 
     def backward(self, probe: Probe, loss: Tensor, kind: Backward, *, again: bool = False) -> list[Tensor | None]:
         """Return the gradients of the parameters, float32 or wider."""
@@ -118,7 +118,7 @@ class Runs:
         return next((t.shape[0] for t in tensors if t.dim() and t.shape[0]), 1)
 
 
-def kl_of(logits: Tensor, reference: Tensor) -> Tensor:
+def kl_divergence(logits: Tensor, reference: Tensor) -> Tensor:
     """Return the mean over positions of ``KL(softmax(reference) || softmax(logits))`` in nats."""
     p, q = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (reference, logits))
     return F.kl_div(q, p, reduction="batchmean", log_target=True)

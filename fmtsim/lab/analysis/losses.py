@@ -57,7 +57,7 @@ _COLUMNS = (
 )
 
 
-def losses_of(layers: Layers) -> Losses:
+def list_losses(layers: Layers) -> Losses:
     """Return all operands in the order of layers."""
     return Losses(Loss(layer, operand, s) for layer, operands in layers.items() for operand, s in operands.items())
 
@@ -98,7 +98,7 @@ def plot_losses(
     """
     check_measure("plot", by)
     chosen = [
-        worst(losses_of({layer: {name: s for name, s in operands.items() if operand in (None, name)}}), 1, by)
+        worst(list_losses({layer: {name: s for name, s in operands.items() if operand in (None, name)}}), 1, by)
         for layer, operands in layers.items()
     ]
     rows = [losses[0] for losses in chosen if losses]
@@ -218,7 +218,7 @@ class LossScale(Result):
         return [Facts(facts), *([lost] if self.nonfinite else [])]
 
 
-def loss_scale_of(layers: Mapping[str, Mapping[str, OperandStats]]) -> LossScale:
+def max_loss_scale(layers: Mapping[str, Mapping[str, OperandStats]]) -> LossScale:
     """Return the largest loss scale that saturates no gradient, from statistics by layer and operand.
 
     Raises:

@@ -28,7 +28,7 @@ from fmtsim.lab.analysis.invariance import (
     size_bands,
 )
 from fmtsim.lab.analysis.one_step import unchanged
-from fmtsim.lab.analysis.perplexity import labels_of, logits_of
+from fmtsim.lab.analysis.perplexity import read_labels, read_logits
 from fmtsim.lab.analysis.shadow import call_with_gradient
 from fmtsim.nn.convert import convert
 from fmtsim.nn.coverage import together
@@ -179,7 +179,7 @@ def explain_mismatch(
         if dtype not in _RUNS:
             choice = " or ".join(_RUNS)
             raise ArgumentError(f"{_VERB} got dtype={shown(dtype)} with a batch; choose {choice}, or no batch")
-        labels = labels_of(batch, 0)
+        labels = read_labels(batch, 0)
         if not bool((labels[:, 1:] >= 0).any()):
             raise ArgumentError(
                 f"{_VERB}: the batch has no token to predict; pass rows of 2 tokens or more, not masked"
@@ -250,7 +250,7 @@ def _logits(model: nn.Module, batch: Any, labels: Tensor, dtype: str, target: Ta
         convert(model_copy.to(_RUNS[dtype]), **machine, filter_fn=lambda module, name: name in names)
 
     with unchanged(model, change) as model_copy, evaluating(model_copy), torch.no_grad(), without_doubts():
-        return logits_of(call(model_copy, batch, kind="batch"), labels)
+        return read_logits(call(model_copy, batch, kind="batch"), labels)
 
 
 def _difference(trainer: Tensor, rollout: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -304,7 +304,8 @@ def _noise(
                 model_copy.get_submodule(name).register_forward_hook(partial(watch, layer))
 
     with unchanged(model, change) as model_copy, evaluating(model_copy), torch.enable_grad(), without_doubts():
-        tokens = _next_tokens(logits_of(call(model_copy, batch, kind="batch"), labels).float().log_softmax(-1), labels)
+        logits = read_logits(call(model_copy, batch, kind="batch"), labels)
+        tokens = _next_tokens(logits.float().log_softmax(-1), labels)
         generator = torch.Generator().manual_seed(0)
         for _ in range(_PROBES):
             signs = torch.randint(0, 2, tokens.shape, generator=generator).to(tokens) * 2 - 1

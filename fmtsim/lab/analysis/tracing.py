@@ -22,7 +22,7 @@ from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.gemm.units.unit import describe
 from fmtsim.lab.analysis.fingerprint import Fingerprints, has_bits
-from fmtsim.lab.analysis.one_step import batch_of, check_loss, run_step, unchanged
+from fmtsim.lab.analysis.one_step import check_loss, run_step, split_arguments, unchanged
 from fmtsim.lab.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace, stored_call
 from fmtsim.machine.simulate import simulate
 from fmtsim.nn.modules import EmulatedModule
@@ -455,7 +455,7 @@ def traced_step(model: nn.Module, batch: Any, loss: Any = None, **options: Any) 
     with unchanged(model) as model_copy:
         recording.model = model_copy
         with recording:
-            step = run_step(model_copy, batch_of(batch), loss)
+            step = run_step(model_copy, split_arguments(batch), loss)
             recording.loss = step.loss
     return recording.trace, step.gradients
 

@@ -27,8 +27,7 @@ from fmtsim.lab.training.lockstep import HEAD_FORMAT, Lockstep, emulates_head
 from fmtsim.lab.training.run import Checkpoint, Run, finite
 from fmtsim.lab.training.schemes import TrainConfig
 from fmtsim.lab.training.training_models import TITLES, source_digest
-from fmtsim.spec.call import GemmCall
-from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
+from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.support.errors import ArgumentError, DataError, first_line
 from fmtsim.support.files import Content, write_folder
 from fmtsim.support.records import parse_json
@@ -319,7 +318,15 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
     timed = (*result.labels, "optimizer and comparison")
     record = about(config, corpus, card_description(config.device))
     record["config"]["head"] = HEAD_FORMAT if emulates_head(config) else "high precision or the recipe's"
-    mismatch = result.mismatch
+    mismatch, products = result.mismatch, []
+    for call, spec in result.products:
+        fast = f", fast_accum={call.fast_accum}" if call.operation == "scaled_mm" else ""
+        text = f"{call.operation} [{call.m}, {call.k}] {call.a} x [{call.k}, {call.n}] {call.b}"
+        order = f"{call.a_layout} x {call.b_layout}, split {spec.plan.split}: {spec.basis}"
+        products.append({
+            "text": f"{text} -> {dtype_name(call.out)}{fast}, {order}", "basis": spec.basis, "unit": spec.unit,
+            "plan": record_to_dict(spec.plan),
+        })  # fmt: skip
     return record | {
         "target": None if target is None else {"name": target.name, "library": target.library},
         "sides": list(result.labels), "optimizer": str(config.simulated.states), "parameters": result.parameters,
@@ -331,7 +338,7 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
         "stopped": result.stopped,
         "losses": result.losses,
         "seconds": {name: round(taken, 3) for name, taken in zip(timed, result.seconds, strict=True)},
-        "weights_sha256": list(result.digest), "products": [_product(call, spec) for call, spec in result.products],
+        "weights_sha256": list(result.digest), "products": products,
         "guesses": result.guesses,
     }  # fmt: skip
 
@@ -378,19 +385,6 @@ def check_text(record: dict[str, Any]) -> str:
 def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[Any], str]) -> list[Path]:
     """Write both files to a folder, all or nothing; ``dump`` makes text of a record."""
     return write_folder(out, {CHECK_RECORD: dump(record) + "\n", CHECK_TEXT: text + "\n"})
-
-
-def _product(call: GemmCall, found: GemmSpec) -> dict[str, Any]:
-    out = dtype_name(call.out)
-    fast = f", fast_accum={call.fast_accum}" if call.operation == "scaled_mm" else ""
-    layouts = f"{call.a_layout} x {call.b_layout}"
-    return {
-        "text": f"{call.operation} [{call.m}, {call.k}] {call.a} x [{call.k}, {call.n}] {call.b} -> {out}{fast}, "
-        f"{layouts}, split {found.plan.split}: {found.basis}",
-        "basis": found.basis,
-        "unit": found.unit,
-        "plan": record_to_dict(found.plan),
-    }
 
 
 Record = Mapping[str, Any]
