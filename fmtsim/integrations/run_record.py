@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
-from fmtsim.lab.analysis.losses import MEASURES, badness, losses_of, worst
+from fmtsim.lab.analysis.losses import MEASURES, badness, list_losses, worst
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.observation import Observation
-from fmtsim.lab.analysis.observe import ModelObservation, check_asked, observe
+from fmtsim.lab.analysis.observe import ModelObservation, check_observation, observe
 from fmtsim.nn.convert import set_step
 from fmtsim.nn.report import report
 from fmtsim.nn.state import converted_root, converted_state, is_converted, load_converted_state
@@ -36,7 +36,7 @@ def figures(part: Observation) -> dict[str, float]:
 
     What is infinite or undefined (nothing lost, all zeros) is left out: not all loggers take it.
     """
-    losses = losses_of(part.layers)
+    losses = list_losses(part.layers)
     if not losses:
         return {}
     numbers = {
@@ -50,7 +50,7 @@ def figures(part: Observation) -> dict[str, float]:
 
 def worst_places(part: Observation) -> dict[str, str]:
     """Return the layer and operand of each of ``figures``, for logs that take text; those that lose nothing are out."""
-    losses = losses_of(part.layers)
+    losses = list_losses(part.layers)
     firsts = {by: worst(losses, 1, by)[0] for by in MEASURES} if losses else {}
     places = {f"fmtsim_worst_{by}": f"{one.layer or '(model)'} {one.operand}" for by, one in firsts.items()}
     nothing = {
@@ -67,7 +67,7 @@ def exponents(part: Observation, by: str | None) -> dict[str, Tensor]:
         by: ``"operand"``, ``"layer"`` or None, as callbacks take it.
     """
     totals: dict[str, Tensor] = {}
-    for layer, operand, stats in losses_of(part.layers) if by is not None else ():
+    for layer, operand, stats in list_losses(part.layers) if by is not None else ():
         parts = ("fmtsim_exponents", *([layer or "(model)"] if by == "layer" else []), operand)
         name = "/".join(parts)
         totals[name] = totals.get(name, 0) + stats.scaled_exponents
@@ -207,7 +207,7 @@ class RunRecord:
         recipe: str | Path | Recipe | LinearConfig | None = None, format: str | Format | None = None,
         rules: Sequence[Rule] | str | Path = (), histograms: str | None = "operand",
     ) -> None:  # fmt: skip
-        check_asked("the callback", every, recipe, format, rules)
+        check_observation("the callback", every, recipe, format, rules)
         if report is not None and not isinstance(report, str | Path):
             raise ArgumentError(f"report={shown(report)} is not a path; pass a str or a pathlib.Path")
         if histograms not in KINDS:

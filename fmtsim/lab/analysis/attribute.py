@@ -89,7 +89,7 @@ class Runs:
         """Return the loss, and the KL from a reference, of a pass without gradients."""
         with torch.no_grad():
             loss, logits = self.forward()
-            return loss.item(), None if reference is None or logits is None else kl_of(logits, reference).item()
+            return loss.item(), None if reference is None or logits is None else kl_divergence(logits, reference).item()
 
     def backward(self, probe: Probe, loss: Tensor, kind: Backward, *, again: bool = False) -> list[Tensor | None]:
         """Return the gradients of the parameters, float32 or wider."""
@@ -118,7 +118,7 @@ class Runs:
         return next((t.shape[0] for t in tensors if t.dim() and t.shape[0]), 1)
 
 
-def kl_of(logits: Tensor, reference: Tensor) -> Tensor:
+def kl_divergence(logits: Tensor, reference: Tensor) -> Tensor:
     """Return the mean over positions of ``KL(softmax(reference) || softmax(logits))`` in nats."""
     p, q = (F.log_softmax(t.flatten(0, -2).float(), -1) for t in (reference, logits))
     return F.kl_div(q, p, reduction="batchmean", log_target=True)
@@ -219,9 +219,7 @@ def attribute(
             return _attribute(Runs(copied, batch, loss, logits), sites, exact, generator, show, notes)
 
 
-def _attribute(
-    runs: Runs, sites: list[Site], exact: bool, seed: int, show: Progress, notes: list[str]
-) -> Attribution:  # fmt: skip
+def _attribute(runs: Runs, sites: list[Site], exact: bool, seed: int, show: Progress, notes: list[str]) -> Attribution:
     probe = Probe(sites, runs.samples, seed)
     with watching(probe):
         # 1. A pass that rounds nothing: its loss, its gradients, and the errors that each operand would have.
@@ -301,9 +299,7 @@ def _attribute(
     )  # fmt: skip
 
 
-def _notes(
-    runs: Runs, probe: Probe, rows: list[AttributionRow], dtype: torch.dtype, idle: list[Site]
-) -> list[str]:  # fmt: skip
+def _notes(runs: Runs, probe: Probe, rows: list[AttributionRow], dtype: torch.dtype, idle: list[Site]) -> list[str]:
     """Return what was left out or could not be told."""
     notes = [runs.why_no_kl] if runs.why_no_kl else []
     if dtype.itemsize < 4:

@@ -25,42 +25,26 @@ _APART = 1_000_003  # seeds of operators
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditedLayer:
-    """Say how one layer's operators compare.
-
-    Args:
-        layer, direction: Which layer, of which pass.
-        operators: How many were recomputed with the GPU's bits.
-        elements, different: Elements compared, and how many have other bits; a whole tensor counts where its stored
-            bits are not those of its hash.
-        unchecked: Operators whose bits are not known, by name.
-        first: The first operator that differs, empty where none does.
-    """
+    """Say how one layer's operators compare."""
 
     layer: str
-    direction: str
-    operators: int = 0
-    elements: int = 0
-    different: int = 0
-    unchecked: tuple[str, ...] = ()
-    first: str = ""
+    direction: str  # of the pass
+    operators: int = 0  # how many were recomputed with the GPU's bits
+    elements: int = 0  # how many were compared
+    different: int = 0  # of other bits; a whole tensor counts where its stored bits are not those of its hash
+    unchecked: tuple[str, ...] = ()  # operators whose bits are not known, by name
+    first: str = ""  # the first operator that differs, empty where none does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Audit(table.Result):
-    """Hold the layers of an audited trace, in order.
+    """Hold the layers of an audited trace, in order."""
 
-    Args:
-        layers: One for each layer and pass.
-        target: The GPU whose bits the trace was held to.
-        device, versions: What the trace says of where it was recorded.
-        rows: Rows of each product that were recomputed, at most.
-    """
-
-    layers: tuple[AuditedLayer, ...]
-    target: str
-    device: str
+    layers: tuple[AuditedLayer, ...]  # one for each layer and pass
+    target: str  # the GPU whose bits the trace was held to
+    device: str  # device, versions: what the trace says of where it was recorded
     versions: tuple[tuple[str, str], ...]
-    rows: int
+    rows: int  # of each product that were recomputed, at most
 
     @property
     def equal(self) -> bool:

@@ -149,8 +149,7 @@ def is_call(one: Operation) -> bool:
     return one.direction == "forward" and not inside
 
 
-Run = Trace | str | os.PathLike[str] | tuple[Any, ...]
-"""A trace, the file of one, or ``(model, batch)`` or ``(model, batch, loss)`` as ``trace`` takes them."""
+Run = Trace | str | os.PathLike[str] | tuple[Any, ...]  # or its file, or (model, batch) or (model, batch, loss)
 
 
 def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None) -> Bisection:

@@ -163,7 +163,6 @@ class Fingerprints:
             for place, (i, n) in enumerate(zip(summed, members, strict=True)):
                 digits[i] = whole[16 * place : 16 * (place + 1)] + parts[16 * start : 16 * (start + n)]
                 start += n
-        # 3. The texts of members are cut apart.
         return [
             Fingerprint(
                 text[:16],

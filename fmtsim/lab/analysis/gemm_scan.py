@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which products of a model its target leaves out or adds in an order that is a guess."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from fmtsim.gemm.model_layers import PASSES
 from fmtsim.gemm.products.resolver import resolve
 from fmtsim.gemm.targets.doubts import padded_k, products_left_out, without_doubts
 from fmtsim.gemm.targets.target import get_target
-from fmtsim.lab.analysis.invariance import LayerProduct, Model, check_rows, list_products, operand_formats
+from fmtsim.lab.analysis.invariance import Model, check_rows, list_products, operand_formats
 from fmtsim.spec.call import GemmCall
 from fmtsim.spec.gemm_spec import BASES
 from fmtsim.support import table
@@ -71,7 +72,10 @@ class GemmScan(table.Result):
         for x in sorted(self.calls, key=lambda x: not x.left_out):
             if x.finding:
                 tokens_by_row.setdefault((x.layer, x.product, operand_formats(x.call), x.finding), []).append(x.tokens)
-        rows = [_HEADER, *((*names, _numbers(tokens), finding) for (*names, finding), tokens in tokens_by_row.items())]
+        rows: list[tuple[str, ...]] = [_HEADER]
+        for (*names, finding), tokens in tokens_by_row.items():
+            more = f" ... {tokens[-1]} ({len(tokens)})" if len(tokens) > _SHOWN else ""
+            rows.append((*names, ", ".join(map(str, tokens[:_SHOWN])) + more, finding))
         counts = Counter(x.basis for x in self.calls)
         bases = ", ".join(f"{counts[basis]} by {words}" for basis, words in BASES.items() if counts[basis])
         total = f"{len(self.calls)} calls, orders: {bases}; {len(self.left_out)} leave products out"
@@ -107,22 +111,15 @@ def scan_gemm(
     """
     asked = check_rows("scan_gemm", "tokens", tokens)
     products = list_products("scan_gemm", model, target, dtypes, passes)
-    return GemmScan(calls=tuple(x for product in products for x in _scan_product(product, asked)))
-
-
-def _scan_product(product: LayerProduct, tokens: Sequence[int]) -> Iterator[ScannedCall]:
-    for rows in tokens:
+    calls = []
+    for product, rows in itertools.product(products, asked):
         call = product.call(rows)
-        with without_doubts():
+        with without_doubts():  # guesses and dropped products are what is reported here
             spec = resolve(call)
         lost = products_left_out(call.k, spec.plan)
         padded = padded_k(get_target(call.target), call.facts()) if lost and call.target is not None else None
-        yield ScannedCall(
+        calls.append(ScannedCall(
             layer=product.layer, product=product.product, tokens=rows, call=call, basis=spec.basis, left_out=lost,
             padded_k=padded, source=spec.plan.source,
-        )  # fmt: skip
-
-
-def _numbers(tokens: Sequence[int]) -> str:
-    more = f" ... {tokens[-1]} ({len(tokens)})" if len(tokens) > _SHOWN else ""
-    return ", ".join(map(str, tokens[:_SHOWN])) + more
+        ))  # fmt: skip
+    return GemmScan(calls=tuple(calls))

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Model = str | nn.Module | Sequence[str | Shape]
-"""A name of ``fmtsim.gemm.model_layers.list_models``, a module, or names and shapes ``(outputs, inputs, bias)``."""
+Model = str | nn.Module | Sequence[str | Shape]  # a name of list_models(), a module, or names and shapes
 
 MOST_ROWS = 1 << 24
 _ROWS = 64  # for which a converted layer is asked once

@@ -57,7 +57,7 @@ _COLUMNS = (
 )
 
 
-def losses_of(layers: Layers) -> Losses:
+def list_losses(layers: Layers) -> Losses:
     """Return all operands in the order of layers."""
     return Losses(Loss(layer, operand, s) for layer, operands in layers.items() for operand, s in operands.items())
 
@@ -98,7 +98,7 @@ def plot_losses(
     """
     check_measure("plot", by)
     chosen = [
-        worst(losses_of({layer: {name: s for name, s in operands.items() if operand in (None, name)}}), 1, by)
+        worst(list_losses({layer: {name: s for name, s in operands.items() if operand in (None, name)}}), 1, by)
         for layer, operands in layers.items()
     ]
     rows = [losses[0] for losses in chosen if losses]
@@ -218,7 +218,7 @@ class LossScale(Result):
         return [Facts(facts), *([lost] if self.nonfinite else [])]
 
 
-def loss_scale_of(layers: Mapping[str, Mapping[str, OperandStats]]) -> LossScale:
+def max_loss_scale(layers: Mapping[str, Mapping[str, OperandStats]]) -> LossScale:
     """Return the largest loss scale that saturates no gradient, from statistics by layer and operand.
 
     Raises:
@@ -237,11 +237,15 @@ def loss_scale_of(layers: Mapping[str, Mapping[str, OperandStats]]) -> LossScale
     room = _room(first)
     power = math.frexp(room)[1] - 1  # the largest with 2**power <= room
     nonzero = sum(s.nonzero for s in plain.values())
+    lost = 0  # elements below half of the smallest value once they are 2**power times as large
+    for s in plain.values():
+        lowest = math.floor(math.log2(s.window[0])) - 1 - power - LOWEST_EXPONENT  # type: ignore[index]
+        lost += int(s.exponents[: max(0, lowest)].sum())
     return LossScale(
         scale=math.ldexp(1.0, power), headroom=math.ldexp(room, -power), layer=layer, operand=operand,
         format=first.format, amax=first.amax, nonfinite=sum(s.nonfinite for s in plain.values()),
         underflow_percent=100.0 * sum(s.underflowed for s in plain.values()) / nonzero,
-        underflow_percent_scaled=100.0 * sum(_lost(s, power) for s in plain.values()) / nonzero,
+        underflow_percent_scaled=100.0 * lost / nonzero,
     )  # fmt: skip
 
 
@@ -249,10 +253,3 @@ def _room(s: OperandStats) -> float:
     """Return how much larger the largest element may become."""
     assert s.window is not None
     return s.window[1] / s.amax
-
-
-def _lost(s: OperandStats, power: int) -> int:
-    """Count elements below half of the smallest value once they are 2**power times as large."""
-    assert s.window is not None
-    first = math.floor(math.log2(s.window[0])) - 1 - power - LOWEST_EXPONENT
-    return int(s.exponents[: max(0, first)].sum())

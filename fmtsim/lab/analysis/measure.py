@@ -50,7 +50,7 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1, scales: Ten
     gpu = fused_engine(x)
     if gpu is not None and x.numel() and x.shape == q.shape and is_plain(x) and is_plain(q) and direct:
         a, b, block = _matrices(x, q, fmt, dim)
-        figures = gpu.count_cast(a, b, scaled, block, _limits_of(fmt))
+        figures = gpu.count_cast(a, b, scaled, block, _format_limits(fmt))
         if figures is not None:
             return figures
     # 3. The CPU's counts float32 elements under scales that are given.
@@ -63,9 +63,9 @@ def measure(x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1, scales: Ten
     cpu = load_engine("cpu")
     x, q, block = _matrices(x, q, fmt, dim)
     block_scale = torch.ones(1, 1) if scaled is None else _amax_scales(cpu.block_amax(x, block), scaled).float()
-    counts, exponents = cpu.count_cast(x, q, block_scale, block, _limits_of(fmt))
+    counts, exponents = cpu.count_cast(x, q, block_scale, block, _format_limits(fmt))
     nonzero = exponents[0].sum()
-    leading = torch.tensor([x.numel(), nonzero, _underflowed(nonzero, counts[0])], dtype=torch.float64)
+    leading = torch.tensor([x.numel(), nonzero, _count_underflow(nonzero, counts[0])], dtype=torch.float64)
     first = FLOAT32_LOWEST - LOWEST_EXPONENT  # its bins begin there
     bins = F.pad(exponents, (first, BINS - first - exponents.shape[1])).flatten().double()
     return torch.cat([leading, counts[1:].nan_to_num(math.inf, math.inf), bins])
@@ -78,7 +78,7 @@ def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tens
     x, q = torch.where(finite, x, zero), torch.where(finite, q, zero)
     counts = seen = _exponents(x)
     saturated = torch.zeros((), device=x.device)
-    if window_of(fmt) is not None:
+    if magnitude_range(fmt) is not None:
         scaled = x
         if isinstance(fmt, BlockFormat):
             scaled = _blocks(x, fmt, dim) / block_scales(x, fmt, dim).to(x.dtype)[:, None, :, None]
@@ -86,7 +86,7 @@ def measure_by_torch(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> Tens
         low, high = _limits(_element(fmt))  # type: ignore[arg-type]  # None has no window
         saturated = torch.count_nonzero(scaled > high) + torch.count_nonzero(scaled < low)
     figures = (
-        _underflowed(counts.sum(), torch.count_nonzero(q)), saturated, x.numel() - torch.count_nonzero(finite),
+        _count_underflow(counts.sum(), torch.count_nonzero(q)), saturated, x.numel() - torch.count_nonzero(finite),
         x.abs().amax(), _squares(x), _squares(x - q).nan_to_num(math.inf, math.inf),
     )  # fmt: skip
     elements = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
@@ -109,13 +109,13 @@ def _matrices(x: Tensor, q: Tensor, fmt: Format | None, dim: int) -> tuple[Tenso
     return x.contiguous(), q.contiguous(), (rows, columns)
 
 
-def _underflowed(nonzero: Tensor, kept: Tensor) -> Tensor:
+def _count_underflow(nonzero: Tensor, kept: Tensor) -> Tensor:
     # Zero stays zero wherever a format has one, and where it has none no result is zero.
     return (nonzero - kept).clamp_min(0)
 
 
 @lru_cache(maxsize=256)
-def window_of(fmt: Format | None) -> tuple[float, float] | None:
+def magnitude_range(fmt: Format | None) -> tuple[float, float] | None:
     """Return the smallest and largest magnitude of a format's elements, None where they are laid over a range."""
     if (
         fmt is None
@@ -183,8 +183,8 @@ def _in_memory_order(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _limits_of(fmt: Format | None) -> tuple[float, float]:
-    return (-math.inf, math.inf) if window_of(fmt) is None else _limits(_element(fmt))  # type: ignore[arg-type]
+def _format_limits(fmt: Format | None) -> tuple[float, float]:
+    return (-math.inf, math.inf) if magnitude_range(fmt) is None else _limits(_element(fmt))  # type: ignore[arg-type]
 
 
 def _limits(element: ElementFormat) -> tuple[float, float]:

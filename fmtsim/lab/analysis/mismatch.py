@@ -28,7 +28,7 @@ from fmtsim.lab.analysis.invariance import (
     size_bands,
 )
 from fmtsim.lab.analysis.one_step import unchanged
-from fmtsim.lab.analysis.perplexity import labels_of, logits_of
+from fmtsim.lab.analysis.perplexity import read_labels, read_logits
 from fmtsim.lab.analysis.shadow import call_with_gradient
 from fmtsim.nn.convert import convert
 from fmtsim.nn.coverage import together
@@ -171,7 +171,19 @@ def explain_mismatch(
     rows = sorted({*rollouts[0], *rollouts[1]})
     targets = get_target(trainer), get_target(rollout)
     net: Any = model  # a module where there is a batch
-    labels = _check_batch(net, batch, dtype)
+    if isinstance(net, nn.Module) and is_converted(net):
+        raise ArgumentError(f"{_VERB} got a converted model; pass it as it was before convert (fmtsim.revert)")
+    labels = None  # the tokens of a batch
+    if batch is not None:
+        check_model(_VERB, net)
+        if dtype not in _RUNS:
+            choice = " or ".join(_RUNS)
+            raise ArgumentError(f"{_VERB} got dtype={shown(dtype)} with a batch; choose {choice}, or no batch")
+        labels = read_labels(batch, 0)
+        if not bool((labels[:, 1:] >= 0).any()):
+            raise ArgumentError(
+                f"{_VERB}: the batch has no token to predict; pass rows of 2 tokens or more, not masked"
+            )
     sides = [list_products(_VERB, model, target, [dtype], ["forward"]) for target in targets]
     pairs = {
         a.layer: (next(size_bands(a, m)), list(join_bands(size_bands(b, rows)))) for a, b in zip(*sides, strict=True)
@@ -217,21 +229,6 @@ def _at_rows(target: Target, rows: int) -> _AtRows:
     return _AtRows(target=target, rows=rows, **{field.name: getattr(target, field.name) for field in fields(Target)})
 
 
-def _check_batch(model: Any, batch: Any, dtype: str) -> Tensor | None:
-    """Return the tokens of a batch that can run, None without one."""
-    if isinstance(model, nn.Module) and is_converted(model):
-        raise ArgumentError(f"{_VERB} got a converted model; pass it as it was before convert (fmtsim.revert)")
-    if batch is None:
-        return None
-    check_model(_VERB, model)
-    if dtype not in _RUNS:
-        raise ArgumentError(f"{_VERB} got dtype={shown(dtype)} with a batch; choose {' or '.join(_RUNS)}, or no batch")
-    labels = labels_of(batch, 0)
-    if not bool((labels[:, 1:] >= 0).any()):
-        raise ArgumentError(f"{_VERB}: the batch has no token to predict; pass rows of 2 tokens or more, not masked")
-    return labels
-
-
 def _all(answers: Iterable[bool | None]) -> bool | None:
     """Return False where one answer is, else None where one is, else True."""
     distinct = set(answers)
@@ -253,7 +250,7 @@ def _logits(model: nn.Module, batch: Any, labels: Tensor, dtype: str, target: Ta
         convert(model_copy.to(_RUNS[dtype]), **machine, filter_fn=lambda module, name: name in names)
 
     with unchanged(model, change) as model_copy, evaluating(model_copy), torch.no_grad(), without_doubts():
-        return logits_of(call(model_copy, batch, kind="batch"), labels)
+        return read_logits(call(model_copy, batch, kind="batch"), labels)
 
 
 def _difference(trainer: Tensor, rollout: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -307,7 +304,8 @@ def _noise(
                 model_copy.get_submodule(name).register_forward_hook(partial(watch, layer))
 
     with unchanged(model, change) as model_copy, evaluating(model_copy), torch.enable_grad(), without_doubts():
-        tokens = _next_tokens(logits_of(call(model_copy, batch, kind="batch"), labels).float().log_softmax(-1), labels)
+        logits = read_logits(call(model_copy, batch, kind="batch"), labels)
+        tokens = _next_tokens(logits.float().log_softmax(-1), labels)
         generator = torch.Generator().manual_seed(0)
         for _ in range(_PROBES):
             signs = torch.randint(0, 2, tokens.shape, generator=generator).to(tokens) * 2 - 1

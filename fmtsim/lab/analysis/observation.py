@@ -7,7 +7,7 @@ from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fmtsim.lab.analysis.losses import Losses, LossScale, Measure, loss_scale_of, losses_of, plot_losses, worst
+from fmtsim.lab.analysis.losses import Losses, LossScale, Measure, list_losses, max_loss_scale, plot_losses, worst
 from fmtsim.lab.analysis.stats import Counts, OperandStats, Sample, in_order
 from fmtsim.support.errors import FmtsimError
 from fmtsim.support.files import StrPath
@@ -98,7 +98,7 @@ class Observation(Result):
     def _content(self) -> tuple[Rows | str, ...]:
         if not self.layers:
             return ("nothing is observed yet; call the model inside `with observe(model) as stats:`",)
-        return (*losses_of(self.layers)._content(), *self.notes)
+        return (*list_losses(self.layers)._content(), *self.notes)
 
     @property
     def notes(self) -> list[str]:
@@ -118,7 +118,7 @@ class Observation(Result):
         Raises:
             ArgumentError: No such measure, or n below 1.
         """
-        return worst(losses_of(self.layers), n, by)
+        return worst(list_losses(self.layers), n, by)
 
     def loss_scale(self) -> LossScale:
         """Return the largest power of two that the loss may be multiplied with until a gradient saturates.
@@ -129,7 +129,7 @@ class Observation(Result):
         Raises:
             ArgumentError: No gradient was observed, or all are zero or in high precision.
         """
-        return loss_scale_of(self.layers)
+        return max_loss_scale(self.layers)
 
     def plot(
         self, path: str | Path | None = None, *, by: Measure = "underflow", operand: str | None = None, title: str = ""
@@ -209,8 +209,6 @@ def _sort(operands: dict[str, Any]) -> None:
     operands |= ordered
 
 
-def _map_operands(
-    function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+def _map_operands(function: Callable[[Any], Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what a function makes of each operand of each layer."""
     return {layer: {name: function(s) for name, s in operands.items()} for layer, operands in layers.items()}

@@ -41,7 +41,7 @@ class ModelObservation(Observation):
         format: str | Format | None = None, rules: Sequence[Rule] | str | Path = (), every: int = 1,
     ) -> None:  # fmt: skip
         check_module("observe", model)
-        check_asked("observe", every, recipe, format, rules)
+        check_observation("observe", every, recipe, format, rules)
         super().__init__(every=every)
         model = getattr(model, "_orig_mod", model)  # of what torch.compile returned
         self._model = model
@@ -239,7 +239,7 @@ def observe(
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
 
 
-def check_asked(who: str, every: int, recipe: Any, format: Any, rules: Any) -> None:
+def check_observation(who: str, every: int, recipe: Any, format: Any, rules: Any) -> None:
     """Refuse an ``every`` that is not a number from 1, a recipe beside a format, and rules beside neither."""
     if type(every) is not int or every < 1:
         raise ArgumentError(f"every={shown(every)} is not a number of steps; pass 1 to observe all, 10 for every tenth")

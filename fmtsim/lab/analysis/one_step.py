@@ -67,7 +67,7 @@ def check_loss(loss: Any) -> None:
         raise ArgumentError(f"loss={shown(loss)} is not a function of the model's output; write loss=lambda y: ...")
 
 
-def batch_of(batch: Any) -> Batch:
+def split_arguments(batch: Any) -> Batch:
     """Return positional arguments and keywords: of a tensor, a list or tuple of arguments, or a dict of keywords."""
     if isinstance(batch, dict) or (hasattr(batch, "keys") and hasattr(batch, "items")):
         return (), dict(batch)

@@ -169,7 +169,7 @@ class AttentionSite(Site):
         self._calls: dict[str | None, AttentionCall] = {}
         for operand, names in rounded.items():
             # All others keep their rotations; the arithmetic is float32, on no machine.
-            qs: Any = {name: (q if name in names else _unrounded(q)) for name, q in config.operands.items()}
+            qs: Any = {name: (q if name in names else _without_rounding(q)) for name, q in config.operands.items()}
             sides = {product: [name for name in qs if name.startswith(f"{product}.")] for product in BACKWARD}
             gemms: Any = {product: Gemm(a=qs[a], b=qs[b]) for product, (a, b) in sides.items()}
             alone = replace(config, target=None, q=qs["q"], k=qs["k"], v=qs["v"], p=qs["p"], **gemms)
@@ -201,12 +201,11 @@ def list_sites(model: nn.Module, seed: int, *, fresh: bool) -> list[Site]:
     """
     sites: list[Site] = []
     for module in model.modules():
-        how = module.emulation if isinstance(module, EmulatedModule) else None
-        parts = dict.fromkeys(kind.split(" ")[0] for kind in how.products) if how is not None else {}
-        for part in parts:
-            assert how is not None
-            sites.append(LinearSite(how, how.name, part, seed + len(sites), fresh=fresh))
-            sites[-1].expected = len(parts) == 1 and not isinstance(module, ParameterProduct)
+        if isinstance(module, EmulatedModule) and (how := module.emulation) is not None:
+            parts = dict.fromkeys(kind.split(" ")[0] for kind in how.products)
+            for part in parts:
+                sites.append(LinearSite(how, how.name, part, seed + len(sites), fresh=fresh))
+                sites[-1].expected = len(parts) == 1 and not isinstance(module, ParameterProduct)
         if (attended := settings(module, "attention")) is not None:
             sites.append(AttentionSite(attended, seed + len(sites)))
     for site in sites:
@@ -224,12 +223,12 @@ def _round_alone(config: LinearConfig, operands: Collection[Any]) -> LinearConfi
         gemm, names = getattr(config, product), [name for name in OPERANDS if operand_product(name) == product]
         makers = [config.operands.get(_MADE_OF.get(name, "")) for name in names]
         pairs = zip(names, (gemm.a, gemm.b), makers, strict=True)
-        a, b = (q if name in on else _unrounded(q, forward) for name, q, forward in pairs)
+        a, b = (q if name in on else _without_rounding(q, forward) for name, q, forward in pairs)
         gemms[product] = Gemm(a=a, b=b)
     return replace(config, **gemms)
 
 
-def _unrounded(q: Quantizer, forward: Quantizer | None = None) -> Quantizer:
+def _without_rounding(q: Quantizer, forward: Quantizer | None = None) -> Quantizer:
     """Return a quantiser that rotates as another does, or as that of the forward pass does, and rounds nothing."""
     rotations = tuple(replace(t, rounded=None) for t in q.transforms if isinstance(t, Hadamard))
     # What the forward pass made is worth reusing where it is rotated, else it is the original.

@@ -68,7 +68,7 @@ def perplexity(
     return results
 
 
-def perplexity_of(loss: float) -> float:
+def to_perplexity(loss: float) -> float:
     """Return e to a loss in nats; infinite where that overflows, NaN of NaN."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
 
@@ -77,8 +77,8 @@ def _measure(model: nn.Module, batches: list[Any]) -> float:
     total, count = 0.0, 0
     with evaluating(model), torch.no_grad():
         for i, batch in enumerate(batches):
-            labels = labels_of(batch, i)
-            logits = logits_of(call(model, batch, i, kind="batch"), labels)
+            labels = read_labels(batch, i)
+            logits = read_logits(call(model, batch, i, kind="batch"), labels)
             # The token at each position is predicted by the logits of the one before it.
             losses = F.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=_IGNORED, reduction="none"
@@ -87,10 +87,10 @@ def _measure(model: nn.Module, batches: list[Any]) -> float:
             count += int((labels[:, 1:] != _IGNORED).sum())
     if not count:
         raise ArgumentError("no batch has a token to predict; pass rows of 2 tokens or more that are not masked")
-    return perplexity_of(total / count)
+    return to_perplexity(total / count)
 
 
-def labels_of(batch: Any, index: int) -> Tensor:
+def read_labels(batch: Any, index: int) -> Tensor:
     """Return the token numbers [rows, tokens] of a batch, -100 where they do not count."""
     keywords = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids = keywords.get("input_ids")
@@ -99,12 +99,11 @@ def labels_of(batch: Any, index: int) -> Tensor:
         raise ArgumentError(
             f"batch {index} has {what} for token numbers; pass integers [rows, tokens], or a dict with 'input_ids'"
         )
-    # A label that the caller gave as -100 does not count either.
     labels, mask = keywords.get("labels", ids), keywords.get("attention_mask")
     return labels if mask is None else labels.masked_fill(mask == 0, _IGNORED)
 
 
-def logits_of(output: Any, labels: Tensor) -> Tensor:
+def read_logits(output: Any, labels: Tensor) -> Tensor:
     """Return the logits [rows, tokens, vocabulary] in a decoder's output."""
     # A field, a key, the first of a tuple, or the output itself.
     logits = getattr(output, "logits", None)

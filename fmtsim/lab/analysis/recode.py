@@ -15,7 +15,7 @@ from torch import Tensor
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import BlockFormat
-from fmtsim.formats.element import ElementFormat, FloatFormat
+from fmtsim.formats.element import ElementFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block
 from fmtsim.ptq.export import open_checkpoint
@@ -153,7 +153,15 @@ def check_recode(a: Any, b: Any) -> Recode:
         # 1. Every multiple r of the source's elements that the target's elements hold; a block stands alone where no
         #    block of the target holds two of the source.
         ratios, power = _ratios(source.element, target.element), Fraction(2)
-        scales, alone = _scales(source.scale), _within(target, source)
+        alone, element = _within(target, source), source.scale
+        if element.bits <= 16:
+            scales = sorted(s for s in _values(element) if s > 0)
+        else:  # of 32 bits the first and the last of each power of two
+            powers, ends = (
+                range(element.min_exponent, element.max_exponent + 1),
+                (Fraction(1), 2 - Fraction(element.eps)),
+            )
+            scales = [power**k * m for k in powers for m in ends]
         # 2. The scales s for which s / r is one of the target's, under a tensor scale that is a power of two.
         levels = [power**k for k in range(-149, 128)] if target.tensor_scale else [power**0]
         chosen = ratios if not target.tensor_scale else (_simplest(ratios),) if ratios else ()
@@ -161,8 +169,8 @@ def check_recode(a: Any, b: Any) -> Recode:
         # 3. How far the scales of one tensor, or of one block of the target, may lie apart.
         span: Fraction | None = None
         if ratios and not alone:  # several scales s of the source under one t: each is r t
-            powers = [r for r in ratios if _is_power(r)] or [power**0]
-            span = max(powers) / min(powers)
+            whole = [r for r in ratios if _is_power(r)] or [power**0]
+            span = max(whole) / min(whole)
         elif ratios and target.tensor_scale:
             units = [s for s in scales if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
             span = max(units) / min(units) if units else None
@@ -236,14 +244,6 @@ def _within(inner: BlockFormat, outer: BlockFormat) -> bool:
     """Return True if each block of one format lies within a block of the other."""
     pairs = zip(inner.block, outer.block, strict=True)
     return all(big is None or (small is not None and big % small == 0) for small, big in pairs)
-
-
-def _scales(fmt: FloatFormat) -> list[Fraction]:
-    """Return the scales above zero of a format; of 32 bits the first and the last of each power of two."""
-    if fmt.bits <= 16:
-        return sorted(s for s in _values(fmt) if s > 0)
-    last = 2 - Fraction(fmt.eps)
-    return [Fraction(2) ** k * m for k in range(fmt.min_exponent, fmt.max_exponent + 1) for m in (Fraction(1), last)]
 
 
 def _by_rule(source: BlockFormat, target: BlockFormat, scales: list[Fraction]) -> tuple[int | None, int]:

@@ -161,6 +161,7 @@ class Shadow:
     Attributes:
         model: The shadow.
         notes: What of the model, or of the recipe, is not seen, in words.
+        inside: How many layers of the model run at the moment that the shadow has, too.
 
     Raises:
         ArgumentError: The model is converted already, or ``convert`` refuses it.
@@ -209,7 +210,7 @@ class Shadow:
             if converted or not kinds.isdisjoint(conversion(copy).changes):
                 self._pairs.append((module, copy))
         self._scheduled = any(isinstance(m, EmulatedModule) and m.emulation.plan for m in self.model.modules())  # type: ignore[union-attr]
-        self._inside = 0
+        self.inside = 0
 
     def attach(self) -> None:
         """Run the shadow beside the model from now on, as far as its layers have observers."""
@@ -235,20 +236,15 @@ class Shadow:
         if self._scheduled:
             set_step(self.model, step)
 
-    @property
-    def inside(self) -> bool:
-        """Whether a layer of the model runs that the shadow has, too."""
-        return self._inside > 0
-
     def _layer(self, module: nn.Module, copy: nn.Module) -> Callable[..., Any]:
         parts = [(part, self._copies[part]) for part in module.modules()]
 
         def run(copy: nn.Module, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-            self._inside += 1  # products that the layer's own forward writes are not those of a writer around it
+            self.inside += 1  # products that the layer's own forward writes are not those of a writer around it
             try:
                 y = forward(*args, **kwargs)
             finally:
-                self._inside -= 1
+                self.inside -= 1
             if _has_observer(copy):
                 params = [p for part, _ in parts for p in part._parameters.values() if p is not None]
                 run_beside(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import OPERANDS
-from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, measure, window_of
+from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, magnitude_range, measure
 from fmtsim.recipes.attention_config import BACKWARD
 from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_figure, saved, set_title
 from fmtsim.support.table import aligned
@@ -122,7 +122,7 @@ class OperandStats(Counts):
         return self.merge(
             OperandStats(
                 **whole, format="high precision" if fmt is None else fmt.name, exponents=counts[:BINS],
-                scaled_exponents=counts[BINS:], window=window_of(fmt),
+                scaled_exponents=counts[BINS:], window=magnitude_range(fmt),
             )
         )  # fmt: skip
 

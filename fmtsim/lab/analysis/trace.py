@@ -21,18 +21,15 @@ from fmtsim.support.records import check_types, parse_json, record_of
 VERSION = 1
 Level = Literal["modules", "aten"]
 Direction = Literal["forward", "backward"]
-AGAIN = "recomputed "
-"""What the names of modules' calls begin with that activation checkpointing runs again."""
-CALL = "stored call"
-"""The heading of an operator's arguments, as JSON for ``audit``, among the facts of an operation."""
+AGAIN = "recomputed "  # what names of modules' calls begin with that activation checkpointing repeats
+CALL = "stored call"  # heading of an operator's arguments, as JSON for audit, among the facts of an operation
 
 _SHOWN = 60  # operations in a text
 _KEY = "fmtsim_trace"
-_TAGGED = (
+_TAGGED = (  # dtypes that files hold by their tags; tensors of others are bytes there
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 )  # fmt: skip
-"""Dtypes that files hold by their tags; tensors of others are bytes there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,6 @@ class Trace(table.Result):
         if _KEY not in metadata:
             raise DataError(f"{path} is not a trace; write one with fmtsim trace, or with fmtsim.trace(...).save(path)")
         try:
-            # 1. The record, of this version of the layout.
             content = parse_json(metadata[_KEY])
             record, dtypes = content["trace"], content["dtypes"]
             version = record["version"]
@@ -172,7 +168,6 @@ class Trace(table.Result):
                 check_types(one)
                 for bits in (*one.inputs, *one.outputs):
                     check_types(bits)
-            # 2. Kept tensors by operation and name.
             for key, saved in stored.items():
                 index, _, name = key.partition(".")
                 dtype = getattr(torch, dtypes[key])

@@ -22,7 +22,7 @@ from fmtsim.gemm.products.explanation import explained
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.gemm.units.unit import describe
 from fmtsim.lab.analysis.fingerprint import Fingerprints, has_bits
-from fmtsim.lab.analysis.one_step import batch_of, check_loss, run_step, unchanged
+from fmtsim.lab.analysis.one_step import check_loss, run_step, split_arguments, unchanged
 from fmtsim.lab.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace, stored_call
 from fmtsim.machine.simulate import simulate
 from fmtsim.nn.modules import EmulatedModule
@@ -100,12 +100,22 @@ class Recorder(Watcher):
 
     def finish(self, loss: Tensor | None, level: Level) -> Callable[[], Trace]:
         """Return what makes the trace, of what is there now: the model is not looked at again."""
+        # 1. Operations that made gradients, by parameter: "gradient of weight (1 of 2)" of layer "0" is of "0.weight".
+        places: dict[nn.Parameter | None, list[int]] = {}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for event in self._events:
+            if event.direction == "backward":
+                name = f"{event.layer}.{event.operation.removeprefix('gradient of ')}".lstrip(".")
+                places.setdefault(parameters.get(name.split(" (")[0]), []).append(event.outputs[0][1])
+        # 2. A gradient that one operation made all of is known; one that was there before, or is a sum, is read.
         gradients = []
-        for name, p, place in self._gradients():
-            if place is not None and p.grad is not None:
-                gradients.append((name, place, tuple(p.grad.shape), p.grad.dtype))
+        for name, p in self._model.named_parameters():
+            makers = places.get(p, [])
+            if len(makers) == 1 and p in self._fresh and p.grad is not None:
+                gradients.append((name, makers[0], tuple(p.grad.shape), p.grad.dtype))
             else:
                 gradients += self.read([(name, p.grad)])
+        # 3. The loss, the device and the parameters as they are now.
         loss = self._loss if loss is None else loss
         modes = (mode.target for mode in _get_current_dispatch_mode_stack() if isinstance(mode, simulate))
         if (target := next(modes, None)) is not None:
@@ -152,20 +162,6 @@ class Recorder(Watcher):
         )  # fmt: skip
         trace.tensors.update(self._kept)
         return trace
-
-    def _gradients(self) -> Iterator[tuple[str, nn.Parameter, int | None]]:
-        """Yield parameters with the places of their gradients' fingerprints where one operation made all of it."""
-        places: dict[nn.Parameter | None, list[int]] = {}
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        for event in self._events:
-            if event.direction == "backward":
-                # "gradient of weight (1 of 2)" of layer "0" is of the parameter "0.weight".
-                name = f"{event.layer}.{event.operation.removeprefix('gradient of ')}".lstrip(".")
-                places.setdefault(parameters.get(name.split(" (")[0]), []).append(event.outputs[0][1])
-        for name, p in self._model.named_parameters():
-            makers = places.get(p, [])
-            # A gradient that was there before, or that several operations add up to, has to be read.
-            yield name, p, makers[0] if len(makers) == 1 and p in self._fresh else None
 
     def record(
         self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: Sequence[tuple[str, Any]],
@@ -459,7 +455,7 @@ def traced_step(model: nn.Module, batch: Any, loss: Any = None, **options: Any) 
     with unchanged(model) as model_copy:
         recording.model = model_copy
         with recording:
-            step = run_step(model_copy, batch_of(batch), loss)
+            step = run_step(model_copy, split_arguments(batch), loss)
             recording.loss = step.loss
     return recording.trace, step.gradients
 

@@ -17,7 +17,7 @@ from fmtsim.lab.analysis.attribute import attribute
 from fmtsim.lab.analysis.mismatch import explain_mismatch
 from fmtsim.lab.analysis.observe import ModelObservation, observe
 from fmtsim.lab.analysis.page import write_page
-from fmtsim.lab.analysis.perplexity import perplexity_of
+from fmtsim.lab.analysis.perplexity import to_perplexity
 from fmtsim.lab.cli.options import (
     check_positive,
     configuration,
@@ -231,7 +231,7 @@ def _loss_lines(loaded: Loaded, record: dict[str, Any]) -> list[str]:
     )
     if loaded.unit:
         unit = loaded.unit.replace("nats", "perplexity")
-        lines.append(f"{unit}: {perplexity_of(before):.5g} before, {perplexity_of(after):.5g} after")
+        lines.append(f"{unit}: {to_perplexity(before):.5g} before, {to_perplexity(after):.5g} after")
     return lines
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a comparison, or ``fmtsim train --check native``, leaves behind: report, JSON record, table; all or nothing."""
 
+import itertools
 import json
 import math
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +27,7 @@ from fmtsim.lab.training.lockstep import HEAD_FORMAT, Lockstep, emulates_head
 from fmtsim.lab.training.run import Checkpoint, Run, finite
 from fmtsim.lab.training.schemes import TrainConfig
 from fmtsim.lab.training.training_models import TITLES, source_digest
-from fmtsim.spec.call import GemmCall
-from fmtsim.spec.gemm_spec import GemmSpec, record_to_dict
+from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.support.errors import ArgumentError, DataError, first_line
 from fmtsim.support.files import Content, write_folder
 from fmtsim.support.records import parse_json
@@ -67,9 +67,22 @@ def verdict(record: Mapping[str, Any]) -> Words:
 
 def _next(found: Sequence[Suspect], clear: bool | None, nonfinite: Any) -> Words:
     names = "; ".join(f"{i}. {one}" for i, one in enumerate(found, 1))
+    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if nonfinite else []
+    if any("saturation" in one.why for one in found):
+        advice.append("a format with a larger range, or scales from current maxima (--scaling tensor or tile128)")
+    if any(one.operand.startswith("g") for one in found):
+        advice.append("stochastic rounding of gradients (--grad-rounding stochastic), or finer scales of theirs")
+    if any(not one.operand.startswith("g") for one in found):
+        advice.append("finer scales (--scaling block32)")
+    if found:
+        layers = " and ".join(f'Rule(name="^{one.layer}$")' for one in found)
+        advice.append(f"these layers in high precision: fmtsim.convert(rules=) with {layers}")
+    text = "; ".join(advice) or "another seed first, then finer scales (--scaling block32)"
+    if clear is False:  # whatever operands show
+        text = "fewer bits, or more steps: gaps of few steps may open later"
     return [
         ("Where to look first", names or "no operand costs loss, adds noise or loses more with time"),
-        ("What to try", _advice(found, clear, nonfinite)),
+        ("What to try", text),
     ]
 
 
@@ -126,61 +139,36 @@ def suspects(run: Mapping[str, Any], most: int = 3) -> list[Suspect]:
 
     SQNR does not count: its floor is the format's, in every layer alike.
     """
-    chosen: dict[str, Suspect] = {}
-    for one in (*_costly(run.get("costs")), *_growing(run.get("history"))):
-        chosen.setdefault(one.layer, one)
-    return list(chosen.values())[:most]
-
-
-def _costly(costs: Mapping[str, Any] | None) -> Iterator[Suspect]:
-    """Yield operands whose gradients are noisy, then those that cost loss, the dearest first."""
-    rows = [] if costs is None else costs["rows"]
+    found: list[Suspect] = []
+    # 1. Operands whose gradients are noisy, then those that cost loss, the dearest first.
+    rows = [] if run.get("costs") is None else run["costs"]["rows"]
     noisy = [row for row in rows if (row["gradient_noise"] or 0.0) >= _NOISE]
     for row in sorted(noisy, key=lambda row: -row["gradient_noise"]):
         share = f"{100 * row['gradient_noise']:.2g} %"
-        yield Suspect(row["layer"], row["operand"], f"its rounding adds noise of {share} of the gradient's square")
+        found.append(
+            Suspect(row["layer"], row["operand"], f"its rounding adds noise of {share} of the gradient's square")
+        )
     dear = [row for row in rows if (row["loss"] or 0.0) > 0]
     for row in sorted(dear, key=lambda row: -row["loss"]):
-        yield Suspect(row["layer"], row["operand"], f"its rounding costs {row['loss']:.2g} nats of a batch's loss")
-
-
-def _growing(history: Mapping[Any, Any] | None) -> Iterator[Suspect]:
-    """Yield operands of which more underflows or saturates in the last third of observed steps than in the first."""
-    steps = list((history or {}).values())
+        why = f"its rounding costs {row['loss']:.2g} nats of a batch's loss"
+        found.append(Suspect(row["layer"], row["operand"], why))
+    # 2. Those of which more underflows or saturates in the last third of observed steps than in the first.
+    steps = list((run.get("history") or {}).values())
     third = len(steps) // 3
-    if not third:
-        return
-    grown: list[tuple[float, Suspect]] = []
-    for layer, operands in steps[-1].items():
-        for operand in operands:
-            for name in ("underflow", "saturation"):
-                values = [step.get(layer, {}).get(operand, {}).get(f"{name}_percent") for step in steps]
-                first, last = (_mean(part) for part in (values[:third], values[-third:]))
-                if first is not None and last is not None and last - first >= _GROWS:
-                    why = f"its {name} grew from {first:.2g} to {last:.2g} %"
-                    grown.append((last - first, Suspect(layer, operand, why)))
-    yield from (one for _, one in sorted(grown, key=lambda pair: -pair[0]))
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return statistics.fmean(numbers) if numbers else None
-
-
-def _advice(found: Sequence[Suspect], clear: bool | None, nonfinite: Any) -> str:
-    if clear is False:
-        return "fewer bits, or more steps: gaps of few steps may open later"
-    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if nonfinite else []
-    if any("saturation" in one.why for one in found):
-        advice.append("a format with a larger range, or scales from current maxima (--scaling tensor or tile128)")
-    if any(one.operand.startswith("g") for one in found):
-        advice.append("stochastic rounding of gradients (--grad-rounding stochastic), or finer scales of theirs")
-    if any(not one.operand.startswith("g") for one in found):
-        advice.append("finer scales (--scaling block32)")
-    if found:
-        layers = " and ".join(f'Rule(name="^{one.layer}$")' for one in found)
-        advice.append(f"these layers in high precision: fmtsim.convert(rules=) with {layers}")
-    return "; ".join(advice) or "another seed first, then finer scales (--scaling block32)"
+    trends: list[tuple[float, Suspect]] = []
+    for layer, operands in steps[-1].items() if third else ():
+        for operand, name in itertools.product(operands, ("underflow", "saturation")):
+            values = [step.get(layer, {}).get(operand, {}).get(f"{name}_percent") for step in steps]
+            first, last = ([x for x in part if x is not None] for part in (values[:third], values[-third:]))
+            if first and last and (growth := statistics.fmean(last) - statistics.fmean(first)) >= _GROWS:
+                why = f"its {name} grew from {statistics.fmean(first):.2g} to {statistics.fmean(last):.2g} %"
+                trends.append((growth, Suspect(layer, operand, why)))
+    found += [one for _, one in sorted(trends, key=lambda pair: -pair[0])]
+    # 3. The first of each layer.
+    chosen: dict[str, Suspect] = {}
+    for one in found:
+        chosen.setdefault(one.layer, one)
+    return list(chosen.values())[:most]
 
 
 REPORT, RECORD, LAYERS = "report.html", "record.json", "layers.txt"
@@ -330,7 +318,15 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
     timed = (*result.labels, "optimizer and comparison")
     record = about(config, corpus, card_description(config.device))
     record["config"]["head"] = HEAD_FORMAT if emulates_head(config) else "high precision or the recipe's"
-    mismatch = result.mismatch
+    mismatch, products = result.mismatch, []
+    for call, spec in result.products:
+        fast = f", fast_accum={call.fast_accum}" if call.operation == "scaled_mm" else ""
+        text = f"{call.operation} [{call.m}, {call.k}] {call.a} x [{call.k}, {call.n}] {call.b}"
+        order = f"{call.a_layout} x {call.b_layout}, split {spec.plan.split}: {spec.basis}"
+        products.append({
+            "text": f"{text} -> {dtype_name(call.out)}{fast}, {order}", "basis": spec.basis, "unit": spec.unit,
+            "plan": record_to_dict(spec.plan),
+        })  # fmt: skip
     return record | {
         "target": None if target is None else {"name": target.name, "library": target.library},
         "sides": list(result.labels), "optimizer": str(config.simulated.states), "parameters": result.parameters,
@@ -342,7 +338,7 @@ def make_check_record(config: TrainConfig, corpus: Corpus, result: Lockstep) -> 
         "stopped": result.stopped,
         "losses": result.losses,
         "seconds": {name: round(taken, 3) for name, taken in zip(timed, result.seconds, strict=True)},
-        "weights_sha256": list(result.digest), "products": [_product(call, spec) for call, spec in result.products],
+        "weights_sha256": list(result.digest), "products": products,
         "guesses": result.guesses,
     }  # fmt: skip
 
@@ -389,19 +385,6 @@ def check_text(record: dict[str, Any]) -> str:
 def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[Any], str]) -> list[Path]:
     """Write both files to a folder, all or nothing; ``dump`` makes text of a record."""
     return write_folder(out, {CHECK_RECORD: dump(record) + "\n", CHECK_TEXT: text + "\n"})
-
-
-def _product(call: GemmCall, found: GemmSpec) -> dict[str, Any]:
-    out = dtype_name(call.out)
-    fast = f", fast_accum={call.fast_accum}" if call.operation == "scaled_mm" else ""
-    layouts = f"{call.a_layout} x {call.b_layout}"
-    return {
-        "text": f"{call.operation} [{call.m}, {call.k}] {call.a} x [{call.k}, {call.n}] {call.b} -> {out}{fast}, "
-        f"{layouts}, split {found.plan.split}: {found.basis}",
-        "basis": found.basis,
-        "unit": found.unit,
-        "plan": record_to_dict(found.plan),
-    }
 
 
 Record = Mapping[str, Any]
@@ -454,15 +437,21 @@ def overlay(folders: Sequence[Path]) -> str:
                 label = f"{name}: {record[run]['label']}" + (" (baseline)" if run == "baseline" else "")
                 curves[label] = [math.nan if loss is None else loss for loss in record[run]["losses"]]
                 against[label] = f"{name}: {record['baseline']['label']} (baseline)"
-        rows = {name: dict(flat(_described(record))) for name, record in records.items()}
+        fields = ("ran", "config", "corpus", "machine", "fmtsim", "torch")
+        rows = {name: dict(flat({key: record[key] for key in fields})) for name, record in records.items()}
         differing, equal = dict[str, Any](), dict[str, Any]()
         for key in dict.fromkeys(key for row in rows.values() for key in row):
             values = {name: row.get(key, "-") for name, row in rows.items()}
             (equal if len(set(values.values())) == 1 else differing)[key] = values
         same = {key: next(iter(values.values())) for key, values in equal.items()}
+        # Groups of runs that differ in their seed alone.
+        groups: dict[Any, dict[str, Record]] = {}
+        for name, record in records.items():
+            described = tuple(item for item in rows[name].items() if not item[0].startswith(_OWN))
+            groups.setdefault(described, {})[name] = record
         return write_page(
             None, title=" against ".join(names), curves=curves, against=against, loss_unit="nats per byte",
-            verdict=[line for group in _alike(records, rows) for line in _words(group)],
+            verdict=[line for group in groups.values() for line in _words(group)],
             configuration={"differs": differing, "in all": same},
             notes=[f"Heatmaps, exponents and costs of a run are in {REPORT} of its folder"],
         )  # fmt: skip
@@ -471,19 +460,6 @@ def overlay(folders: Sequence[Path]) -> str:
         raise DataError(
             f"one of {places} is damaged ({type(error).__name__}: {first_line(error)}); train it again"
         ) from error
-
-
-def _described(record: Record) -> dict[str, Any]:
-    return {key: record[key] for key in ("ran", "config", "corpus", "machine", "fmtsim", "torch")}
-
-
-def _alike(records: Mapping[str, Record], rows: Mapping[str, Mapping[str, str]]) -> list[dict[str, Record]]:
-    """Return the runs in groups of those that differ in their seed alone."""
-    groups: dict[Any, dict[str, Record]] = {}
-    for name, record in records.items():
-        settings = tuple(item for item in rows[name].items() if not item[0].startswith(_OWN))
-        groups.setdefault(settings, {})[name] = record
-    return list(groups.values())
 
 
 def _words(group: Mapping[str, Record]) -> Words:

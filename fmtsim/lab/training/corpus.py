@@ -113,9 +113,8 @@ def sample(
 def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (
-            Path(place, name) for name in sorted(names) if not name.startswith(".") and Path(place, name).is_file()
-        )
+        paths = (Path(place, name) for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
 
 
 def _read(path: Path, limit: int) -> tuple[bytes, bool]:

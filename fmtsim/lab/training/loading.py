@@ -6,6 +6,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ def load_pretrained(name: str, *, weights: bool = True) -> nn.Module:
             config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
         except Exception as error:  # of files transformers raises anything
             place = "a file" if Path(name).is_file() else "no folder and not in the cache of transformers"
-            place = _first(error) if Path(name).is_dir() else place
+            place = _reason(error) if Path(name).is_dir() else place
             raise ArgumentError(
                 f"{where} is neither a function nor a local Hugging Face model ({place}); pass {FORMS}, a folder "
                 "with config.json, or the name of a model that transformers has downloaded before"
@@ -55,7 +56,7 @@ def load_pretrained(name: str, *, weights: bool = True) -> nn.Module:
                 model, absent = model_class.from_config(config), []
         except Exception as error:
             raise ArgumentError(
-                f"{where}: {_first(error)}; models that are not causal language models come from {FORMS}"
+                f"{where}: {_reason(error)}; models that are not causal language models come from {FORMS}"
             ) from None
     meant = config.architectures or [type(model).__name__]
     if type(model).__name__ not in meant:
@@ -98,7 +99,7 @@ def _transformers(name: str) -> Any:
         ) from None
 
 
-def _first(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return first_line(error).rstrip(".")
 
 
@@ -142,9 +143,11 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         except ImportError:
             raise FmtsimError(f"--checkpoint {path} needs safetensors; pip install 'fmtsim[train]'") from None
     else:
-        read = _unpickled
+        read = partial(torch.load, map_location="cpu", weights_only=True)
     try:
         state = read(path)
+        if path.suffix != ".safetensors" and isinstance(state, Mapping):  # weights may lie beside other things
+            state = next((state[name] for name in _WITHIN if isinstance(state.get(name), Mapping)), state)
     except Exception as error:  # of damaged bytes readers raise anything
         raise DataError(f"--checkpoint {path} cannot be read: {first_line(error)}; save the weights again") from None
     if not isinstance(state, Mapping) or not state or not all(isinstance(t, Tensor) for t in state.values()):
@@ -173,12 +176,6 @@ def _differs(path: Path, model: nn.Module, what: str) -> ArgumentError:
     return ArgumentError(
         f"--checkpoint {path} does not fit {type(model).__name__}: it {what}; name the model that it was saved from"
     )
-
-
-def _unpickled(path: Path) -> Any:
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    within = [state[name] for name in _WITHIN if isinstance(state, Mapping) and isinstance(state.get(name), Mapping)]
-    return within[0] if within else state
 
 
 def _dtype(t: Tensor) -> str:
@@ -296,7 +293,7 @@ def load(asked: Asked) -> Loaded:
         load_weights(model, asked.checkpoint)
     model.to(asked.device)
     if alone:
-        return _of_text(asked, model)
+        return _load_text(asked, model)
     # A model with the batches that its function returned: one, or an iterable of them.
     if isinstance(batches, Tensor | tuple | Mapping):
         batches = [batches]
@@ -311,28 +308,23 @@ def load(asked: Asked) -> Loaded:
     if not batches:
         raise ArgumentError(f"--model {asked.model} returned no batches; return one or more")
 
-    def moved(t: Tensor) -> Tensor:
-        return t.to(asked.device, dtype if t.is_floating_point() else None)
-
-    batches = [tree_map_only(Tensor, moved, dict(b) if isinstance(b, Mapping) else b) for b in batches]
-    samples = [Sample(batch, _bound(loss, batch)) for batch in batches]
+    samples = []
+    for batch in batches:
+        batch = dict(batch) if isinstance(batch, Mapping) else batch
+        batch = tree_map_only(Tensor, lambda t: t.to(asked.device, dtype if t.is_floating_point() else None), batch)
+        bind = lambda output, batch=batch: loss(output) if takes(loss, output) else loss(output, batch)  # noqa: E731
+        samples.append(Sample(batch, None if loss is None else bind))
     half = (len(samples) + 1) // 2
     seen, rest = (samples[:half], samples[half:]) if asked.held_out else (samples, [])
-    words = f"{_counted(len(seen))} of {asked.model}"
+    words = f"{_count_batches(len(seen))} of {asked.model}"
     return Loaded(name=asked.model, model=model, samples=seen, held_out=rest or seen, data=words)
 
 
-def _counted(batches: int) -> str:
+def _count_batches(batches: int) -> str:
     return "1 batch" if batches == 1 else f"{batches} batches"
 
 
-def _bound(loss: Any, batch: Any) -> Loss | None:
-    if loss is None:
-        return None
-    return lambda output: loss(output) if takes(loss, output) else loss(output, batch)
-
-
-def _of_text(asked: Asked, model: nn.Module) -> Loaded:
+def _load_text(asked: Asked, model: nn.Module) -> Loaded:
     """Return a language model with windows of a text."""
     if asked.data is None and not asked.random_text:
         raise ArgumentError(
@@ -347,10 +339,19 @@ def _of_text(asked: Asked, model: nn.Module) -> Loaded:
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(most, int) and asked.context > most:
         raise ArgumentError(f"--context {asked.context} is beyond the {most} positions of {asked.model}; choose less")
-    corpus = _random(asked) if asked.data is None else load_corpus(asked.data, asked.context)
+    if asked.data is not None:
+        corpus = load_corpus(asked.data, asked.context)
+    else:  # as many random bytes as there are windows, the same on every machine
+        source, size = torch.Generator().manual_seed(asked.seed), asked.count * asked.rows * (asked.context + 1)
+        noise = torch.randint(0, VOCABULARY, (size,), generator=source).to(torch.uint8)
+        corpus = Corpus(name="random bytes", train=noise, validation=noise, files=0, truncated=False)
 
     def samples(part: Tensor) -> list[Sample]:
-        tokens = _tokens(part, tokenizer)
+        tokens = part.long()
+        if tokenizer is not None:
+            text = part[:_MOST].numpy().tobytes().decode("utf-8", errors="replace")
+            numbers = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens = torch.tensor(numbers, dtype=torch.int64)
         places = tokens.numel() - asked.context
         if places < 1:
             raise DataError(
@@ -364,7 +365,7 @@ def _of_text(asked: Asked, model: nn.Module) -> Loaded:
 
     seen = samples(corpus.train)
     unit = "byte" if tokenizer is None else "token"
-    words = f"{_counted(asked.count)} of {asked.rows} x {asked.context} {unit}s of {corpus.name}"
+    words = f"{_count_batches(asked.count)} of {asked.rows} x {asked.context} {unit}s of {corpus.name}"
     return Loaded(
         name=asked.model, model=model, samples=seen, data=words, unit=f"nats per {unit}",
         held_out=samples(corpus.validation) if asked.held_out else seen,
@@ -382,18 +383,3 @@ def _sample(reader: OwnModel, tokens: Tensor, is_bytes: bool) -> Sample:
         return reader.loss_of(output, targets, VOCABULARY if is_bytes else 0)
 
     return Sample((inputs, targets) if reader.takes_targets else (inputs,), loss)
-
-
-def _random(asked: Asked) -> Corpus:
-    """Return as many random bytes as there are windows, the same on every machine."""
-    count = asked.count * asked.rows * (asked.context + 1)
-    source = torch.Generator().manual_seed(asked.seed)
-    tokens = torch.randint(0, VOCABULARY, (count,), generator=source).to(torch.uint8)
-    return Corpus(name="random bytes", train=tokens, validation=tokens, files=0, truncated=False)
-
-
-def _tokens(part: Tensor, tokenizer: Any) -> Tensor:
-    if tokenizer is None:
-        return part.long()
-    text = part[:_MOST].numpy().tobytes().decode("utf-8", errors="replace")
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)

@@ -151,7 +151,7 @@ def run_lockstep(
     batches = torch.Generator().manual_seed(config.seed + 1)
     label = f"{sides[0].label} and {sides[1].label}"
     progress.stage(label, config.steps)
-    result.mismatch = _compared(result, 0, "weight", _weights(first), _weights(second))
+    result.mismatch = _compare_all(result, 0, "weight", _weights(first), _weights(second))
     while result.mismatch is None and result.stopped is None and result.steps < config.steps:
         if time.perf_counter() >= end:
             result.stopped, result.timed_out = f"the time limit of {minutes:g} minutes", True
@@ -180,11 +180,18 @@ def _step(
         _wait(config.device)
         result.seconds[index] += time.perf_counter() - began
     began = time.perf_counter()
-    first, second = (side.model for side in sides)
-    mismatch = _compared(result, step, "loss", [("loss", losses[0])], [("loss", losses[1])])
-    mismatch = mismatch or _compared(result, step, "gradient", _gradients(first), _gradients(second))
+    a, b = (side.model for side in sides)
+    mismatch = _compare_all(result, step, "loss", [("loss", losses[0])], [("loss", losses[1])])
+    mismatch = mismatch or _compare_all(result, step, "gradient", _gradients(a), _gradients(b))
     if mismatch is not None:
-        return dataclasses.replace(mismatch, product=_birthplace(sides, batch, config))
+        # The first operation that differs where copies of both models run forward and backward again.
+        with autocast(config.simulated, config.device):
+            divergence = bisect(*((side.model, batch) for side in sides))
+        first = "" if divergence.comparison is None else f": {divergence.tensor} {divergence.comparison.first}"
+        product = f"first in {divergence.a}{first}"
+        if divergence.equal:
+            product = "when forward and backward are repeated no bit differs"
+        return dataclasses.replace(mismatch, product=product)
     result.losses.append(float(losses[0]))
     if not math.isfinite(result.losses[-1]):
         result.stopped = f"the loss became {result.losses[-1]} at step {step}"
@@ -192,27 +199,24 @@ def _step(
     for learner in learners:
         learner.set_rate(step)
         learner.step(taken=learner.unscale())
-    mismatch = _compared(result, step, "weight", _weights(first), _weights(second))
+    mismatch = _compare_all(result, step, "weight", _weights(a), _weights(b))
     _wait(config.device)
     result.seconds[2] += time.perf_counter() - began
     return mismatch
 
 
-def _compared(
+def _compare_all(
     result: Lockstep, step: int, kind: str, first: Iterable[tuple[str, Tensor]], second: Iterable[tuple[str, Tensor]]
 ) -> Mismatch | None:
     """Compare tensors by name in order; one answer comes from the device however many there are."""
     pairs = [(name, a, b) for (name, a), (_, b) in zip(first, second, strict=True)]
-    different = torch.stack([(_bits(a) != _bits(b)).any() for _, a, b in pairs]).tolist()
+    bits = lambda x: x.detach().view(_CODES[x.element_size()])  # noqa: E731
+    different = torch.stack([(bits(a) != bits(b)).any() for _, a, b in pairs]).tolist()
     result.compared += sum(a.numel() for _, a, _ in pairs)
     if not any(different):
         return None
     name, a, b = pairs[different.index(True)]
     return Mismatch(step=step, kind=kind, tensor=name, comparison=compare(a, b))
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.detach().view(_CODES[x.element_size()])
 
 
 def _weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -221,16 +225,6 @@ def _weights(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _gradients(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-
-
-def _birthplace(sides: tuple[Side, Side], batch: tuple[Tensor, Tensor], config: TrainConfig) -> str:
-    """Return the first operation that differs where copies of both models run forward and backward again."""
-    with autocast(config.simulated, config.device):
-        divergence = bisect(*((side.model, batch) for side in sides))
-    if divergence.equal:
-        return "when forward and backward are repeated no bit differs"
-    first = "" if divergence.comparison is None else f": {divergence.tensor} {divergence.comparison.first}"
-    return f"first in {divergence.a}{first}"
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

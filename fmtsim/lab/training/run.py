@@ -216,23 +216,21 @@ class Checkpoint:
             raise DataError(f"{self.path} is not a checkpoint of this version; delete it, or choose another --out")
         try:
             tensors = {name: part.tensor() for name, part in stored.items()}
-            state = _joined(parse_json(metadata["state"], nan=True), tensors)
+            state = _join(parse_json(metadata["state"], nan=True), tensors)
             other = next(_differences(state["settings"], self.settings), None)
             if other is None:
-                return self._take(state)
+                runs, self.guesses, self._pending = state["runs"], state["guesses"], state["current"]
+                self.runs = [Run.of_state(run) for run in runs]
+                done = [f"{run.label} is finished" for run in self.runs]
+                if self._pending is not None:
+                    begun = self._pending["run"]
+                    done.append(f"{begun['label']} goes on after step {len(begun['losses'])}")
+                return ", ".join(done)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise self._malformed(error) from error
         raise ArgumentError(
             f"{self.path} is of another training: {other}; pass the same settings, delete it, or choose another --out"
         )
-
-    def _take(self, state: dict[str, Any]) -> str:
-        runs, self.guesses, self._pending = state["runs"], state["guesses"], state["current"]
-        self.runs = [Run.of_state(run) for run in runs]
-        done = [f"{run.label} is finished" for run in self.runs]
-        if self._pending is not None:
-            done.append(f"{self._pending['run']['label']} goes on after step {len(self._pending['run']['losses'])}")
-        return ", ".join(done)
 
     def restore(self, parts: Parts) -> None:
         """Begin a run, where the file left it if that is in the middle of one."""
@@ -290,12 +288,12 @@ def _split(value: Any, name: str, tensors: dict[str, StoredTensor]) -> Any:
     return value
 
 
-def _joined(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if set(value) == {_TENSOR}:
             return tensors[value[_TENSOR]]
-        return {key: _joined(item, tensors) for key, item in value.items()}
-    return [_joined(item, tensors) for item in value] if isinstance(value, list) else value
+        return {key: _join(item, tensors) for key, item in value.items()}
+    return [_join(item, tensors) for item in value] if isinstance(value, list) else value
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:

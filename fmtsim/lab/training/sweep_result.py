@@ -158,7 +158,7 @@ def fit_law(runs: Sequence[Trained], base: str) -> ScalingLaw:
         log_loss, slopes = _log_loss(t, n - middle_n, d - middle_d)
         return log_loss - target, torch.stack(slopes, -1)
 
-    theta = _fitted(residuals, torch.tensor(starts, dtype=torch.float64))
+    theta = _fit(residuals, torch.tensor(starts, dtype=torch.float64))
     theta[0] += theta[1] * middle_n
     theta[2] += theta[3] * middle_d
     others = [run for run in runs if not run.forward == run.backward == base]
@@ -201,10 +201,10 @@ def _efficiencies(theta: Tensor, runs: Sequence[Trained], names: Sequence[tuple[
         slopes = -theta[1] * along_a.unsqueeze(-1) * of_n - theta[3] * along_b.unsqueeze(-1) * of_d
         return log_loss - target, slopes
 
-    return _fitted(residuals, torch.zeros(1, len(names), dtype=torch.float64))
+    return _fit(residuals, torch.zeros(1, len(names), dtype=torch.float64))
 
 
-def _fitted(residuals: Callable[[Tensor], tuple[Tensor, Tensor]], starts: Tensor) -> Tensor:
+def _fit(residuals: Callable[[Tensor], tuple[Tensor, Tensor]], starts: Tensor) -> Tensor:
     """Return the least point of Huber's loss by Levenberg and Marquardt's method, the best of many starts.
 
     Residuals beyond DELTA are weighted down in each step, so that they count by their size and not by its square.
@@ -438,17 +438,15 @@ class SweepResult(Result):
             "best lr: of the lowest median last loss of the seeds, whose held-out loss and answers follow",
             "spikes: losses 5 standard deviations above the mean of the 20 before, in all runs",
         )
-        return table_of((*_GROUPS, *answers), self.groups()), *text, *self._predicted()
-
-    def _predicted(self) -> tuple[Rows | str, ...]:
+        content = table_of((*_GROUPS, *answers), self.groups()), *text
         rows = self.predictors()
         if not rows[0].runs:
-            return ()
-        text = (
+            return content
+        early = (
             f"what is known after {100 * EARLY:.0f} % of the steps of {rows[0].runs} runs, {rows[0].failed} of which "
             "fail: chance that it is higher in a run that fails (0.5: tells nothing), correlation with the last loss"
         )
-        return table_of(_PREDICTORS, rows), text
+        return *content, table_of(_PREDICTORS, rows), early
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Draw a heatmap for each shape: median last loss by scheme and learning rate, and failed runs in numbers."""

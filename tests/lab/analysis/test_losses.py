@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmtsim
-from fmtsim.lab.analysis.losses import Losses, loss_scale_of, losses_of, plot_losses, worst
+from fmtsim.lab.analysis.losses import Losses, list_losses, max_loss_scale, plot_losses, worst
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.lab.training.sweep import sharpness
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
@@ -87,7 +87,7 @@ def test_a_gradient_that_is_zero_already_is_grey_and_not_spared():
     assert "grey: zeros or not run" in [axes.get_xlabel() for axes in stats.plot(operand="g_w").axes][-1]
     dead = stats.history[2]["0"]["g_w"]
     assert math.isnan(dead.underflow_percent) and dead.to_dict()["underflow_percent"] is None
-    zeros = losses_of({"0": {"g_w": OperandStats().add(torch.zeros(4), torch.zeros(4), None)}, "1": stats["1"]})
+    zeros = list_losses({"0": {"g_w": OperandStats().add(torch.zeros(4), torch.zeros(4), None)}, "1": stats["1"]})
     assert str(zeros).splitlines()[2].split() == ["0", "g_w", "high", "precision", "-", "0.000", "-", "0"]
     assert worst(zeros, 9, "underflow")[-1].layer == "0"
 
@@ -108,7 +108,7 @@ def test_errors_of_plots(stats):
     refused("plot operand='q' was not observed; choose one of x_f, w_f, g_d, w_d, g_w, x_w", stats.plot, operand="q")
     refused("plot by='loss' is not a measure", stats.plot, by="loss")
     refused("plot has nothing to draw; observe at least one step", fmtsim.observe(nn.Linear(4, 4), format="e4m3").plot)
-    assert losses_of({}) == ()
+    assert list_losses({}) == ()
 
 
 def test_a_dataframe_has_a_row_for_each_step_layer_and_operand(stats, monkeypatch):
@@ -153,7 +153,7 @@ def test_the_scale_saturates_nothing_and_twice_as_much_does():
 def test_what_underflows_at_the_scale_by_hand():
     x = torch.tensor([57344.0 * 2.0**-10, 1.5 * 2.0**-27, 1.5 * 2.0**-28, 2.0**-40, 0.0])
     stats = OperandStats().add(x, fmtsim.quantize(x, "e5m2"), fmtsim.get_format("e5m2"))
-    found = loss_scale_of({"a": {"g_w": stats}, "b": {"x_f": stats}})
+    found = max_loss_scale({"a": {"g_w": stats}, "b": {"x_f": stats}})
     assert (found.scale, found.headroom, found.layer, found.operand) == (1024.0, 1.0, "a", "g_w")
     assert (found.underflow_percent, found.underflow_percent_scaled) == (75.0, 50.0)  # 1.5 * 2**-17 becomes 2**-16
 
@@ -168,7 +168,7 @@ def test_gradients_with_scales_of_their_own_need_none(recipe):
 def test_gradients_that_are_not_finite_are_told():
     stats = OperandStats()
     stats.add(torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.inf]), fmtsim.get_format("e5m2"))
-    found = loss_scale_of({"a": {"g_w": stats}})
+    found = max_loss_scale({"a": {"g_w": stats}})
     assert str(found).splitlines()[-1].startswith("1 gradients were NaN or infinite: observe with a smaller loss scale")
 
 

@@ -13,7 +13,7 @@ import fmtsim
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig
-from fmtsim.lab.analysis.losses import losses_of
+from fmtsim.lab.analysis.losses import list_losses
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.observation import Observation
 from fmtsim.lab.analysis.observe import observe
@@ -66,7 +66,7 @@ def test_operands_have_one_order_whatever_was_cast_first():
         for name in names:
             stats.count(1, layer, name, seen)
     assert list(stats["one"]) == ["x_f", "g_w", "x_w"] and list(stats["all"]) == order
-    assert [(loss.layer, loss.operand) for loss in losses_of(stats.layers)][:4] == [
+    assert [(loss.layer, loss.operand) for loss in list_losses(stats.layers)][:4] == [
         ("one", "x_f"), ("one", "g_w"), ("one", "x_w"), ("all", "x_f")
     ]  # fmt: skip
     assert list(stats.history[1]["all"]) == list(stats.to_dict()["layers"]["all"]) == order
