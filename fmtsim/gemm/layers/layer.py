@@ -72,25 +72,25 @@ def forward(
     """
     (dtype, _, bias_dtype), config, traced = dtypes, layer.config, lane.traced
     # 1. operands in the dtype of the pass; w is cast once for both passes if the backward pass quantises it again
-    run = _Pass(layer, lane, w, dtype, (math.prod(x.shape[:-1]), *w.shape))
+    this_pass = _Pass(layer, lane, w, dtype, (math.prod(x.shape[:-1]), *w.shape))
     later = config.wgrad.b, config.dgrad.b  # quantisers of x and of w in the backward pass
     w_again = later[1].source == "original" and not layer.uncast
-    w_hp = run.cast(w, ("w_f", -1), ("w_d", 0)) if w_again else run.cast(w, ("w_f", -1))
+    w_hp = this_pass.cast(w, ("w_f", -1), ("w_d", 0)) if w_again else this_pass.cast(w, ("w_f", -1))
     bias = None if bias is None else bias.to(bias_dtype)
     # 2. both quantised along K; x [..., K] is one matrix [T, K]
     if x_shared is None:
-        x_hp = run.cast(as_matrix(x), ("x_f", -1))
-        if run.counted:
-            run.draw(OperandRequest("x_f", x_hp, -1), OperandRequest("w_f", w_hp, -1))
-        x_q = run.operand("x_f", x_hp, -1)
+        x_hp = this_pass.cast(as_matrix(x), ("x_f", -1))
+        if this_pass.counted:
+            this_pass.draw(OperandRequest("x_f", x_hp, -1), OperandRequest("w_f", w_hp, -1))
+        x_q = this_pass.operand("x_f", x_hp, -1)
     else:
         x_q = x_shared
-        for watcher in run.watchers:  # another layer quantised it from the same tensor
+        for watcher in this_pass.watchers:  # another layer quantised it from the same tensor
             watcher.operand(Seen("x_f", as_matrix(x.to(dtype)), x_q, NO_KEYS, -1, None))
-    w_q = run.operand("w_f", w_hp, -1)
+    w_q = this_pass.operand("w_f", w_hp, -1)
     # 3. fprop: y = x w^T + bias, sums over K of x_q [T, K] and w_q [N, K]; the scales of both run along K
     follows = bias is not None and config.bias_after_rounding
-    y = run.product("fprop", x_q, w_q, None if follows else bias, dtype)
+    y = this_pass.product("fprop", x_q, w_q, None if follows else bias, dtype)
     if follows:  # a bias that follows the rounding rounds again, in an operator, where no compiler fuses the two
         y = finish_sums(y, None, None, None, bias, dtype, traced)
     if x.dim() != 2 or y._is_view():  # a model may not write into a view
@@ -120,29 +120,29 @@ def backward(
     layer, (x_saved, w_saved), (needs_x, needs_w, needs_bias) = ctx.layer, saved, ctx.needs_input_grad[:3]
     g_is_shared = layer.config.wgrad.a.source == "forward"  # wgrad takes the transpose of dgrad's g
     g_hp = as_matrix(g)
-    run = _Pass(layer, lane, g_hp, g.dtype, (*g_hp.shape, ctx.x_shape[-1]), backward=True)
-    x_hp = None if x is None else run.cast(as_matrix(x), ("x_w", 0))
-    w_hp = None if w is None else run.cast(w, ("w_d", 0))
+    this_pass = _Pass(layer, lane, g_hp, g.dtype, (*g_hp.shape, ctx.x_shape[-1]), backward=True)
+    x_hp = None if x is None else this_pass.cast(as_matrix(x), ("x_w", 0))
+    w_hp = None if w is None else this_pass.cast(w, ("w_d", 0))
     # 1. one node of the graph, or one read of g, for all operands that it gives
-    if run.counted:
+    if this_pass.counted:
         requests: list[OperandRequest | Operand] = []
         if needs_x or g_is_shared:
             requests.append(OperandRequest("g_d", g_hp, -1))
         if needs_x:
-            requests.append(run.second("w_d", w_hp, w_saved))
+            requests.append(this_pass.second("w_d", w_hp, w_saved))
         if needs_w:
-            requests += [OperandRequest("g_w", g_hp, 0), run.second("x_w", x_hp, x_saved)]
-        run.draw(*(request for request in requests if isinstance(request, OperandRequest)))
-    both = run.both_gradients(g_hp) if needs_x and needs_w else None
+            requests += [OperandRequest("g_w", g_hp, 0), this_pass.second("x_w", x_hp, x_saved)]
+        this_pass.draw(*(request for request in requests if isinstance(request, OperandRequest)))
+    both = this_pass.both_gradients(g_hp) if needs_x and needs_w else None
     g_dgrad = both[0] if both is not None else None
     if g_dgrad is None and (needs_x or g_is_shared):
-        g_dgrad = run.operand("g_d", g_hp, -1)
+        g_dgrad = this_pass.operand("g_d", g_hp, -1)
     dx = dw = dbias = None
     # 2. dgrad: dx = g w, sums over N of g_dgrad [T, N] and w_dgrad [K, N], w transposed; the scales of both run along N
     if needs_x:
         assert g_dgrad is not None
-        w_dgrad = run.quantized(run.second("w_d", w_hp, w_saved))
-        dx = run.gradient("dgrad", g_dgrad, w_dgrad, x_saved).reshape(ctx.x_shape)
+        w_dgrad = this_pass.quantized(this_pass.second("w_d", w_hp, w_saved))
+        dx = this_pass.gradient("dgrad", g_dgrad, w_dgrad, x_saved).reshape(ctx.x_shape)
     # 3. wgrad: dw = g^T x, sums over T of g_wgrad [N, T] and x_wgrad [K, T], both transposed; scales run along T
     if needs_w:
         if both is not None:
@@ -150,9 +150,9 @@ def backward(
         elif g_dgrad is not None and g_is_shared:
             g_wgrad = g_dgrad.transposed()
         else:
-            g_wgrad = run.operand("g_w", g_hp, 0)
-        x_wgrad = run.quantized(run.second("x_w", x_hp, x_saved))
-        dw = run.gradient("wgrad", g_wgrad, x_wgrad, w_saved)
+            g_wgrad = this_pass.operand("g_w", g_hp, 0)
+        x_wgrad = this_pass.quantized(this_pass.second("x_w", x_hp, x_saved))
+        dw = this_pass.gradient("wgrad", g_wgrad, x_wgrad, w_saved)
     # 4. the gradient of the bias is never quantised
     if needs_bias:
         dbias = g_hp.sum(0, dtype=wide_dtype(g.dtype)).to(g.dtype)
@@ -160,7 +160,7 @@ def backward(
 
 
 class _Pass:
-    """The operands and products of one pass, forward or backward.
+    """Quantise the operands of one pass, forward or backward, and run its products.
 
     Args:
         layer: Its definition, random keys and states.
@@ -264,17 +264,17 @@ class _Pass:
             return OperandRequest(name, original, 0)
         # the operand of the forward pass: its transpose, or its values, quantised once more
         before = self._config.fprop.b if name == "w_d" else self._config.fprop.a
-        x_q = saved_operand(saved, before)
+        fprop_q = saved_operand(saved, before)
         if quantizer.source == "forward":
-            return x_q.transposed()
+            return fprop_q.transposed()
         # values are quantised once more: elements times a factor in kernels, else in float32
-        elements, scale, tensor_scale = x_q.elements, x_q.scale, x_q.tensor_scale
+        elements, scale, tensor_scale = fprop_q.elements, fprop_q.scale, fprop_q.tensor_scale
         factor = tensor_scale if scale is None else scale
         blocks = scale is not None and tensor_scale is None and quantizer.scaling is not None
-        whole = blocks and not any(n % size for n, size in zip(elements.shape, x_q.block, strict=True))
+        whole = blocks and not any(n % size for n, size in zip(elements.shape, fprop_q.block, strict=True))
         if elements.dtype == torch.bfloat16 and (scale is None or whole):
             return OperandRequest(name, elements, 0, factor)
-        return OperandRequest(name, dequantize(x_q, torch.float32), 0)
+        return OperandRequest(name, dequantize(fprop_q, torch.float32), 0)
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
