@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.casts.ops import Cast, Key, signed
+from fmtsim.casts.ops import Key, signed
 from fmtsim.formats.block import BlockFormat, Format, PackedFormat, ScaledFormat, with_block
 from fmtsim.formats.element import OVERFLOWS, CodebookFormat
 from fmtsim.formats.registry import get_format
@@ -144,7 +144,7 @@ def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
 def prepare(
     x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
-) -> tuple[Cast, torch.dtype, BlockOf, int]:  # fmt: skip
+) -> tuple[CastSpec, torch.dtype, BlockOf, int]:  # fmt: skip
     """Check the arguments and return the cast, the result dtype, the block, and the random bits it needs."""
     rank = max(x.dim(), 1)
     if type(dim) is not int or not -rank <= dim < rank:
@@ -152,37 +152,29 @@ def prepare(
             f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
         )
     inner = dim - rank if dim >= 0 else dim
-    run = _resolve_traced if torch.compiler.is_compiling() else _resolve
-    return run(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
+    arguments = format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype
+    if not torch.compiler.is_compiling():
+        try:
+            return _resolve(*arguments)
+        except TypeError:  # from a check, which raises again below, or from an argument that has no hash
+            pass
+    return _resolve_any(*arguments)
 
 
 @constant_in_graphs
-def _resolve_traced(*arguments: Any) -> tuple[Cast, torch.dtype, BlockOf, int]:
-    """Do what ``_resolve`` does; compiled graphs hold a cast as text."""
-    spec, *results = _resolve(*arguments)
-    return spec.to_json(), *results  # type: ignore[return-value]  # mypy does not count what * takes
-
-
-def _resolve(*arguments: Any) -> tuple[CastSpec, torch.dtype, BlockOf, int]:
-    """Return what ``prepare`` does, for the dtype of x; arguments that cannot be hashed are refused by name."""
-    try:
-        return _resolve_cached(*arguments)
-    except TypeError:
-        if _is_hashable(arguments):
-            raise
-        return _resolve_cached.__wrapped__(*arguments)  # of a list, say, which the checks will name
-
-
-def _is_hashable(arguments: tuple[Any, ...]) -> bool:
+def _resolve_any(*arguments: Any) -> tuple[CastSpec, torch.dtype, BlockOf, int]:
+    """Do what ``_resolve`` does for arguments that the cache may be unable to hash, such as a list."""
     try:
         hash(arguments)
     except TypeError:
-        return False
-    return True
+        return _resolve.__wrapped__(*arguments)  # whose checks name the argument
+    resolved = _resolve(*arguments)
+    resolved[0].to_json()  # torch.compile reads the text of a constant, but cannot trace how it is written
+    return resolved
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _resolve_cached(
+def _resolve(
     format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
 ) -> tuple[CastSpec, torch.dtype, BlockOf, int]:  # fmt: skip
@@ -353,19 +345,9 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype
     return out.dtype
 
 
-def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[Cast, torch.dtype]:
-    """Return the cast whose codes a plain tensor of a dtype holds, and the dtype of its values."""
-    return (_decoding_traced if torch.compiler.is_compiling() else _decoding)(format, codes, out_dtype)
-
-
 @constant_in_graphs
-def _decoding_traced(*arguments: Any) -> tuple[Cast, torch.dtype]:
-    """Do what ``_decoding`` does; compiled graphs hold a cast as text."""
-    spec, dtype = _decoding(*arguments)
-    return spec.to_json(), dtype
-
-
-def _decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[CastSpec, torch.dtype]:
+def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[CastSpec, torch.dtype]:
+    """Return the cast whose codes a plain tensor of a dtype holds, and the dtype of its values."""
     fmt = get_format(format)
     if isinstance(fmt, ScaledFormat) and not isinstance(fmt, PackedFormat):
         raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
@@ -378,7 +360,9 @@ def _decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) ->
             )
     elif codes not in _CODES:
         raise DtypeError(f"codes have dtype {codes}; pass integers, or what fmtsim.encode returned")
-    return decoding_cast(fmt, -1), check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32)
+    cast = decoding_cast(fmt, -1)
+    cast.to_json()  # as in _resolve_any
+    return cast, check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32)
 
 
 _CODES = (

@@ -25,7 +25,7 @@ from fmtsim.formats.packing import tensor_bytes, tensor_of_bytes
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
-from fmtsim.spec.cast import EncodedParts
+from fmtsim.spec.cast import CastSpec, EncodedParts, spec_from_json
 from fmtsim.support.dispatch import constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, CodeError, DataError, DtypeError, FormatError, shown
 from fmtsim.support.records import located, parse_json
@@ -52,7 +52,7 @@ class Encoded:
         tensor_scale: float32, of two-level formats, else None: 0-d, or ``[rows, windows]`` where rows of the operand or
             windows of blocks have their own.
         offsets: int32 zero points or the float32 lowest logarithms of LogFMT tiles, like ``scales``, else None.
-        cast: The cast that made it, as operators carry it; torch.compile reads the format from this text.
+        cast: The cast that made it, where torch.compile, vmap or export traced it; None elsewhere.
         validated: Codes and scales are known to be those of the format, which saves looking at them.
 
     Raises:
@@ -68,7 +68,7 @@ class Encoded:
     scales: torch.Tensor | None = None
     tensor_scale: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    cast: str | None = None
+    cast: CastSpec | None = None
     validated: InitVar[bool] = False
 
     def __post_init__(self, validated: bool) -> None:
@@ -139,7 +139,7 @@ class Encoded:
         if is_readable(self.codes) or isinstance(self.format, PackedFormat):  # whose bytes are the codes
             codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
         else:
-            codes, scales = restore_traced(self.codes, self.scales, ops.text_of(self._cast()), self.shape)
+            codes, scales = restore_traced(self.codes, self.scales, self._cast().to_json(), self.shape)
         return EncodedParts(codes, scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
@@ -166,15 +166,18 @@ class Encoded:
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
         cast = self._cast()
-        dtype, validated = _decoded(cast, out_dtype if out is None else out.dtype)
+        result = out_dtype if out is None else out.dtype
+        traced = torch.compiler.is_compiling()
+        dtype, validated = _decoded_traced(cast.to_json(), result) if traced else _decoded(cast.format, result)
         values = ops.decode(self.parts(), cast, dtype, validated=validated)
         if isinstance(self.format, PackedFormat):  # a block at the end may be short
             values = values.narrow(self.dim, 0, self.shape[self.dim]) if self.shape else values[0]
         return values if out is None else out.copy_(values)
 
-    def _cast(self) -> ops.Cast:
-        traced = torch.compiler.is_compiling()
-        return self.cast or (_decoding_text if traced else decoding_cast)(self.format, self.dim)
+    def _cast(self) -> CastSpec:
+        if self.cast is not None:
+            return self.cast
+        return (_decoding_traced if torch.compiler.is_compiling() else decoding_cast)(self.format, self.dim)
 
     @property
     def device(self) -> torch.device:
@@ -276,17 +279,14 @@ class Encoded:
         )
 
 
-@constant_in_graphs
-def _decoding_text(fmt: Format, dim: int) -> str:
-    """Return ``decoding_cast`` as compiled graphs hold it."""
-    return decoding_cast(fmt, dim).to_json()
-
-
-@constant_in_graphs
-def _decoded(cast: ops.Cast, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
+def _decoded(fmt: Format, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
     """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
-    fmt = ops.spec_of(cast).format
     return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
+
+
+# torch.compile takes formats of its inputs for a constant, but no result of a constant: such a cast goes by its text.
+_decoding_traced = constant_in_graphs(lambda fmt, dim: spec_from_json(decoding_cast(fmt, dim).to_json()))
+_decoded_traced = constant_in_graphs(lambda text, dtype: _decoded(spec_from_json(text).format, dtype))
 
 
 def _require_values(encoded: Encoded) -> None:

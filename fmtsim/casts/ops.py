@@ -31,9 +31,6 @@ from fmtsim.support.float64 import check_float64
 Key = RandomKey | torch.Tensor | None
 """Where random words come from, as verbs have it: numbers below 2**63, or int64 [seed, offset]; None draws none."""
 
-Cast = CastSpec | str
-"""A cast, or its JSON, which is what operators take and compiled graphs hold."""
-
 
 _library = torch.library.Library("fmtsim", "DEF")
 READS_HOST: Sequence[torch.Tag] = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))  # newer torch
@@ -92,50 +89,39 @@ def with_keys(operator: Any, *keys: Any) -> Any:
     return operator.default if all(key is None for key in keys) else operator.keyed
 
 
-def text_of(cast: Cast) -> str:
-    """Return a cast as operators take it."""
-    return cast if isinstance(cast, str) else cast.to_json()
-
-
-def spec_of(cast: Cast) -> CastSpec:
-    """Return a cast as engines take it."""
-    return spec_from_json(cast) if isinstance(cast, str) else cast
-
-
-def quantize(x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
+def quantize(x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
     """Round x to the values of a format; the result has x's shape and device, and the dtype."""
     if _is_direct(words, x):
-        return quantize_plain(x, cast, dtype, key)
+        return quantize_plain(x, spec, dtype, key)
     run = with_keys(torch.ops.fmtsim.quantize, key)
-    result: torch.Tensor = run(x, text_of(cast), dtype, key_tensor(key), words)
+    result: torch.Tensor = run(x, spec.to_json(), dtype, key_tensor(key), words)
     return result
 
 
-def quantize_out(x: torch.Tensor, out: torch.Tensor, cast: Cast, key: Key, words: torch.Tensor | None) -> None:
+def quantize_out(x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
     if not _is_direct(words, x, out):  # copy_ is what modes, transforms and lazy negation of out are made for
-        out.copy_(quantize(x, cast, out.dtype, key, words))
+        out.copy_(quantize(x, spec, out.dtype, key, words))
         return
-    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, cast, key)
+    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, spec, key)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)  # autograd must notice where out was saved for a backward
 
 
-def quantize_plain(x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key) -> torch.Tensor:
+def quantize_plain(x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key) -> torch.Tensor:
     """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
     out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
-    _quantize_into(x.detach() if x.requires_grad else x, out, cast, key)  # engines have threads, which record gradients
+    _quantize_into(x.detach() if x.requires_grad else x, out, spec, key)  # engines have threads, which record gradients
     return out
 
 
-def _quantize_into(x: torch.Tensor, out: torch.Tensor, cast: Cast, key: Key) -> None:
+def _quantize_into(x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key) -> None:
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
     random = None if key is None else _random(key, None)
-    # 1. a GPU's fast dispatch looks a cast up by its JSON, whose hash strings keep
-    if x.is_cuda and load_engine("cuda").quantize_contiguous(x, text_of(cast), out, random):
+    # 1. a GPU's fast dispatch: one look-up and one launch
+    if x.is_cuda and load_engine("cuda").quantize_contiguous(x, spec, out, random):
         return
     # 2. any engine
-    spec = cast if isinstance(cast, CastSpec) else spec_from_json(cast)
     _check_data(x, spec, None)
     engine_for("quantize", spec, x, out).quantize(x, spec, random, out)
 
@@ -160,23 +146,22 @@ def _is_direct(words: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
     return words is None and not torch.compiler.is_compiling() and all(map(is_plain, tensors))
 
 
-def encode(x: torch.Tensor, cast: Cast, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
+def encode(x: torch.Tensor, spec: CastSpec, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
     """Return the codes of x and what they need to be decoded."""
     if words is None and not torch.compiler.is_compiling() and is_plain(x):  # as _is_direct, in less of the host's time
-        spec = spec_from_json(cast) if isinstance(cast, str) else cast
         _check_data(x, spec, None)
         random = None if key is None else _random(key, None)
         return engine_for("encode", spec, x).encode(x.detach(), spec, random)
     operator = with_keys(torch.ops.fmtsim.encode, key)
-    codes, scales, tensor_scale, offsets = operator(x, text_of(cast), key_tensor(key), words)
+    codes, scales, tensor_scale, offsets = operator(x, spec.to_json(), key_tensor(key), words)
     return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
 
 
-def encode_packed(x: torch.Tensor, cast: Cast, key: Key) -> EncodedParts | None:
+def encode_packed(x: torch.Tensor, spec: CastSpec, key: Key) -> EncodedParts | None:
     """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
     if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
         return None
-    spec, engine = spec_of(cast), load_engine("cuda")
+    engine = load_engine("cuda")
     if not engine.supports("encode_packed", spec, x):
         return None
     _check_data(x, spec, None)
@@ -184,16 +169,16 @@ def encode_packed(x: torch.Tensor, cast: Cast, key: Key) -> EncodedParts | None:
     return parts
 
 
-def decode(parts: EncodedParts, cast: Cast, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
+def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
     """Return the values of codes; shape and device are those of ``parts.codes`` (of ggml's bytes: whole blocks').
 
     With ``validated`` all codes are known to be in ``code_dtype`` and to lie in the format. A float8 ``dtype`` holds
     every value of the format.
     """
     if dtype in FLOAT8_DTYPES:
-        return narrowed(decode(parts, cast, torch.float32, validated=validated), dtype)
+        return narrowed(decode(parts, spec, torch.float32, validated=validated), dtype)
     others = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
-    return torch.ops.fmtsim.decode(parts.codes, *others, text_of(cast), dtype, validated)
+    return torch.ops.fmtsim.decode(parts.codes, *others, spec.to_json(), dtype, validated)
 
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> Engine:

@@ -18,7 +18,6 @@ from fmtsim.casts.arguments import (
     randomness,
 )
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.ops import Cast
 from fmtsim.casts.stored import store, store_traced
 from fmtsim.formats.block import Block, Format, PackedFormat
 from fmtsim.formats.element import Overflow
@@ -27,7 +26,7 @@ from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
 from fmtsim.formats.scaling import ScaleRule
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.dispatch import constant_in_graphs, is_bare, is_readable
+from fmtsim.support.dispatch import is_bare, is_readable
 from fmtsim.support.errors import FormatError
 
 Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
@@ -122,7 +121,7 @@ def quantize(
         return out
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
         run = ops.with_keys(torch.ops.fmtsim.quantize, key)
-        return run(x, cast, dtype, ops.key_tensor(key), words)
+        return run(x, cast.to_json(), dtype, ops.key_tensor(key), words)
     # as ops.quantize, with a derivative that passes straight through in every mode of torch
     if words is not None or not is_bare(x):
         return _StraightThrough.apply(x, cast, dtype, ops.key_tensor(key), words)  # type: ignore[no-any-return]
@@ -207,25 +206,17 @@ def encode(
         check_blocks(tensor, block, dim, pad)
     key, words = randomness(tensor, random, generator, integers)
     packed = ops.encode_packed(tensor.detach(), cast, key) if words is None else None
-    fmt, inner = _encoded_format(cast)
+    fmt, inner = cast.format, cast.dim
     if packed is not None:
         return Encoded._known(packed, fmt, tensor.shape, inner)
     parts = ops.encode(tensor.detach(), cast, key, words)
     if is_readable(tensor):
         codes, scales = store(parts.codes, parts.scales, fmt, inner, validated=True)
         return Encoded._known(parts._replace(codes=codes, scales=scales), fmt, tensor.shape, inner)
-    text = ops.text_of(cast)
     if not isinstance(fmt, PackedFormat):
-        codes, scales = store_traced(parts.codes, parts.scales, text)
+        codes, scales = store_traced(parts.codes, parts.scales, cast.to_json())
         parts = parts._replace(codes=codes, scales=scales)
-    return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=text, validated=True, **parts._asdict())
-
-
-@constant_in_graphs
-def _encoded_format(cast: Cast) -> tuple[Format, int]:
-    """Return the format of a cast, and the dimension along which its blocks run."""
-    spec = ops.spec_of(cast)
-    return spec.format, spec.dim
+    return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=cast, validated=True, **parts._asdict())
 
 
 @overload

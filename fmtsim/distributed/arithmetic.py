@@ -63,7 +63,7 @@ def to_bytes(values: Tensor, spec: CastSpec) -> Tensor:
     A kernel that writes packed codes is taken where there is one. The codes' range is not looked at, here and in
     ``from_bytes``: that would wait for a device.
     """
-    packed = ops.encode_packed(values, spec.to_json(), None)
+    packed = ops.encode_packed(values, spec, None)
     if packed is not None:
         return packed.codes.view(torch.uint8)
     return pack(ops.encode(values, spec).codes, spec.format.bits, validated=True)
@@ -173,7 +173,6 @@ class Hop:
         self.top = float(reduction.format.max)
         rounding, overflow = reduction.rounding, reduction.overflow_rule
         self.spec = CastSpec(format=reduction.format, rounding=rounding, overflow=overflow)
-        self.text = self.spec.to_json()
         self.exact = replace(self.spec, rounding=Rounding())
         self.draws = rounding.mode == "stochastic"
 
@@ -183,7 +182,7 @@ class Hop:
 
     def round(self, y: Tensor, key: RandomKey | None) -> Tensor:
         """Return float32 values of the format."""
-        return ops.quantize(y, self.text, torch.float32, key, None)
+        return ops.quantize(y, self.spec, torch.float32, key, None)
 
     def round_each(self, y: Tensor, ranks: Sequence[int], step: int, start: int = 0) -> Tensor:
         """Round row i of y as rank ``ranks[i]`` does at a step; random words are those of places from ``start`` on."""

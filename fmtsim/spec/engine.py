@@ -177,7 +177,7 @@ class FusedEngine(KernelEngine, Protocol):
     def serves(self, index: int) -> bool:
         """Return True if the engine runs on a GPU; otherwise one warning says why not."""
 
-    def quantize_contiguous(self, x: Tensor, cast: CastSpec | str, out: Tensor, random: Random = None) -> bool:
+    def quantize_contiguous(self, x: Tensor, spec: CastSpec, out: Tensor, random: Random = None) -> bool:
         """Do what ``quantize`` does by one lookup and one launch; return False if the call needs more than that."""
 
     def covers_hadamard(self, size: int, dim: int) -> bool:

@@ -22,7 +22,7 @@ from fmtsim.formats.element import CodebookFormat
 from fmtsim.formats.packing import code_dtype, packed_size
 from fmtsim.formats.representable import FLOAT_DTYPES, is_representable
 from fmtsim.rounding.modes import Rounding
-from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, in_one_order, spec_from_json
+from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey, in_one_order
 
 __all__ = ["decode", "encode", "encode_packed", "quantize", "quantize_contiguous", "supports"]
 
@@ -84,26 +84,25 @@ def _runs(device: torch.device) -> bool:
 # Fast dispatch.
 
 
-def quantize_contiguous(x: torch.Tensor, cast: CastSpec | str, out: torch.Tensor, random: Random = None) -> bool:
+def quantize_contiguous(x: torch.Tensor, spec: CastSpec, out: torch.Tensor, random: Random = None) -> bool:
     """Quantise x into out where both are contiguous and a fast kernel takes them; return True if that is so.
 
     Args:
         x, out: Of one shape, on one device.
-        cast: The cast, or its JSON, which is looked up faster.
+        spec: The cast.
         random: Where the rounding draws words, their key.
 
     False for float64, given random words, and blocks that are not runs of the last dimension.
     """
     if not x.numel() or (x.data_ptr() | out.data_ptr()) % 16 or not (x.is_contiguous() and out.is_contiguous()):
         return False
-    launch = _fast_launch(cast, x.dtype, out.dtype, runtime.device_index(x))
+    launch = _fast_launch(spec, x.dtype, out.dtype, runtime.device_index(x))
     return launch is not None and launch(x, out, random)
 
 
 @lru_cache(maxsize=4096)
-def _fast_launch(cast: CastSpec | str, dtype: torch.dtype, out_dtype: torch.dtype, index: int) -> _Launch | None:
+def _fast_launch(spec: CastSpec, dtype: torch.dtype, out_dtype: torch.dtype, index: int) -> _Launch | None:
     """Return the launch of a cast on a device, None where fast dispatch does not serve it."""
-    spec = spec_from_json(cast) if isinstance(cast, str) else cast
     if (
         torch.float64 in (dtype, out_dtype)
         or isinstance(spec.format, LogTileFormat | PackedFormat)

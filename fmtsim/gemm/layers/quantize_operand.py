@@ -67,8 +67,8 @@ def quantize_operand(
         tensor = state.tensor_scale if state.tensor_scale.numel() else None
         sizes = block_sizes(block_of(quantizer), w.shape)
         scales = spread(scale if tensor is None else scale * tensor, sizes, w.shape)
-        text = _cast_text(Quantizer(format=element, overflow="saturate"), -1)
-        w_q = quantize(torch.div(w.float(), torch.where(scales == 0, FLT_MIN, scales)), text, torch.float32, None, None)
+        spec = _plain_cast(Quantizer(format=element, overflow="saturate"), -1)
+        w_q = quantize(torch.div(w.float(), torch.where(scales == 0, FLT_MIN, scales)), spec, torch.float32, None, None)
         dtype = elements_dtype(quantizer, w.dtype, is_on_gpu(w), False)
         return Operand(w_q.to(dtype), quantizer, scale, tensor, sizes)
     if keys is not NO_KEYS and quantizer.then is None:
@@ -142,7 +142,7 @@ class _Cast(NamedTuple):
 
     Attributes:
         quantizer: The quantiser.
-        text: The cast as JSON; empty where it changes nothing.
+        spec: The cast; None where it changes nothing.
         dtype: Of the elements.
         element: Their format, where the scales of its blocks stay beside them.
         block: Rows and columns of those.
@@ -150,7 +150,7 @@ class _Cast(NamedTuple):
     """
 
     quantizer: Quantizer
-    text: str
+    spec: CastSpec | None
     dtype: torch.dtype
     element: OperandFormat | None = None
     block: Block = (1, 1)
@@ -177,9 +177,9 @@ def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, o
     # the tensor's own dtype already: nothing to do unless infinities saturate or the result is folded
     is_own_dtype = isinstance(fmt, FloatFormat) and own_dtype(fmt) == dtype and overflow == "ieee"
     if fmt is None or (is_own_dtype and not folded):  # a cast to the tensor's own dtype, infinities included
-        return _Cast(quantizer, "", dtype)
+        return _Cast(quantizer, None, dtype)
     cast_dtype = elements_dtype(quantizer, dtype, on_gpu, folded)
-    cast = _Cast(quantizer, _cast_text(quantizer, -1 if dim == -1 else -2), cast_dtype)
+    cast = _Cast(quantizer, _plain_cast(quantizer, -1 if dim == -1 else -2), cast_dtype)
     if keeps_scales(quantizer, folded, on_gpu):
         assert isinstance(fmt, BlockFormat)
         codes = own_dtype(fmt.element)  # type: ignore[arg-type]
@@ -190,26 +190,26 @@ def _cast_of(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bool, o
 
 def _cast(t: Tensor, cast: _Cast, keys: Keys, dim: int) -> Operand:
     """Cast a matrix without a scale rule; random words follow the positions in t."""
-    quantizer, text, dtype, element, block, codes = cast
-    if not text:
+    quantizer, spec, dtype, element, block, codes = cast
+    if spec is None:
         return Operand(t if dim == -1 else t.mT, quantizer)
     if element is not None:
-        parts = encode(t, text, keys.elements)
+        parts = encode(t, spec, keys.elements)
         x = _elements(parts, element, dtype) if codes is None else parts.codes.view(codes).to(dtype)
         x = x if dim == -1 else x.mT
         sizes = block_sizes(block, x.shape) if None in block else block
         return Operand(x, quantizer, parts.scales, parts.tensor_scale, sizes)  # type: ignore[arg-type]
-    values = quantize(t, text, dtype if dtype.itemsize > 1 else torch.float32, keys.elements, None)
+    values = quantize(t, spec, dtype if dtype.itemsize > 1 else torch.float32, keys.elements, None)
     return Operand((values if dim == -1 else values.mT).to(dtype), quantizer)  # on its grid: nothing is rounded
 
 
 @lru_cache(maxsize=4096)
-def _cast_text(quantizer: Quantizer, dim: int) -> str:
-    """Return a plain cast along a dimension of a matrix as JSON."""
+def _plain_cast(quantizer: Quantizer, dim: int) -> CastSpec:
+    """Return a plain cast along a dimension of a matrix."""
     fmt = quantizer.format
     assert fmt is not None
     overflow = quantizer.overflow or fmt.default_overflow
-    return CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim).to_json()
+    return CastSpec(format=fmt, rounding=quantizer.rounding, overflow=overflow, dim=dim)
 
 
 def _elements(parts: EncodedParts, element: OperandFormat, dtype: torch.dtype) -> Tensor:

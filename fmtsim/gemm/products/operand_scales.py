@@ -152,7 +152,7 @@ def _unit_values(scale: Tensor, name: str, spec: str) -> Tensor:
         raise DtypeError(f"{name} has dtype {scale.dtype}; pass {fmt.name} codes as torch.uint8, or floats")
     wide = scale.abs().to(torch.float32)
     # floats must be values of the format: nothing is rounded in silence
-    rounded = ops.quantize(wide, rule.to_json(), torch.float32, None, None)
+    rounded = ops.quantize(wide, rule, torch.float32, None, None)
     lost = (rounded != wide) & ~wide.isnan()
     if bool(lost.any()):
         raise ArgumentError(

@@ -392,7 +392,7 @@ def _converted(x: Tensor, buffer: Tensor) -> Tensor:
 
 
 @lru_cache
-def _tf32_cast() -> str:
+def _tf32_cast() -> CastSpec:
     fmt = get_format("tf32")
     assert isinstance(fmt, FloatFormat)
-    return CastSpec(format=fmt, rounding=Rounding(), overflow="ieee").to_json()
+    return CastSpec(format=fmt, rounding=Rounding(), overflow="ieee")

@@ -354,7 +354,7 @@ def _addend(c: Tensor, text: str) -> Tensor:
     rounding = Rounding(mode="toward_zero") if dropped and path.term_rounding == "toward_zero" else Rounding()
     spec = CastSpec(format=path.accumulator, rounding=rounding, overflow="ieee")
     # a c that the accumulator lacks is refused, unless the unit would drop the same bits
-    rounded = quantize(wide, spec.to_json(), wide.dtype, None, None)
+    rounded = quantize(wide, spec, wide.dtype, None, None)
     if rounding.mode != "toward_zero" and bool(((rounded != wide) & ~(rounded.isnan() & wide.isnan())).any()):
         raise ArgumentError(
             f"c holds numbers that the accumulator {path.accumulator.name} lacks; round it first with fmtsim.quantize"
