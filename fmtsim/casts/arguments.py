@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmtsim.casts.ops import Key, signed
+from fmtsim.casts.lanes import Key, signed
 from fmtsim.formats.block import BlockFormat, Format, PackedFormat, ScaledFormat, with_block
 from fmtsim.formats.element import OVERFLOWS, CodebookFormat
 from fmtsim.formats.registry import get_format

@@ -2,12 +2,21 @@
 """The dispatcher between verbs and engines: which engine does a call, and the torch operators that carry casts."""
 
 import importlib
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, overload
 
 import torch
 
+from fmtsim.casts.lanes import (  # fmt: skip
+    READS_HOST,
+    Key,
+    OnceOnly,
+    define_operator,
+    is_direct,
+    key_tensor,
+    random_key,
+    with_keys,
+)
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.element import CodebookFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
@@ -16,7 +25,6 @@ from fmtsim.spec.cast import (  # fmt: skip
     CastSpec,
     EncodedParts,
     Random,
-    RandomKey,
     block_bytes,
     block_counts,
     decoded_shape,
@@ -25,73 +33,16 @@ from fmtsim.spec.cast import (  # fmt: skip
 )
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, TorchEngine
 from fmtsim.support.dispatch import is_plain
-from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError
+from fmtsim.support.errors import ArgumentError, CodeError
 from fmtsim.support.float64 import check_float64
 
-Key = RandomKey | torch.Tensor | None
-"""Where random words come from, as verbs have it: numbers below 2**63, or int64 [seed, offset]; None draws none."""
-
-
-_library = torch.library.Library("fmtsim", "DEF")
-READS_HOST: Sequence[torch.Tag] = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))  # newer torch
-"""Tags of operators that read numbers from the CPU: a CUDA graph would keep those of its recording."""
-
-
-def define_operator(
-    schema: str, function: Callable[..., Any], shapes: Callable[..., Any] | None,
-    dispatch: str = "CompositeExplicitAutograd", tags: Sequence[torch.Tag] = (), *, keyed: bool = False,
-) -> None:  # fmt: skip
-    """Register an operator of torch: what computes it, and what it gives for tensors without numbers.
-
-    Args:
-        schema: Name, arguments and results.
-        function: What computes it; autograd sees nothing of it.
-        shapes: Returns empty tensors like the results; None for one that is made of other operators.
-        dispatch: Key of the dispatcher.
-        tags: Of the operator.
-        keyed: It takes random keys: register an overload for calls with one as well (``with_keys``).
-    """
-    name, _, rest = schema.partition("(")
-    for signature, more in ((name, ()), (f"{name}.keyed", READS_HOST))[: 1 + keyed]:
-        _library.define(f"{signature}({rest}", tags=(*tags, *more))
-        _library.impl(signature, function, dispatch)
-        if shapes is not None:
-            torch.library.register_fake(f"fmtsim::{signature}", shapes, lib=_library)
-            operator = getattr(getattr(torch.ops.fmtsim, name), signature[len(name) + 1 :] or "default")
-            torch.library.register_vmap(f"fmtsim::{signature}", partial(_over_batch, operator), lib=_library)
-
-
-def _over_batch(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """Run an operator for each tensor of a batch: blocks, and the places of random words, do not cross it."""
-    dims = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
-    count = info.batch_size
-    rows = [_batch_of(value, dim, count) for value, dim in zip(arguments, dims, strict=True)]
-    results = [operator(*row) for row in zip(*rows, strict=True)]
-    if isinstance(results[0], torch.Tensor):
-        return torch.stack(results)[:count], 0
-    parts = [torch.stack(part)[:count] for part in zip(*results, strict=True)]
-    return type(results[0])(parts), type(results[0])(0 for _ in parts)
-
-
-def _batch_of(value: Any, dim: Any, count: int) -> list[Any]:
-    """Return an argument, or a list of them, for each tensor of a batch."""
-    if isinstance(value, list) and isinstance(dim, list):
-        return [list(values) for values in zip(*map(_batch_of, value, dim, [count] * len(value)), strict=True)]
-    if not isinstance(value, torch.Tensor) or dim is None:
-        return [value] * max(count, 1)
-    if count:
-        return list(value.movedim(dim, 0))
-    return [value.new_zeros(value.movedim(dim, 0).shape[1:])]  # one of zeros tells what the result of none looks like
-
-
-def with_keys(operator: Any, *keys: Any) -> Any:
-    """Return the overload of an operator for a call with these random keys, which lie on the CPU, or with none."""
-    return operator.default if all(key is None for key in keys) else operator.keyed
+# names of lanes.py that layers still import from here
+__all__ = ["READS_HOST", "Key", "OnceOnly", "define_operator", "key_tensor", "random_key", "with_keys"]
 
 
 def quantize(x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
     """Round x to the values of a format; the result has x's shape and device, and the dtype."""
-    if _is_direct(words, x):
+    if words is None and is_direct(x):
         return quantize_plain(x, spec, dtype, key)
     run = with_keys(torch.ops.fmtsim.quantize, key)
     result: torch.Tensor = run(x, spec.to_json(), dtype, key_tensor(key), words)
@@ -100,7 +51,9 @@ def quantize(x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key, word
 
 def quantize_out(x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
-    if not _is_direct(words, x, out):  # copy_ is what modes, transforms and lazy negation of out are made for
+    if words is not None or not is_direct(
+        x, out
+    ):  # copy_ is what modes, transforms and lazy negation of out are made for
         out.copy_(quantize(x, spec, out.dtype, key, words))
         return
     _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, spec, key)
@@ -126,29 +79,9 @@ def _quantize_into(x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key)
     engine_for("quantize", spec, x, out).quantize(x, spec, random, out)
 
 
-def key_tensor(key: Key) -> torch.Tensor | None:
-    """Return a key as the operators take it: int64 [seed, offset] on the CPU."""
-    return torch.tensor([signed(number) for number in key]) if isinstance(key, RandomKey) else key
-
-
-def signed(number: int) -> int:
-    """Return an integer of 64 bits as int64 has it."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def random_key(key: torch.Tensor | None) -> RandomKey | None:
-    """Return a key that an operator got, int64 [seed, offset] on the CPU, as numbers."""
-    return None if key is None else RandomKey(*key.tolist())
-
-
-def _is_direct(words: torch.Tensor | None, *tensors: torch.Tensor) -> bool:
-    """Return True if a call may go around the dispatcher; words of users may be tensors of any kind."""
-    return words is None and not torch.compiler.is_compiling() and all(map(is_plain, tensors))
-
-
 def encode(x: torch.Tensor, spec: CastSpec, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
     """Return the codes of x and what they need to be decoded."""
-    if words is None and not torch.compiler.is_compiling() and is_plain(x):  # as _is_direct, in less of the host's time
+    if words is None and is_direct(x):
         _check_data(x, spec, None)
         random = None if key is None else _random(key, None)
         return engine_for("encode", spec, x).encode(x.detach(), spec, random)
@@ -333,36 +266,6 @@ def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-de
     return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing[2]
 
 
-def _straight_through(ctx, grad):  # type: ignore[no-untyped-def]
-    return grad.to(ctx.dtype), None, None, None, None
-
-
-def _keep_dtype(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.dtype = inputs[0].dtype
-
-
-class OnceOnly(torch.autograd.Function):
-    """Pass a gradient through, and raise an error that explains itself when it is differentiated again.
-
-    ``OnceOnly.apply(gradient, message, *sources)``: sources are the tensors that the gradient depends on.
-    """
-
-    @staticmethod
-    def forward(grad: torch.Tensor, message: str, *sources: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient."""
-        return grad.view_as(grad)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keep the message."""
-        ctx.message = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Refuse."""
-        raise FmtsimError(ctx.message)
-
-
 define_operator(
     "quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor",
     _quantize,
@@ -381,5 +284,3 @@ define_operator(
     _decode,
     _decode_shapes,
 )
-for _name in ("fmtsim::quantize", "fmtsim::quantize.keyed"):
-    torch.library.register_autograd(_name, _straight_through, setup_context=_keep_dtype, lib=_library)

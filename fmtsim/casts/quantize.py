@@ -18,6 +18,7 @@ from fmtsim.casts.arguments import (
     randomness,
 )
 from fmtsim.casts.encoded import Encoded
+from fmtsim.casts.lanes import define_gradient, key_tensor, plain_twin, with_keys
 from fmtsim.casts.stored import store, store_traced
 from fmtsim.formats.block import Block, Format, PackedFormat
 from fmtsim.formats.element import Overflow
@@ -120,49 +121,30 @@ def quantize(
         ops.quantize_out(x.detach() if x.requires_grad else x, out, cast, key, words)
         return out
     if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
-        run = ops.with_keys(torch.ops.fmtsim.quantize, key)
-        return run(x, cast.to_json(), dtype, ops.key_tensor(key), words)
+        return with_keys(torch.ops.fmtsim.quantize, key)(x, cast.to_json(), dtype, key_tensor(key), words)
     # as ops.quantize, with a derivative that passes straight through in every mode of torch
     if words is not None or not is_bare(x):
-        return _StraightThrough.apply(x, cast, dtype, ops.key_tensor(key), words)  # type: ignore[no-any-return]
+        return _Quantize.apply(x, cast, dtype, key_tensor(key), words)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return _PlainStraightThrough.apply(x, cast, dtype, key)  # type: ignore[no-any-return]
+        return _QuantizePlain.apply(x, cast, dtype, key)  # type: ignore[no-any-return]
     return ops.quantize_plain(x, cast, dtype, key)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Quantise forwards, pass derivatives through: the operator's own rule, and the forward-mode one it cannot have."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, spec, dtype, key, words):  # type: ignore[no-untyped-def]
-        return ops.quantize(x, spec, dtype, key, words)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.dtypes = inputs[0].dtype, output.dtype
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad.to(ctx.dtypes[0]), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
-        return tangent.to(ctx.dtypes[1])
+def _keep_dtypes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.dtypes = inputs[0].dtype, output.dtype
 
 
-class _PlainStraightThrough(torch.autograd.Function):
-    """Do the same where no transform looks on: torch asks far less of a Function that fills its context itself."""
+def _pass_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return grad.to(ctx.dtypes[0]), None, None, None, None
 
-    @staticmethod
-    def forward(ctx, x, cast, dtype, key):  # type: ignore[no-untyped-def]
-        ctx.dtype = x.dtype
-        return ops.quantize_plain(x, cast, dtype, key)
 
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad.to(ctx.dtype), None, None, None
+def _pass_tangent(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+    return tangent.to(ctx.dtypes[1])
+
+
+# Quantise forwards, pass derivatives through: where torch looks on, and for tensors that are plain but for a gradient.
+_Quantize = define_gradient("quantize", _keep_dtypes, _pass_gradient, _pass_tangent, ops.quantize)
+_QuantizePlain = plain_twin(_keep_dtypes, _pass_gradient, ops.quantize_plain)
 
 
 def quantize_(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.casts.ops import define_operator
+from fmtsim.casts.lanes import define_operator
 from fmtsim.gemm.layers.quantize_operand import wide_dtype
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.support.errors import ArgumentError

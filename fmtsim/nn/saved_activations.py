@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fmtsim.casts.ops import OnceOnly
+from fmtsim.casts.lanes import OnceOnly
 from fmtsim.nn.conversion import wrap
 from fmtsim.nn.forward import Substituted
 from fmtsim.nn.operations import ModelMode

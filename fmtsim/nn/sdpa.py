@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_dense, check_flags, check_saved, check_together, random_keys
-from fmtsim.casts.ops import OnceOnly, define_operator
+from fmtsim.casts.lanes import OnceOnly, define_operator
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash, flash_gradients

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.casts.ops import define_operator, fused_engine, load_engine
+from fmtsim.casts.lanes import define_operator
+from fmtsim.casts.ops import fused_engine, load_engine
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.scaling.hadamard_matrix import Signs, base_matrix, base_of, check_signs, mask_bits, sign_bits

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fmtsim.casts.ops import with_keys
+from fmtsim.casts.lanes import with_keys
 from fmtsim.gemm.layers.compile import text_of
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.nn import EmulatedConv2d, EmulatedLinear, convert, report, revert, set_step

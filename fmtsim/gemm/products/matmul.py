@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_flags, check_saved
-from fmtsim.casts.ops import OnceOnly
+from fmtsim.casts.lanes import OnceOnly
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.products.native import check_library
 from fmtsim.gemm.products.operands import (

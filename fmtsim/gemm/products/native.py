@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.casts.ops import define_operator, load_engine
+from fmtsim.casts.lanes import define_operator
+from fmtsim.casts.ops import load_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operands import fp4_of_fp8, inner_length, matrix_layout, own_dtype
 from fmtsim.gemm.targets.doubts import caller_level, warn_of_native_bug

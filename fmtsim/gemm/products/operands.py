@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fmtsim.casts import ops
 from fmtsim.casts.arguments import check_dense, check_together
-from fmtsim.casts.ops import define_operator
+from fmtsim.casts.lanes import define_operator
 from fmtsim.casts.quantize import decode
 from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.interop import dtype_name, torch_dtype

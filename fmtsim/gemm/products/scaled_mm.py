@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_flags, check_together, random_keys
-from fmtsim.casts.ops import define_operator, quantize
+from fmtsim.casts.lanes import define_operator
+from fmtsim.casts.ops import quantize
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.native import check_library
