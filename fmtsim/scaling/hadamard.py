@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.casts.lanes import define_operator
+from fmtsim.casts.lanes import define_gradient, define_operator
 from fmtsim.casts.ops import fused_engine, load_engine
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.packing import tensor_of_bytes
@@ -242,40 +242,6 @@ def _rounded(y: Tensor, dtype: torch.dtype) -> Tensor:
     return quantize(y, dtype, overflow="ieee", out_dtype=dtype)
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, *ctx.how, signs, matrix = inputs
-    ctx.dtype = x.dtype
-    ctx.save_for_backward(signs, matrix)
-
-
-def _gradient(ctx, grad):  # type: ignore[no-untyped-def]
-    """Return the inverse transform of a gradient, and nothing for the other arguments."""
-    size, dim, inverse, mask = ctx.how
-    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
-    grad_x = run(grad, size, dim, not inverse, mask, *ctx.saved_tensors)
-    return _rounded(grad_x, ctx.dtype), *(None,) * 6
-
-
-class _Hadamard(torch.autograd.Function):
-    """Transform forwards; a derivative is a transform again. The operator has this rule but for forward mode."""
-
-    generate_vmap_rule = True
-    backward = staticmethod(_gradient)
-
-    @staticmethod
-    def forward(x, size, dim, inverse, mask, signs, matrix):  # type: ignore[no-untyped-def]
-        return torch.ops.fmtsim.hadamard(x, size, dim, inverse, mask, signs, matrix)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        _keep(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[-2:])
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
-        return torch.ops.fmtsim.hadamard(tangent, *ctx.how, *ctx.saved_tensors)
-
-
 def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ignore[no-untyped-def]
     # kernels take Sylvester's matrices of some sizes, torch ops the others
     flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
@@ -294,4 +260,25 @@ define_operator(
     _hadamard,
     lambda x, size, dim, inverse, mask, signs=None, matrix=None: x.new_empty(x.shape, dtype=torch.float32),
 )
-torch.library.register_autograd("fmtsim::hadamard", _gradient, setup_context=_keep)
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, *ctx.how, signs, matrix = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(signs, matrix)
+    ctx.save_for_forward(signs, matrix)
+
+
+def _gradient(ctx, grad):  # type: ignore[no-untyped-def]
+    """Return the inverse transform of a gradient, which can be differentiated again, and nothing for the others."""
+    size, dim, inverse, mask = ctx.how
+    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
+    grad_x = run(grad, size, dim, not inverse, mask, *ctx.saved_tensors)
+    return _rounded(grad_x, ctx.dtype), *(None,) * 6
+
+
+def _tangent(ctx, tangent, *_):  # type: ignore[no-untyped-def]
+    return torch.ops.fmtsim.hadamard(tangent, *ctx.how, *ctx.saved_tensors)  # the transform is linear
+
+
+_Hadamard = define_gradient("hadamard", _keep, _gradient, _tangent, torch.ops.fmtsim.hadamard)
