@@ -151,7 +151,10 @@ def _batch_of(value: Any, dim: Any, count: int) -> list[Any]:
 
 def with_keys(operator: Any, *keys: Any) -> Any:
     """Return the overload of an operator for a call with these random keys, which lie on the CPU, or with none."""
-    return operator.default if all(key is None for key in keys) else operator.keyed
+    for key in keys:
+        if key is not None:
+            return operator.keyed
+    return operator.default
 
 
 def key_tensor(key: Key) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts import ops
-from fmtsim.casts.lanes import define_operator, key_tensor, random_key
+from fmtsim.casts.lanes import define_operator, key_tensor, random_key, with_keys
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
@@ -69,8 +69,8 @@ def run_gemm(
     """
     if bare and random is None:
         return _gemm(operands, spec, dtype, None, validated, to_tf32)  # type: ignore[no-any-return]
-    key = key_tensor(random) if isinstance(random, RandomKey) else random
-    operator = torch.ops.fmtsim.gemm.default if key is None else torch.ops.fmtsim.gemm.keyed
+    key = key_tensor(random)
+    operator = with_keys(torch.ops.fmtsim.gemm, key)
     return operator(list(operands[:_TENSORS]), spec.text, dtype, key, validated, to_tf32)  # type: ignore[no-any-return]
 
 
