@@ -173,6 +173,8 @@ class Partition:
 class _Spread(torch.autograd.Function):
     """Give the ranks that are here all tokens; the backward pass sums their gradients."""
 
+    # This Function and the next two have no operator, which could not take the Partition that talks to other ranks.
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, partition: Partition) -> tuple[Tensor, ...]:
         ctx.partition = partition
