@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fmtsim.spec.cast import RandomKey
-from fmtsim.support.dispatch import is_plain
+from fmtsim.support.dispatch import is_bare
 from fmtsim.support.errors import FmtsimError
 
 Key = RandomKey | torch.Tensor | None
@@ -26,8 +26,14 @@ READS_HOST: Sequence[torch.Tag] = tuple(filter(None, [getattr(torch.Tag, "cudagr
 
 
 def is_direct(*tensors: torch.Tensor) -> bool:
-    """Return True if a call may go around the dispatcher."""
-    return not torch.compiler.is_compiling() and all(map(is_plain, tensors))
+    """Return True if a call may go around the dispatcher: ``is_plain`` of all tensors, in code that compilers trace."""
+    if torch.compiler.is_compiling() or not is_bare(*tensors):
+        return False
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return False
+    return True
 
 
 def define_operator(
@@ -167,6 +173,6 @@ def signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def random_key(key: torch.Tensor | None) -> RandomKey | None:
-    """Return a key that an operator got, int64 [seed, offset] on the CPU, as numbers."""
-    return None if key is None else RandomKey(*key.tolist())
+def random_key(key: Key) -> RandomKey | None:
+    """Return a key as engines take it: numbers, also of int64 [seed, offset] on the CPU."""
+    return RandomKey(*key.tolist()) if isinstance(key, torch.Tensor) else key

@@ -24,7 +24,6 @@ from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
 from fmtsim.spec.cast import (  # fmt: skip
     CastSpec,
     EncodedParts,
-    Random,
     block_bytes,
     block_counts,
     decoded_shape,
@@ -32,7 +31,6 @@ from fmtsim.spec.cast import (  # fmt: skip
     spec_from_json,
 )
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, TorchEngine
-from fmtsim.support.dispatch import is_plain
 from fmtsim.support.errors import ArgumentError, CodeError
 from fmtsim.support.float64 import check_float64
 
@@ -44,62 +42,65 @@ def quantize(x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key, word
     """Round x to the values of a format; the result has x's shape and device, and the dtype."""
     if words is None and is_direct(x):
         return quantize_plain(x, spec, dtype, key)
-    run = with_keys(torch.ops.fmtsim.quantize, key)
-    result: torch.Tensor = run(x, spec.to_json(), dtype, key_tensor(key), words)
-    return result
+    operator = with_keys(torch.ops.fmtsim.quantize, key)
+    return operator(x, spec.to_json(), dtype, key_tensor(key), words)  # type: ignore[no-any-return]
+
+
+def quantize_plain(
+    x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key, words: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute ``quantize``, for an x that ``is_plain`` or behind the operator."""
+    out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
+    _quantize_into(x.detach() if x.requires_grad else x, out, spec, key, words)  # threads of engines record gradients
+    return out
 
 
 def quantize_out(x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
-    if words is not None or not is_direct(
-        x, out
-    ):  # copy_ is what modes, transforms and lazy negation of out are made for
+    # 1. copy_ is what modes, transforms and lazy negation of out are made for
+    if words is not None or not is_direct(x, out):
         out.copy_(quantize(x, spec, out.dtype, key, words))
         return
-    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, spec, key)
+    # 2. plain tensors: a copy of an x that writing out would change before it is read
+    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, spec, key, None)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)  # autograd must notice where out was saved for a backward
 
 
-def quantize_plain(x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key) -> torch.Tensor:
-    """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
-    out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
-    _quantize_into(x.detach() if x.requires_grad else x, out, spec, key)  # engines have threads, which record gradients
-    return out
-
-
-def _quantize_into(x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key) -> None:
+def _quantize_into(
+    x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None
+) -> None:  # fmt: skip
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
-    random = None if key is None else _random(key, None)
+    random = words if key is None or words is not None else random_key(key)
     # 1. a GPU's fast dispatch: one look-up and one launch
     if x.is_cuda and load_engine("cuda").quantize_contiguous(x, spec, out, random):
         return
     # 2. any engine
-    _check_data(x, spec, None)
+    _check_data(x, spec, words)
     engine_for("quantize", spec, x, out).quantize(x, spec, random, out)
 
 
 def encode(x: torch.Tensor, spec: CastSpec, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
     """Return the codes of x and what they need to be decoded."""
     if words is None and is_direct(x):
-        _check_data(x, spec, None)
-        random = None if key is None else _random(key, None)
-        return engine_for("encode", spec, x).encode(x.detach(), spec, random)
+        return _encode(x, spec, key, None)
     operator = with_keys(torch.ops.fmtsim.encode, key)
-    codes, scales, tensor_scale, offsets = operator(x, spec.to_json(), key_tensor(key), words)
-    return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
+    codes, *others = operator(x, spec.to_json(), key_tensor(key), words)
+    return EncodedParts(codes, *map(_absent, others))
+
+
+def _encode(x: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> EncodedParts:
+    _check_data(x, spec, words)
+    random = words if key is None or words is not None else random_key(key)
+    return engine_for("encode", spec, x).encode(x.detach(), spec, random)
 
 
 def encode_packed(x: torch.Tensor, spec: CastSpec, key: Key) -> EncodedParts | None:
     """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
-    if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
-        return None
-    engine = load_engine("cuda")
-    if not engine.supports("encode_packed", spec, x):
+    if not x.is_cuda or not is_direct(x) or not load_engine("cuda").supports("encode_packed", spec, x):
         return None
     _check_data(x, spec, None)
-    parts: EncodedParts = engine.encode_packed(x, spec, _random(key, None))
-    return parts
+    return load_engine("cuda").encode_packed(x, spec, random_key(key))
 
 
 def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
@@ -110,8 +111,22 @@ def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype, *, validated
     """
     if dtype in FLOAT8_DTYPES:
         return narrowed(decode(parts, spec, torch.float32, validated=validated), dtype)
+    if is_direct(*[part for part in parts if part is not None]):
+        return _decode(parts, spec, dtype, validated)
+    # an operator takes four tensors: empty ones of one dimension stand for what a format does not have
     others = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
     return torch.ops.fmtsim.decode(parts.codes, *others, spec.to_json(), dtype, validated)
+
+
+def _decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype, validated: bool) -> torch.Tensor:
+    # 1. codes of the format, which negative integers may stand for
+    codes = parts.codes if validated else _patterns(parts.codes, spec.format)
+    # 2. room for the values, which packed blocks have more of than bytes
+    shape = decoded_shape(spec, codes.shape)
+    like = codes if codes.shape == shape else codes.new_empty(shape)
+    out = _empty_like(like, dtype, memory_format=torch.contiguous_format)
+    engine_for("decode", spec, out).decode(parts._replace(codes=codes), spec, out)
+    return out
 
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> Engine:
@@ -134,7 +149,7 @@ def fused_engine(x: torch.Tensor) -> FusedEngine | None:
 
 def cpu_engine(x: torch.Tensor) -> CPUEngine | None:
     """Return the CPU's engine where its kernels may take a tensor around the dispatcher; None elsewhere."""
-    return load_engine("cpu") if x.is_cpu and not torch.compiler.is_compiling() and is_plain(x) else None
+    return load_engine("cpu") if x.is_cpu and is_direct(x) else None
 
 
 @overload
@@ -149,15 +164,9 @@ def load_engine(name: str) -> Any:
     return importlib.import_module(f"fmtsim.{name}")
 
 
-def _absent(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
-    """Turn the one-dimensional empty tensors that stand for nothing into None."""
-    return [None if tensor.dim() == 1 else tensor for tensor in tensors]
-
-
-def _random(key: Key, words: torch.Tensor | None) -> Random:
-    if words is not None or key is None:
-        return words
-    return random_key(key) if isinstance(key, torch.Tensor) else key
+def _absent(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Turn a one-dimensional empty tensor, which stands for nothing, into None."""
+    return None if tensor.dim() == 1 else tensor
 
 
 def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> None:
@@ -193,32 +202,6 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size() * (x.numel() > 0)
 
 
-def _quantize(x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
-    out = _empty_like(x, dtype)
-    cast = spec_from_json(spec)
-    _check_data(x, cast, words)
-    engine_for("quantize", cast, x, out).quantize(x.detach(), cast, _random(key, words), out)
-    return out
-
-
-def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    _check_data(x, cast, words)
-    parts = engine_for("encode", cast, x).encode(x.detach(), cast, _random(key, words))
-    return tuple(x.new_empty(0, dtype=torch.float32) if part is None else part for part in parts)
-
-
-def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    codes = codes if validated else _patterns(codes, cast.format)
-    shape = decoded_shape(cast, codes.shape)
-    like = codes if codes.shape == shape else codes.new_empty(shape)
-    out = _empty_like(like, dtype, memory_format=torch.contiguous_format)
-    parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
-    engine_for("decode", cast, out).decode(parts, cast, out)
-    return out
-
-
 def _empty_like(x: torch.Tensor, dtype: torch.dtype, **how: Any) -> torch.Tensor:
     if dtype is torch.float64:
         instead = "pass out_dtype=torch.float32 where the format fits, or move the tensor to the CPU"
@@ -244,10 +227,6 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))
 
 
-def _decode_shapes(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
-    return codes.new_empty(decoded_shape(spec_from_json(spec), codes.shape), dtype=dtype)
-
-
 def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
     fmt = cast.format
@@ -266,21 +245,29 @@ def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-de
     return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing[2]
 
 
+# The operators compute what plain calls do, of a cast as text.
 define_operator(
     "quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor",
-    _quantize,
-    lambda x, spec, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype),
+    lambda x, text, dtype, key=None, words=None: quantize_plain(x, spec_from_json(text), dtype, key, words),
+    lambda x, text, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype),
     keyed=True,
 )
 define_operator(
     "encode(Tensor x, str spec, Tensor? key=None, Tensor? words=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    _encode,
+    lambda x, text, key=None, words=None: tuple(
+        x.new_empty(0, dtype=torch.float32) if part is None else part
+        for part in _encode(x, spec_from_json(text), key, words)
+    ),
     _encode_shapes,
     keyed=True,
 )
 define_operator(
     "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype, "
     "bool validated=False) -> Tensor",
-    _decode,
-    _decode_shapes,
+    lambda codes, scales, tensor_scale, offsets, text, dtype, validated=False: _decode(
+        EncodedParts(codes, *map(_absent, (scales, tensor_scale, offsets))), spec_from_json(text), dtype, validated
+    ),
+    lambda codes, scales, tensor_scale, offsets, text, dtype, validated=False: codes.new_empty(
+        decoded_shape(spec_from_json(text), codes.shape), dtype=dtype
+    ),
 )
