@@ -37,7 +37,8 @@ def check_dense(name: str, x: Any) -> None:
     """Refuse what is not a tensor whose elements lie in memory by strides; ``name`` is what errors call it."""
     if not isinstance(x, torch.Tensor):
         raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
-    check_whole(name, type(x))
+    if type(x) not in PLAIN_TYPES:
+        check_whole(name, type(x))
     if torch.compiler.is_compiling():  # dynamo cannot see layouts
         return
     if x.is_nested:
@@ -53,6 +54,7 @@ def check_together(**tensors: torch.Tensor | None) -> None:
     present = {name: t for name, t in tensors.items() if t is not None}
     first = next(iter(present))
     plain = True
+    # 1. one device
     for name, t in present.items():
         plain = plain and type(t) in PLAIN_TYPES
         if t.device != present[first].device:
@@ -62,8 +64,8 @@ def check_together(**tensors: torch.Tensor | None) -> None:
             raise ArgumentError(
                 f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, {step}"
             )
+    # 2. beside a fake tensor torch takes neither subclasses nor tensors of another mode
     if not plain and not torch.compiler.is_compiling():
-        # Refuse what torch does not take beside a fake tensor: subclasses, and tensors of another mode.
         modes = [t.fake_mode for t in present.values() if isinstance(t, torch._subclasses.FakeTensor)]
         for name, t in present.items() if modes else ():
             allowed = modes[0].allow_non_fake_inputs and type(t) in PLAIN_TYPES
@@ -151,7 +153,7 @@ def prepare(
         raise ArgumentError(
             f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
         )
-    inner = dim - rank if dim >= 0 else dim
+    inner = dim - rank if dim >= 0 else dim  # counted from the last: one cast for tensors of any rank
     arguments = format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype
     if not torch.compiler.is_compiling():
         try:
@@ -215,9 +217,11 @@ def check_blocks(x: torch.Tensor, block: BlockOf, dim: int, pad: bool) -> None:
         return
     name, outer, inner = block
     extent = x.shape[dim]
+    # 1. along dim
     if inner is not None and extent % inner:
         choice = _divisors(extent, inner)
         raise ArgumentError(f"{name}: block_size={inner} does not divide {extent} (dim={dim}); {choice}pass pad=True")
+    # 2. across it, where all other dimensions count as one
     if outer is not None and outer > 1:
         rows = x.numel() // extent if extent else 0
         if rows % outer:
@@ -240,10 +244,12 @@ def randomness(
     x: torch.Tensor, random: int, generator: Generator, words: torch.Tensor | None
 ) -> tuple[Key, torch.Tensor | None]:
     """Return the key and the words."""
+    # 1. a cast that draws nothing
     if not random:
         if words is not None:
             raise ArgumentError("random_words belong to rounding='stochastic'; leave them out or choose that rounding")
         return None, None
+    # 2. words of the caller, one for each element
     if words is not None:
         if generator is not None:
             raise ArgumentError("random_words and generator exclude each other; pass one of them")
@@ -255,6 +261,7 @@ def randomness(
             raise ArgumentError(f"random_words are {words.dtype} {tuple(words.shape)} on {words.device}; {wanted}")
         check_together(x=x, random_words=words)
         return None, words
+    # 3. a key, from which engines make the word of each place
     return drawn_key(generator, x.device), None
 
 
@@ -269,8 +276,8 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
     Raises:
         ArgumentError: The argument is not a generator, or it is on another device.
     """
+    # 1. one int64 from a generator, on the CPU: the key stays a tensor, so that a compiled graph draws in every call
     if generator is None or isinstance(generator, torch.Generator):
-        # one int64 from the generator, on the CPU
         where = torch.device("cpu") if generator is None else generator.device
         if where.type not in ("cpu", device.type):
             raise ArgumentError(
@@ -278,6 +285,7 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
             )
         draw = torch.randint(*_SEEDS, (1,), generator=generator, device=where).cpu()
         return torch.cat([draw, draw.new_zeros(1)])
+    # 2. a seed, signed or unsigned
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={shown(generator)} is not a seed; pass an int of 64 bits or a torch.Generator")
@@ -289,7 +297,7 @@ def drawn_numbers(count: int, generator: Generator, device: torch.device) -> lis
     if generator is None or (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):  # at once
         seeds = torch.randint(*_SEEDS, (count,), generator=generator, device="cpu")
         return [RandomKey(seed) for seed in seeds.tolist()]
-    keys = [drawn_key(generator, device) for _ in range(count)]
+    keys = [drawn_key(generator, device) for _ in range(count)]  # a GPU's generator: one number at a time
     return [key if isinstance(key, RandomKey) else RandomKey(*key.tolist()) for key in keys]
 
 
@@ -322,22 +330,29 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
 
 def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype:
     """Return the dtype of a tensor that can receive the result."""
+    # 1. its dtype
     check_dense("out", out)
     if out.dtype not in FLOAT_DTYPES and out.dtype not in FLOAT8_DTYPES:
         raise DtypeError(_dtype_message("out", out.dtype, True))
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype != out.dtype):
         raise DtypeError(f"out has dtype {out.dtype} but out_dtype={shown(out_dtype)}; leave out_dtype out")
+    # 2. its shape and its place
     if out.shape != x.shape or out.device != x.device or out.layout != x.layout:
         wanted = f"{x.layout} {tuple(x.shape)} on {x.device}"
         raise ArgumentError(
             f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}; pass torch.empty_like(x)"
         )
     check_together(x=x, out=out)
-    if not out.is_contiguous() and _overlaps_itself(out):
-        raise ArgumentError(
-            f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
-            "pass out.contiguous(), or a tensor that was not expanded"
-        )
+    # 3. its memory: no two elements share a place, and strides do not interleave in a way that no slice or view makes
+    reach = 0  # of the dimensions seen so far, the finest first
+    for stride, size in () if out.is_contiguous() else sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ArgumentError(
+                f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
+                "pass out.contiguous(), or a tensor that was not expanded"
+            )
+        reach += (size - 1) * stride
+    # 4. what autograd allows
     if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError("out was made in inference mode, and torch writes to it in there alone; pass out.clone()")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
@@ -349,8 +364,10 @@ def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype
 def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[CastSpec, torch.dtype]:
     """Return the cast whose codes a plain tensor of a dtype holds, and the dtype of its values."""
     fmt = get_format(format)
+    # 1. a format whose values are made of codes alone
     if isinstance(fmt, ScaledFormat) and not isinstance(fmt, PackedFormat):
         raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
+    # 2. codes in the dtype of the format, or integers
     if codes.is_floating_point and codes.itemsize == 1:
         stored = get_format(codes)
         if stored != fmt:
@@ -380,13 +397,3 @@ def short_codebook(fmt: Format) -> CodebookFormat | None:
     """Return the codebook of a format whose bits have patterns that are not codes, None where all are."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     return element if isinstance(element, CodebookFormat) and len(element.values) < 1 << element.bits else None
-
-
-def _overlaps_itself(x: torch.Tensor) -> bool:
-    """Return True if two elements share memory, or strides interleave in a way that no slice or view makes."""
-    reach = 0  # of the dimensions seen so far, the finest first
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False

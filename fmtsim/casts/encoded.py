@@ -19,7 +19,8 @@ from fmtsim.casts.arguments import (
     decoding_cast,
     short_codebook,
 )
-from fmtsim.casts.stored import layout_of, restore, restore_codes, restore_scales, restore_traced, store
+from fmtsim.casts.lanes import or_empty, or_none
+from fmtsim.casts.stored import restore, restore_codes, restore_scales, store, stored_layout
 from fmtsim.formats.block import Format, PackedFormat
 from fmtsim.formats.packing import tensor_bytes, tensor_of_bytes
 from fmtsim.formats.registry import format_from_json, format_to_json
@@ -73,7 +74,6 @@ class Encoded:
 
     def __post_init__(self, validated: bool) -> None:
         if not torch.compiler.is_compiling():  # which could not trace it
-            # each part has the dtype and the shape that its format asks for
             fmt, shape, dim = self.format, self.shape, self.dim
             if not isinstance(fmt, Format):
                 raise FormatError(f"format={shown(fmt)} is not a format record; pass fmtsim.get_format(name)")
@@ -81,7 +81,8 @@ class Encoded:
                 raise ArgumentError(f"shape={shown(shape)} is not a shape; pass a tuple of sizes")
             if type(dim) is not int or not -max(len(shape), 1) <= dim < 0:
                 raise ArgumentError(f"dim={shown(dim)} is not a dimension; choose {-max(len(shape), 1)} to -1")
-            layout = layout_of(fmt, torch.Size(shape), dim)
+            # each part has the dtype and the shape that its format asks for
+            layout = stored_layout(fmt, torch.Size(shape), dim)
             for name in ("codes", *_PARTS):
                 tensor: torch.Tensor | None = getattr(self, name)
                 if (tensor is None) != (name not in layout):
@@ -102,7 +103,7 @@ class Encoded:
     @staticmethod
     def _known(parts: EncodedParts, fmt: Format, shape: torch.Size, dim: int) -> "Encoded":
         """Return stored parts that ``encode`` made: their dtypes and shapes follow from the format."""
-        encoded = object.__new__(Encoded)
+        encoded = object.__new__(Encoded)  # without the checks of __post_init__
         for name, value in zip(Encoded.__slots__, (fmt, shape, dim, *parts, None), strict=True):
             object.__setattr__(encoded, name, value)
         return encoded
@@ -139,7 +140,9 @@ class Encoded:
         if is_readable(self.codes) or isinstance(self.format, PackedFormat):  # whose bytes are the codes
             codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
         else:
-            codes, scales = restore_traced(self.codes, self.scales, self._cast().to_json(), self.shape)
+            given = self.codes, or_empty(self.codes, self.scales), self._cast().to_json(), self.shape
+            codes, scales = torch.ops.fmtsim.restore(*given)
+            scales = or_none(scales)
         return EncodedParts(codes, scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
@@ -211,8 +214,8 @@ class Encoded:
             ArgumentError: The tensors have no numbers: they are on meta, or fake.
         """
         check_readable("the encoded tensor", self.codes)
-        stored = {}
-        for name, (tag, shape, _, _) in layout_of(self.format, self.shape, self.dim).items():
+        stored = {}  # the bytes of each part under the tag of its dtype
+        for name, (tag, shape, _, _) in stored_layout(self.format, self.shape, self.dim).items():
             stored[name] = StoredTensor(tag, shape, tensor_bytes(getattr(self, name)))
         metadata = {"fmtsim": _LAYOUT, "format": format_to_json(self.format)}
         metadata |= {"shape": json.dumps(list(self.shape)), "dim": str(self.dim)}
@@ -245,7 +248,7 @@ class Encoded:
                 raise DataError(f"dim {shown(dim)} in the metadata; expected {-max(len(sizes), 1)} to -1")
             # 2. the tensors that the format has
             shape = torch.Size(sizes)
-            layout = layout_of(fmt, shape, dim)
+            layout = stored_layout(fmt, shape, dim)
             if set(stored) != set(layout):
                 raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
             tensors: dict[str, Any] = {}
@@ -294,7 +297,7 @@ def _require_values(encoded: Encoded) -> None:
     if not is_readable(encoded.codes):
         return
     if encoded.scales is not None:
-        restore_scales(encoded.scales, encoded.format)
+        restore_scales(encoded.scales, encoded.format)  # refuses codes that are no scale
     book = short_codebook(encoded.format)
     if book is None or not encoded.codes.numel():  # every pattern of bits is a code
         return

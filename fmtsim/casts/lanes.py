@@ -27,7 +27,7 @@ READS_HOST: Sequence[torch.Tag] = tuple(filter(None, [getattr(torch.Tag, "cudagr
 
 def is_direct(*tensors: torch.Tensor) -> bool:
     """Return True if a call may go around the dispatcher: ``is_plain`` of all tensors, in code that compilers trace."""
-    if torch.compiler.is_compiling() or not is_bare(*tensors):
+    if torch.compiler.is_compiling() or not is_bare(*tensors):  # dynamo cannot trace what is_bare asks
         return False
     if torch.is_grad_enabled():
         for x in tensors:
@@ -51,9 +51,10 @@ def define_operator(
         keyed: It takes random keys: register an overload for calls with one as well (``with_keys``).
     """
     name, _, rest = schema.partition("(")
+    # a key lies on the CPU: only the overload that takes one is kept out of CUDA graphs
     for signature, more in ((name, ()), (f"{name}.keyed", READS_HOST))[: 1 + keyed]:
         _library.define(f"{signature}({rest}", tags=(*tags, *more))
-        _library.impl(signature, function, dispatch)
+        _library.impl(signature, function, dispatch)  # below autograd, for every device
         if shapes is not None:
             torch.library.register_fake(f"fmtsim::{signature}", shapes, lib=_library)
             operator = getattr(getattr(torch.ops.fmtsim, name), signature[len(name) + 1 :] or "default")
@@ -75,9 +76,11 @@ def define_gradient(
         jvp: ``jvp(ctx, *tangents)`` returns the tangent of the output.
         forward: What the Function computes, of the operator's inputs.
     """
+    # 1. the operator, in graphs of compilers and under modes of users
     for overload in getattr(torch.ops.fmtsim, name).overloads():
-        signature = f"fmtsim::{name}" + (f".{overload}" if overload != "default" else "")
+        signature = f"fmtsim::{name}.{overload}".removesuffix(".default")
         torch.library.register_autograd(signature, backward, setup_context=keep, lib=_library)
+    # 2. the Function: torch derives its rule for vmap from these steps
     steps = {"forward": forward, "setup_context": keep, "backward": backward, "jvp": jvp}
     members = {step: staticmethod(function) for step, function in steps.items()}
     return type(f"_{name.title()}", (torch.autograd.Function,), {"generate_vmap_rule": True, **members})
@@ -101,13 +104,7 @@ def plain_twin(
 
 
 def once_only(message: str, gradients: Sequence[Any], *sources: torch.Tensor | None) -> list[Any]:
-    """Return gradients that raise an error that explains itself when they are differentiated again.
-
-    Args:
-        message: Of the error.
-        gradients: What a backward pass returns; None for an input without one.
-        sources: The tensors that gradients depend on.
-    """
+    """Return the gradients of a backward pass, which depend on sources: to differentiate one again is an error."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a backward pass has it on for create_graph=True
         return list(gradients)
     return [None if grad is None else OnceOnly.apply(grad, message, *sources) for grad in gradients]
@@ -134,9 +131,11 @@ class OnceOnly(torch.autograd.Function):
 
 def _over_batch(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """Run an operator for each tensor of a batch: blocks, and the places of random words, do not cross it."""
+    # 1. the arguments of each call
     dims = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
     count = info.batch_size
     rows = [_batch_of(value, dim, count) for value, dim in zip(arguments, dims, strict=True)]
+    # 2. one call a tensor, the results side by side in the first dimension
     results = [operator(*row) for row in zip(*rows, strict=True)]
     if isinstance(results[0], torch.Tensor):
         return torch.stack(results)[:count], 0
@@ -176,3 +175,13 @@ def signed(number: int) -> int:
 def random_key(key: Key) -> RandomKey | None:
     """Return a key as engines take it: numbers, also of int64 [seed, offset] on the CPU."""
     return RandomKey(*key.tolist()) if isinstance(key, torch.Tensor) else key
+
+
+def or_empty(like: torch.Tensor, part: torch.Tensor | None) -> torch.Tensor:
+    """Return a part as operators have it, whose lists of tensors know no None: there, empty of one dimension."""
+    return like.new_empty(0, dtype=torch.float32) if part is None else part
+
+
+def or_none(part: torch.Tensor) -> torch.Tensor | None:
+    """Undo ``or_empty``: no scale or offset has one dimension."""
+    return None if part.dim() == 1 else part

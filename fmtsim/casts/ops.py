@@ -7,13 +7,15 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fmtsim.casts.lanes import (  # fmt: skip
+from fmtsim.casts.lanes import (
     READS_HOST,
     Key,
     OnceOnly,
     define_operator,
     is_direct,
     key_tensor,
+    or_empty,
+    or_none,
     random_key,
     with_keys,
 )
@@ -21,7 +23,7 @@ from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedForma
 from fmtsim.formats.element import CodebookFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
-from fmtsim.spec.cast import (  # fmt: skip
+from fmtsim.spec.cast import (
     CastSpec,
     EncodedParts,
     block_bytes,
@@ -86,7 +88,7 @@ def encode(x: torch.Tensor, spec: CastSpec, key: Key = None, words: torch.Tensor
         return _encode(x, spec, key, None)
     operator = with_keys(torch.ops.fmtsim.encode, key)
     codes, *others = operator(x, spec.to_json(), key_tensor(key), words)
-    return EncodedParts(codes, *map(_absent, others))
+    return EncodedParts(codes, *map(or_none, others))
 
 
 def _encode(x: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> EncodedParts:
@@ -113,8 +115,7 @@ def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype, *, validated
         return narrowed(decode(parts, spec, torch.float32, validated=validated), dtype)
     if is_direct(*[part for part in parts if part is not None]):
         return _decode(parts, spec, dtype, validated)
-    # an operator takes four tensors: empty ones of one dimension stand for what a format does not have
-    others = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
+    others = [or_empty(parts.codes, part).detach() for part in parts[1:]]
     return torch.ops.fmtsim.decode(parts.codes, *others, spec.to_json(), dtype, validated)
 
 
@@ -162,11 +163,6 @@ def load_engine(name: Literal["torch_engine"]) -> TorchEngine: ...
 def load_engine(name: str) -> Any:
     """Return an engine, imported when it is first needed."""
     return importlib.import_module(f"fmtsim.{name}")
-
-
-def _absent(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Turn a one-dimensional empty tensor, which stands for nothing, into None."""
-    return None if tensor.dim() == 1 else tensor
 
 
 def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> None:
@@ -227,22 +223,20 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))
 
 
-def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    fmt = cast.format
+def _encode_shapes(x, text, key=None, words=None):  # type: ignore[no-untyped-def]
+    cast = spec_from_json(text)
+    fmt, scales, tensor_scale, offsets = cast.format, None, None, None
     size = block_bytes(fmt, x.shape, cast.dim) if isinstance(fmt, PackedFormat) else x.shape
     codes = torch.empty(size, dtype=code_dtype(fmt.bits), device=x.device)
-    # an operator returns four tensors: empty ones of one dimension stand for what a format does not have
-    nothing = [codes.new_empty(0, dtype=torch.float32) for _ in range(3)]
-    if not isinstance(fmt, BlockFormat | LogTileFormat):
-        return codes, *nothing
-    scales = codes.new_empty(block_counts(fmt, x.shape, cast.dim), dtype=torch.float32)
-    two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
-    second = level_shape(fmt, x.shape, cast.dim) if isinstance(fmt, BlockFormat) else ()
-    tensor_scale = codes.new_empty(second, dtype=torch.float32) if two_level else nothing[1]
-    if isinstance(fmt, LogTileFormat):
-        return codes, scales, tensor_scale, torch.empty_like(scales)
-    return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing[2]
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        scales = codes.new_empty(block_counts(fmt, x.shape, cast.dim), dtype=torch.float32)
+        if isinstance(fmt, LogTileFormat):
+            offsets = torch.empty_like(scales)
+        elif fmt.zero_point:
+            offsets = torch.empty_like(scales, dtype=torch.int32)
+        if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
+            tensor_scale = codes.new_empty(level_shape(fmt, x.shape, cast.dim), dtype=torch.float32)
+    return codes, *(or_empty(codes, part) for part in (scales, tensor_scale, offsets))
 
 
 # The operators compute what plain calls do, of a cast as text.
@@ -255,8 +249,7 @@ define_operator(
 define_operator(
     "encode(Tensor x, str spec, Tensor? key=None, Tensor? words=None) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda x, text, key=None, words=None: tuple(
-        x.new_empty(0, dtype=torch.float32) if part is None else part
-        for part in _encode(x, spec_from_json(text), key, words)
+        or_empty(x, part) for part in _encode(x, spec_from_json(text), key, words)
     ),
     _encode_shapes,
     keyed=True,
@@ -265,7 +258,7 @@ define_operator(
     "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype, "
     "bool validated=False) -> Tensor",
     lambda codes, scales, tensor_scale, offsets, text, dtype, validated=False: _decode(
-        EncodedParts(codes, *map(_absent, (scales, tensor_scale, offsets))), spec_from_json(text), dtype, validated
+        EncodedParts(codes, *map(or_none, (scales, tensor_scale, offsets))), spec_from_json(text), dtype, validated
     ),
     lambda codes, scales, tensor_scale, offsets, text, dtype, validated=False: codes.new_empty(
         decoded_shape(spec_from_json(text), codes.shape), dtype=dtype

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import fmtsim
 from fmtsim.casts.arguments import check_module
-from fmtsim.casts.lanes import Key
+from fmtsim.casts.ops import Key
 from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.watch import Seen, Watcher, watching
