@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of a verb: a room names what computes it, the shapes of its results and its gradient, and these make them.
+"""The lanes of a verb, made of what its room names: what computes it, the shapes of its results, and its gradient.
 
 1. ``is_direct``: plain tensors go to their engine around torch's dispatcher.
 2. ``define_gradient``: other eager calls take an autograd Function, with forward-mode derivatives and a rule for vmap.
@@ -26,7 +26,7 @@ READS_HOST: Sequence[torch.Tag] = tuple(filter(None, [getattr(torch.Tag, "cudagr
 
 
 def is_direct(*tensors: torch.Tensor) -> bool:
-    """Return True if a call may go around the dispatcher: ``is_plain`` of all tensors, in code that compilers trace."""
+    """Return True if a call may go around the dispatcher: ``is_plain`` for code that compilers may trace."""
     if torch.compiler.is_compiling() or not is_bare(*tensors):  # dynamo cannot trace what is_bare asks
         return False
     if torch.is_grad_enabled():
@@ -72,7 +72,7 @@ def define_gradient(
     Args:
         name: Of the operator; its overload with keys gets the gradient, too.
         keep: ``keep(ctx, inputs, output)`` stores in a context what derivatives need.
-        backward: ``backward(ctx, gradient)`` returns the gradients of inputs, from None for those that have none.
+        backward: ``backward(ctx, gradient)`` returns the gradients of the inputs, None for those without one.
         jvp: ``jvp(ctx, *tangents)`` returns the tangent of the output.
         forward: What the Function computes, of the operator's inputs.
     """
@@ -87,7 +87,7 @@ def define_gradient(
 
 
 def plain_twin(
-    keep: Callable[..., None], backward: Callable[..., Any], forward: Callable[..., Any]
+    name: str, keep: Callable[..., None], backward: Callable[..., Any], forward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
     """Return a Function for tensors that are plain but for a gradient, with the arguments of ``define_gradient``.
 
@@ -100,7 +100,7 @@ def plain_twin(
         return output
 
     members = {"forward": staticmethod(run), "backward": staticmethod(backward)}
-    return type("_Plain", (torch.autograd.Function,), members)
+    return type(f"_Plain{name.title()}", (torch.autograd.Function,), members)
 
 
 def once_only(message: str, gradients: Sequence[Any], *sources: torch.Tensor | None) -> list[Any]:

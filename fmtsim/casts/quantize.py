@@ -146,7 +146,7 @@ def _pass_tangent(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
 
 # Quantise forwards, pass derivatives through: where torch looks on, and for tensors that are plain but for a gradient.
 _Quantize = define_gradient("quantize", _keep_dtypes, _pass_gradient, _pass_tangent, ops.quantize)
-_QuantizePlain = plain_twin(_keep_dtypes, _pass_gradient, ops.quantize_plain)
+_QuantizePlain = plain_twin("quantize", _keep_dtypes, _pass_gradient, ops.quantize_plain)
 
 
 def quantize_(
