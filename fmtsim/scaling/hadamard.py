@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.casts.lanes import define_gradient, define_operator
+from fmtsim.casts.lanes import define_gradient, define_operator, is_direct
 from fmtsim.casts.ops import fused_engine, load_engine
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.packing import tensor_of_bytes
@@ -204,9 +204,10 @@ def hadamard(
     if round_to not in (None, torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentError(f"round_to={shown(round_to)} is not allowed; choose torch.bfloat16, torch.float16 or None")
     mask = "" if signs is None or isinstance(signs, Tensor) else str(signs)
-    signs_tensor = signs.detach() if isinstance(signs, Tensor) else None
-    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
-    y = run(x, length, dim, inverse, mask, signs_tensor, None if matrix is None else matrix.detach())
+    constants = signs.detach() if isinstance(signs, Tensor) else None, None if matrix is None else matrix.detach()
+    direct = is_direct(x, *(t for t in constants if t is not None))
+    run = _hadamard if direct else torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
+    y = run(x, length, dim, inverse, mask, *constants)
     return _rounded(y, round_to or torch.float32)
 
 
