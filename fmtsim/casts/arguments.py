@@ -19,7 +19,7 @@ from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
 Generator = int | torch.Generator | RandomKey | None
 _SEEDS = -(1 << 63), (1 << 63) - 1  # the least, and what lies above the largest
-BlockOf = tuple[str, int | None, int | None] | None
+NamedBlock = tuple[str, int | None, int | None] | None
 """The name of a format and the extents of its block; None for an element format."""
 
 
@@ -146,7 +146,7 @@ def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
 def prepare(
     x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
-) -> tuple[CastSpec, torch.dtype, BlockOf, int]:  # fmt: skip
+) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:  # fmt: skip
     """Check the arguments and return the cast, the result dtype, the block, and the random bits it needs."""
     rank = max(x.dim(), 1)
     if type(dim) is not int or not -rank <= dim < rank:
@@ -164,7 +164,7 @@ def prepare(
 
 
 @constant_in_graphs
-def _resolve_any(*arguments: Any) -> tuple[CastSpec, torch.dtype, BlockOf, int]:
+def _resolve_any(*arguments: Any) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:
     """Do what ``_resolve`` does for arguments that the cache may be unable to hash, such as a list."""
     try:
         hash(arguments)
@@ -179,7 +179,7 @@ def _resolve_any(*arguments: Any) -> tuple[CastSpec, torch.dtype, BlockOf, int]:
 def _resolve(
     format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
-) -> tuple[CastSpec, torch.dtype, BlockOf, int]:  # fmt: skip
+) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:  # fmt: skip
     fmt = with_block(get_format(format), block_size, scale_rule)
     mode = get_rounding(rounding, random_bits)
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
@@ -210,7 +210,7 @@ def _dtype_message(name: str, dtype: torch.dtype, float8: bool) -> str:
     return f"{name} has dtype {dtype}; choose float16, bfloat16, {rest}"
 
 
-def check_blocks(x: torch.Tensor, block: BlockOf, dim: int, pad: bool) -> None:
+def check_blocks(x: torch.Tensor, block: NamedBlock, dim: int, pad: bool) -> None:
     """Refuse a tensor that whole blocks do not fill, unless it may be padded."""
     check_flags(pad=pad)
     if block is None or pad or x.dim() == 0:

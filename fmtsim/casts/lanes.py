@@ -134,7 +134,7 @@ def _over_batch(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: 
     # 1. the arguments of each call
     dims = (*in_dims, *[None] * (len(arguments) - len(in_dims)))  # torch leaves out arguments that have their default
     count = info.batch_size
-    rows = [_batch_of(value, dim, count) for value, dim in zip(arguments, dims, strict=True)]
+    rows = [_unstacked(value, dim, count) for value, dim in zip(arguments, dims, strict=True)]
     # 2. one call a tensor, the results side by side in the first dimension
     results = [operator(*row) for row in zip(*rows, strict=True)]
     if isinstance(results[0], torch.Tensor):
@@ -143,10 +143,10 @@ def _over_batch(operator: Any, info: Any, in_dims: tuple[Any, ...], *arguments: 
     return type(results[0])(parts), type(results[0])(0 for _ in parts)
 
 
-def _batch_of(value: Any, dim: Any, count: int) -> list[Any]:
+def _unstacked(value: Any, dim: Any, count: int) -> list[Any]:
     """Return an argument, or a list of them, for each tensor of a batch."""
     if isinstance(value, list) and isinstance(dim, list):
-        return [list(values) for values in zip(*map(_batch_of, value, dim, [count] * len(value)), strict=True)]
+        return [list(values) for values in zip(*map(_unstacked, value, dim, [count] * len(value)), strict=True)]
     if not isinstance(value, torch.Tensor) or dim is None:
         return [value] * max(count, 1)
     if count:
