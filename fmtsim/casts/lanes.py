@@ -62,8 +62,7 @@ def define_operator(
 
 
 def define_gradient(
-    name: str, keep: Callable[..., None], backward: Callable[..., Any], jvp: Callable[..., Any],
-    forward: Callable[..., Any],
+    name: str, keep: Callable[..., None], backward: Callable[..., Any], jvp: Callable[..., Any], forward: Any
 ) -> type[torch.autograd.Function]:  # fmt: skip
     """Give an operator its gradient, and return the autograd Function of eager calls, which has the same one.
 

@@ -170,10 +170,8 @@ class Partition:
         return whole.flatten(0, 1)
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(torch.autograd.Function):  # no operator takes the Partition, which exchanges bytes with other ranks
     """Give the ranks that are here all tokens; the backward pass sums their gradients."""
-
-    # This Function and the next two have no operator, which could not take the Partition that talks to other ranks.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, partition: Partition) -> tuple[Tensor, ...]:

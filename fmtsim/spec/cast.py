@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class CastSpec:
     _text: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.format, self.rounding, self.overflow, self.dim)))
+        object.__setattr__(self, "_hash", hash(_fields(self)))
 
     def __hash__(self) -> int:  # caches of engines ask for it in every call
         return self._hash
@@ -44,28 +45,21 @@ class CastSpec:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, CastSpec):
-            return NotImplemented
-        if self._hash != other._hash or (self.overflow, self.dim) != (other.overflow, other.dim):
-            return False
-        return self.format == other.format and self.rounding == other.rounding
+        return isinstance(other, CastSpec) and self._hash == other._hash and _fields(self) == _fields(other)
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the hash: other processes have other hashes of strings
-        make = partial(CastSpec, format=self.format, rounding=self.rounding, overflow=self.overflow, dim=self.dim)
-        return make, ()
+        return partial(CastSpec, format=self.format, rounding=self.rounding, overflow=self.overflow, dim=self.dim), ()
 
     def to_json(self) -> str:
         """Return the cast as one line of JSON, which torch's operators and compiled graphs carry; written once."""
         if not self._text:
-            rounding = self.rounding
-            record = {
-                "format": format_to_dict(self.format),
-                "rounding": [rounding.mode, rounding.random_bits, rounding.variant, rounding.layout],
-                "overflow": self.overflow,
-                "dim": self.dim,
-            }
-            object.__setattr__(self, "_text", json.dumps(record))
+            rounding = [self.rounding.mode, self.rounding.random_bits, self.rounding.variant, self.rounding.layout]
+            record = {"format": format_to_dict(self.format), "rounding": rounding}
+            object.__setattr__(self, "_text", json.dumps(record | {"overflow": self.overflow, "dim": self.dim}))
         return self._text
+
+
+_fields = attrgetter("format", "rounding", "overflow", "dim")
 
 
 class RandomKey(NamedTuple):
