@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fmtsim.casts.lanes import Key, signed
-from fmtsim.casts.ops import Cast
 from fmtsim.formats.block import BlockFormat, Format, PackedFormat, ScaledFormat, with_block
 from fmtsim.formats.element import OVERFLOWS, CodebookFormat
 from fmtsim.formats.registry import get_format
@@ -20,7 +19,7 @@ from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
 Generator = int | torch.Generator | RandomKey | None
 _SEEDS = -(1 << 63), (1 << 63) - 1  # the least, and what lies above the largest
-BlockOf = tuple[str, int | None, int | None] | None
+NamedBlock = tuple[str, int | None, int | None] | None
 """The name of a format and the extents of its block; None for an element format."""
 
 
@@ -38,7 +37,8 @@ def check_dense(name: str, x: Any) -> None:
     """Refuse what is not a tensor whose elements lie in memory by strides; ``name`` is what errors call it."""
     if not isinstance(x, torch.Tensor):
         raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
-    check_whole(name, type(x))
+    if type(x) not in PLAIN_TYPES:
+        check_whole(name, type(x))
     if torch.compiler.is_compiling():  # dynamo cannot see layouts
         return
     if x.is_nested:
@@ -52,21 +52,20 @@ def check_dense(name: str, x: Any) -> None:
 def check_together(**tensors: torch.Tensor | None) -> None:
     """Refuse tensors that no operation takes together: on different devices, or fake beside tensors that are not."""
     present = {name: t for name, t in tensors.items() if t is not None}
-    # 1. one device for all
     first = next(iter(present))
     plain = True
+    # 1. one device
     for name, t in present.items():
         plain = plain and type(t) in PLAIN_TYPES
         if t.device != present[first].device:
             step = f"for example {name}.to({first}.device)"
-            # a weight on meta is most often one that Accelerate keeps elsewhere
             if t.is_meta and name in ("w", "bias"):  # of a layer
                 step += ", or load it: Accelerate's offloaded weights are there while the forward of their module runs"
             raise ArgumentError(
                 f"{first} is on {present[first].device}, {name} on {t.device}; move them to one device, {step}"
             )
+    # 2. beside a fake tensor torch takes neither subclasses nor tensors of another mode
     if not plain and not torch.compiler.is_compiling():
-        # Refuse what torch does not take beside a fake tensor: subclasses, and tensors of another mode.
         modes = [t.fake_mode for t in present.values() if isinstance(t, torch._subclasses.FakeTensor)]
         for name, t in present.items() if modes else ():
             allowed = modes[0].allow_non_fake_inputs and type(t) in PLAIN_TYPES
@@ -107,7 +106,6 @@ def takes(function: Any, *arguments: Any) -> bool:
 
 def check_flags(**flags: Any) -> None:
     """Refuse flags that are neither True nor False; ``native`` may be None."""
-    # 1 and 0 are no flags: a caller who passes them means a number
     for name, value in flags.items():
         if value is not True and value is not False and not (value is None and name == "native"):
             none = "None (where possible), " if name == "native" else ""
@@ -126,7 +124,6 @@ def check_input(x: torch.Tensor, name: str = "x", *, float8: bool = False) -> No
     check_dense(name, x)
     if x.dtype not in FLOAT_DTYPES and not (float8 and x.dtype in FLOAT8_DTYPES):
         # float32 holds integers of up to 16 bits; a wider one would be rounded twice
-        # the hint that fits the dtype: integers, complex numbers, or codes
         narrow = x.dtype.itemsize < 4
         hint = "convert it with .float()" if narrow else "convert it with .double(), which is exact below 2**53"
         hint = "take the real and imaginary parts apart" if x.dtype.is_complex else hint
@@ -140,7 +137,6 @@ def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_together(input=x, weight=weight)
     if x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
         raise ArgumentError(f"input has shape {tuple(x.shape)}; pass [..., {weight.shape[-1]}]")
-    # under autocast the layer casts both
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise DtypeError(f"input has dtype {x.dtype}, the weight {weight.dtype}; convert one, or use torch.autocast")
     if torch.is_grad_enabled():
@@ -150,51 +146,41 @@ def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
 def prepare(
     x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
-) -> tuple[Cast, torch.dtype, BlockOf, int]:  # fmt: skip
+) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:  # fmt: skip
     """Check the arguments and return the cast, the result dtype, the block, and the random bits it needs."""
     rank = max(x.dim(), 1)
     if type(dim) is not int or not -rank <= dim < rank:
         raise ArgumentError(
             f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
         )
-    # negative: a batch dimension in front changes nothing
-    inner = dim - rank if dim >= 0 else dim
-    run = _resolve_traced if torch.compiler.is_compiling() else _resolve
-    return run(format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype)
+    inner = dim - rank if dim >= 0 else dim  # counted from the last: one cast for tensors of any rank
+    arguments = format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype
+    if not torch.compiler.is_compiling():
+        try:
+            return _resolve(*arguments)
+        except TypeError:  # from a check, which raises again below, or from an argument that has no hash
+            pass
+    return _resolve_any(*arguments)
 
 
 @constant_in_graphs
-def _resolve_traced(*arguments: Any) -> tuple[Cast, torch.dtype, BlockOf, int]:
-    """Do what ``_resolve`` does; compiled graphs hold a cast as text."""
-    spec, *results = _resolve(*arguments)
-    return spec.to_json(), *results  # type: ignore[return-value]  # mypy does not count what * takes
-
-
-def _resolve(*arguments: Any) -> tuple[CastSpec, torch.dtype, BlockOf, int]:
-    """Return what ``prepare`` does, for the dtype of x; arguments that cannot be hashed are refused by name."""
-    try:
-        return _resolve_cached(*arguments)
-    except TypeError:
-        if _is_hashable(arguments):
-            raise
-        return _resolve_cached.__wrapped__(*arguments)  # of a list, say, which the checks will name
-
-
-def _is_hashable(arguments: tuple[Any, ...]) -> bool:
+def _resolve_any(*arguments: Any) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:
+    """Do what ``_resolve`` does for arguments that the cache may be unable to hash, such as a list."""
     try:
         hash(arguments)
     except TypeError:
-        return False
-    return True
+        return _resolve.__wrapped__(*arguments)  # whose checks name the argument
+    resolved = _resolve(*arguments)
+    resolved[0].to_json()  # torch.compile reads the text of a constant, but cannot trace how it is written
+    return resolved
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _resolve_cached(
+def _resolve(
     format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
-) -> tuple[CastSpec, torch.dtype, BlockOf, int]:  # fmt: skip
+) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:  # fmt: skip
     fmt = with_block(get_format(format), block_size, scale_rule)
-    # 1. the format with the caller's block, the mode, the rule beyond the largest value
     mode = get_rounding(rounding, random_bits)
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
         message = "choose 'saturate', 'ieee' or None for the format's default"
@@ -202,7 +188,6 @@ def _resolve_cached(
     if isinstance(fmt, PackedFormat) and (mode != Rounding() or overflow == "ieee"):
         raise FormatError(f"{fmt.name} is rounded as its source does; leave rounding= and overflow= out")
     spec = CastSpec(format=fmt, rounding=mode, overflow=overflow or fmt.default_overflow, dim=dim)
-    # 2. what the verb needs beside the cast: dtype of the result, block to check, bits to draw
     result = check_out_dtype(out_dtype, fmt) or result_dtype(fmt, dtype)
     random = mode.bits if mode.mode == "stochastic" else 0
     block = (fmt.name, *fmt.block) if isinstance(fmt, ScaledFormat) else None
@@ -213,7 +198,6 @@ def check_out_dtype(out_dtype: torch.dtype | None, fmt: Format) -> torch.dtype |
     """Return the dtype; raise DtypeError for one that results do not have, or a float8 one that lacks a value."""
     if out_dtype is None or (isinstance(out_dtype, torch.dtype) and out_dtype in FLOAT_DTYPES):
         return out_dtype
-    # a float8 result is exact, or an error
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in FLOAT8_DTYPES:
         kinds = "torch.float16, bfloat16, float32, float64 or a float8 dtype"
         raise DtypeError(f"out_dtype={shown(out_dtype)} is not allowed; choose {kinds}")
@@ -226,17 +210,18 @@ def _dtype_message(name: str, dtype: torch.dtype, float8: bool) -> str:
     return f"{name} has dtype {dtype}; choose float16, bfloat16, {rest}"
 
 
-def check_blocks(x: torch.Tensor, block: BlockOf, dim: int, pad: bool) -> None:
+def check_blocks(x: torch.Tensor, block: NamedBlock, dim: int, pad: bool) -> None:
     """Refuse a tensor that whole blocks do not fill, unless it may be padded."""
     check_flags(pad=pad)
     if block is None or pad or x.dim() == 0:
         return
     name, outer, inner = block
-    # along dim, then across it
     extent = x.shape[dim]
+    # 1. along dim
     if inner is not None and extent % inner:
         choice = _divisors(extent, inner)
         raise ArgumentError(f"{name}: block_size={inner} does not divide {extent} (dim={dim}); {choice}pass pad=True")
+    # 2. across it, where all other dimensions count as one
     if outer is not None and outer > 1:
         rows = x.numel() // extent if extent else 0
         if rows % outer:
@@ -249,7 +234,6 @@ def check_blocks(x: torch.Tensor, block: BlockOf, dim: int, pad: bool) -> None:
 def _divisors(extent: int, wanted: int) -> str:
     """Suggest the divisors of extent next to the wanted size."""
     divisors = [size for size in range(2, min(extent, 4096) + 1) if extent % size == 0]
-    # the nearest on either side
     below = [size for size in divisors if size < wanted][-1:]
     above = [size for size in divisors if size > wanted][:1]
     choice = " or ".join(str(size) for size in below + above)
@@ -260,15 +244,15 @@ def randomness(
     x: torch.Tensor, random: int, generator: Generator, words: torch.Tensor | None
 ) -> tuple[Key, torch.Tensor | None]:
     """Return the key and the words."""
-    # 1. nothing is drawn
+    # 1. a cast that draws nothing
     if not random:
         if words is not None:
             raise ArgumentError("random_words belong to rounding='stochastic'; leave them out or choose that rounding")
         return None, None
+    # 2. words of the caller, one for each element
     if words is not None:
         if generator is not None:
             raise ArgumentError("random_words and generator exclude each other; pass one of them")
-        # 2. the caller's own words, one for each element
         wanted = f"pass int64 {tuple(x.shape)} on {x.device}"
         if not isinstance(words, torch.Tensor):
             raise ArgumentError(f"random_words are {type(words).__name__}, not a tensor; {wanted}")
@@ -292,8 +276,8 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
     Raises:
         ArgumentError: The argument is not a generator, or it is on another device.
     """
+    # 1. one int64 from a generator, on the CPU: the key stays a tensor, so that a compiled graph draws in every call
     if generator is None or isinstance(generator, torch.Generator):
-        # one int64 from the generator, on the CPU
         where = torch.device("cpu") if generator is None else generator.device
         if where.type not in ("cpu", device.type):
             raise ArgumentError(
@@ -301,7 +285,7 @@ def drawn_key(generator: Generator, device: torch.device, name: str = "x") -> Ra
             )
         draw = torch.randint(*_SEEDS, (1,), generator=generator, device=where).cpu()
         return torch.cat([draw, draw.new_zeros(1)])
-    # numbers of 64 bits; those above 2^63 are the negative ones of int64
+    # 2. a seed, signed or unsigned
     seed, offset = generator if isinstance(generator, RandomKey) else (generator, 0)
     if not type(seed) is type(offset) is int or not -(1 << 63) <= seed < 1 << 64 or not -(1 << 63) <= offset < 1 << 64:
         raise ArgumentError(f"generator={shown(generator)} is not a seed; pass an int of 64 bits or a torch.Generator")
@@ -313,8 +297,7 @@ def drawn_numbers(count: int, generator: Generator, device: torch.device) -> lis
     if generator is None or (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):  # at once
         seeds = torch.randint(*_SEEDS, (count,), generator=generator, device="cpu")
         return [RandomKey(seed) for seed in seeds.tolist()]
-    # one draw each, in the order of the calls
-    keys = [drawn_key(generator, device) for _ in range(count)]
+    keys = [drawn_key(generator, device) for _ in range(count)]  # a GPU's generator: one number at a time
     return [key if isinstance(key, RandomKey) else RandomKey(*key.tolist()) for key in keys]
 
 
@@ -337,7 +320,6 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
         return None
     keys: list[RandomKey | torch.Tensor] = []
     for i in range(1 if batch is None else batch):
-        # a seed is one key with an offset for each product, a generator is drawn from for each
         key = keys[0] if keys and isinstance(keys[0], RandomKey) else drawn_key(generator, device, "a")
         keys.append(RandomKey(key.seed, signed(key.offset + i)) if isinstance(key, RandomKey) else key)
     tensors = [torch.as_tensor(key) for key in keys]
@@ -348,49 +330,44 @@ def random_keys(stochastic: bool, generator: Generator, batch: int | None, devic
 
 def check_out(x: torch.Tensor, out: torch.Tensor, out_dtype: Any) -> torch.dtype:
     """Return the dtype of a tensor that can receive the result."""
+    # 1. its dtype
     check_dense("out", out)
-    # 1. dtype, shape and device
     if out.dtype not in FLOAT_DTYPES and out.dtype not in FLOAT8_DTYPES:
         raise DtypeError(_dtype_message("out", out.dtype, True))
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or out_dtype != out.dtype):
         raise DtypeError(f"out has dtype {out.dtype} but out_dtype={shown(out_dtype)}; leave out_dtype out")
+    # 2. its shape and its place
     if out.shape != x.shape or out.device != x.device or out.layout != x.layout:
         wanted = f"{x.layout} {tuple(x.shape)} on {x.device}"
         raise ArgumentError(
             f"out is {out.layout} {tuple(out.shape)} on {out.device}; x is {wanted}; pass torch.empty_like(x)"
         )
     check_together(x=x, out=out)
-    # 2. memory in which every element has a place of its own, and which may be written
-    if not out.is_contiguous() and _overlaps_itself(out):
-        raise ArgumentError(
-            f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
-            "pass out.contiguous(), or a tensor that was not expanded"
-        )
+    # 3. its memory: no two elements share a place, and strides do not interleave in a way that no slice or view makes
+    reach = 0  # of the dimensions seen so far, the finest first
+    for stride, size in () if out.is_contiguous() else sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ArgumentError(
+                f"out of shape {tuple(out.shape)} and strides {out.stride()} holds several elements in one place; "
+                "pass out.contiguous(), or a tensor that was not expanded"
+            )
+        reach += (size - 1) * stride
+    # 4. what autograd allows
     if not torch.compiler.is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError("out was made in inference mode, and torch writes to it in there alone; pass out.clone()")
-    # 3. autograd has no rule for a result that is given
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ArgumentError("out= does not support autograd; call quantize without out=, or under torch.no_grad()")
     return out.dtype
 
 
-def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[Cast, torch.dtype]:
-    """Return the cast whose codes a plain tensor of a dtype holds, and the dtype of its values."""
-    return (_decoding_traced if torch.compiler.is_compiling() else _decoding)(format, codes, out_dtype)
-
-
 @constant_in_graphs
-def _decoding_traced(*arguments: Any) -> tuple[Cast, torch.dtype]:
-    """Do what ``_decoding`` does; compiled graphs hold a cast as text."""
-    spec, dtype = _decoding(*arguments)
-    return spec.to_json(), dtype
-
-
-def _decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[CastSpec, torch.dtype]:
+def decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) -> tuple[CastSpec, torch.dtype]:
+    """Return the cast whose codes a plain tensor of a dtype holds, and the dtype of its values."""
     fmt = get_format(format)
+    # 1. a format whose values are made of codes alone
     if isinstance(fmt, ScaledFormat) and not isinstance(fmt, PackedFormat):
         raise FormatError(f"{fmt.name} needs scales; decode what encode returned, or name an element format")
-    # a float8 tensor says its format itself
+    # 2. codes in the dtype of the format, or integers
     if codes.is_floating_point and codes.itemsize == 1:
         stored = get_format(codes)
         if stored != fmt:
@@ -400,7 +377,9 @@ def _decoding(format: Any, codes: torch.dtype, out_dtype: torch.dtype | None) ->
             )
     elif codes not in _CODES:
         raise DtypeError(f"codes have dtype {codes}; pass integers, or what fmtsim.encode returned")
-    return decoding_cast(fmt, -1), check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32)
+    cast = decoding_cast(fmt, -1)
+    cast.to_json()  # as in _resolve_any
+    return cast, check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32)
 
 
 _CODES = (
@@ -418,14 +397,3 @@ def short_codebook(fmt: Format) -> CodebookFormat | None:
     """Return the codebook of a format whose bits have patterns that are not codes, None where all are."""
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
     return element if isinstance(element, CodebookFormat) and len(element.values) < 1 << element.bits else None
-
-
-def _overlaps_itself(x: torch.Tensor) -> bool:
-    """Return True if two elements share memory, or strides interleave in a way that no slice or view makes."""
-    # a dimension is safe if its step is longer than all finer dimensions together
-    reach = 0  # of the dimensions seen so far, the finest first
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False

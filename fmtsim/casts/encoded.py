@@ -19,13 +19,14 @@ from fmtsim.casts.arguments import (
     decoding_cast,
     short_codebook,
 )
-from fmtsim.casts.stored import code_layout, restore, restore_codes, restore_scales, restore_traced, store
+from fmtsim.casts.lanes import or_empty, or_none
+from fmtsim.casts.stored import restore, restore_codes, restore_scales, store, stored_layout
 from fmtsim.formats.block import Format, PackedFormat
 from fmtsim.formats.packing import tensor_bytes, tensor_of_bytes
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.formats.representable import result_dtype
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, write_tensors
-from fmtsim.spec.cast import EncodedParts
+from fmtsim.spec.cast import CastSpec, EncodedParts, spec_from_json
 from fmtsim.support.dispatch import constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, CodeError, DataError, DtypeError, FormatError, shown
 from fmtsim.support.records import located, parse_json
@@ -52,7 +53,7 @@ class Encoded:
         tensor_scale: float32, of two-level formats, else None: 0-d, or ``[rows, windows]`` where rows of the operand or
             windows of blocks have their own.
         offsets: int32 zero points or the float32 lowest logarithms of LogFMT tiles, like ``scales``, else None.
-        cast: The cast that made it, as operators carry it; torch.compile reads the format from this text.
+        cast: The cast that made it, where torch.compile, vmap or export traced it; None elsewhere.
         validated: Codes and scales are known to be those of the format, which saves looking at them.
 
     Raises:
@@ -68,12 +69,11 @@ class Encoded:
     scales: torch.Tensor | None = None
     tensor_scale: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    cast: str | None = None
+    cast: CastSpec | None = None
     validated: InitVar[bool] = False
 
     def __post_init__(self, validated: bool) -> None:
         if not torch.compiler.is_compiling():  # which could not trace it
-            # each part has the dtype and the shape that its format asks for
             fmt, shape, dim = self.format, self.shape, self.dim
             if not isinstance(fmt, Format):
                 raise FormatError(f"format={shown(fmt)} is not a format record; pass fmtsim.get_format(name)")
@@ -81,7 +81,8 @@ class Encoded:
                 raise ArgumentError(f"shape={shown(shape)} is not a shape; pass a tuple of sizes")
             if type(dim) is not int or not -max(len(shape), 1) <= dim < 0:
                 raise ArgumentError(f"dim={shown(dim)} is not a dimension; choose {-max(len(shape), 1)} to -1")
-            layout = code_layout(fmt, torch.Size(shape), dim)
+            # each part has the dtype and the shape that its format asks for
+            layout = stored_layout(fmt, torch.Size(shape), dim)
             for name in ("codes", *_PARTS):
                 tensor: torch.Tensor | None = getattr(self, name)
                 if (tensor is None) != (name not in layout):
@@ -95,7 +96,6 @@ class Encoded:
                     raise CodeError(
                         f"{fmt.name}: {name} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(size)}"
                     )
-            # 2. all on one device; codes and scales in their format unless that is known
             check_together(codes=self.codes, **{name: getattr(self, name) for name in _PARTS})
             if not validated:
                 _require_values(self)
@@ -103,8 +103,7 @@ class Encoded:
     @staticmethod
     def _known(parts: EncodedParts, fmt: Format, shape: torch.Size, dim: int) -> "Encoded":
         """Return stored parts that ``encode`` made: their dtypes and shapes follow from the format."""
-        # around __post_init__, which would derive again what encode knew
-        encoded = object.__new__(Encoded)
+        encoded = object.__new__(Encoded)  # without the checks of __post_init__
         for name, value in zip(Encoded.__slots__, (fmt, shape, dim, *parts, None), strict=True):
             object.__setattr__(encoded, name, value)
         return encoded
@@ -129,7 +128,6 @@ class Encoded:
         rank = max(len(shape), 1)
         if not -rank <= dim < rank:
             raise ArgumentError(f"dim={dim} is out of range for {rank} dimensions; choose {-rank} to {rank - 1}")
-        # dim is kept negative, as casts have it
         shape, dim = torch.Size(shape), dim - rank if dim >= 0 else dim
         if not isinstance(fmt, PackedFormat) and parts.codes.shape != shape:
             raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
@@ -139,11 +137,12 @@ class Encoded:
 
     def parts(self) -> EncodedParts:
         """Return unpacked codes and float32 scales, as engines take them."""
-        # the operator where tensors have no numbers: a compiler, vmap or export
         if is_readable(self.codes) or isinstance(self.format, PackedFormat):  # whose bytes are the codes
             codes, scales = restore(self.codes, self.scales, self.format, self.dim, self.shape)
         else:
-            codes, scales = restore_traced(self.codes, self.scales, ops.cast_json(self._cast()), self.shape)
+            given = self.codes, or_empty(self.codes, self.scales), self._cast().to_json(), self.shape
+            codes, scales = torch.ops.fmtsim.restore(*given)
+            scales = or_none(scales)
         return EncodedParts(codes, scales, self.tensor_scale, self.offsets)
 
     def unpacked(self) -> torch.Tensor:
@@ -170,16 +169,18 @@ class Encoded:
         if out is not None and out_dtype not in (None, out.dtype):
             raise DtypeError(f"out has dtype {out.dtype} but out_dtype={out_dtype}; leave out_dtype out")
         cast = self._cast()
-        # codes of formats without gaps need no check: every pattern is one
-        dtype, validated = _decoded(cast, out_dtype if out is None else out.dtype)
+        result = out_dtype if out is None else out.dtype
+        traced = torch.compiler.is_compiling()
+        dtype, validated = _decoded_traced(cast.to_json(), result) if traced else _decoded(cast.format, result)
         values = ops.decode(self.parts(), cast, dtype, validated=validated)
         if isinstance(self.format, PackedFormat):  # a block at the end may be short
             values = values.narrow(self.dim, 0, self.shape[self.dim]) if self.shape else values[0]
         return values if out is None else out.copy_(values)
 
-    def _cast(self) -> ops.Cast:
-        traced = torch.compiler.is_compiling()
-        return self.cast or (_decoding_text if traced else decoding_cast)(self.format, self.dim)
+    def _cast(self) -> CastSpec:
+        if self.cast is not None:
+            return self.cast
+        return (_decoding_traced if torch.compiler.is_compiling() else decoding_cast)(self.format, self.dim)
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +200,6 @@ class Encoded:
 
     def to(self, device: torch.device | str) -> "Encoded":
         """Return the same on another device."""
-        # no codes change, so nothing is validated again
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors()}
         return Encoded(format=self.format, shape=self.shape, dim=self.dim, **moved, validated=True)
 
@@ -214,9 +214,8 @@ class Encoded:
             ArgumentError: The tensors have no numbers: they are on meta, or fake.
         """
         check_readable("the encoded tensor", self.codes)
-        # each tensor under the tag that other readers of safetensors know
-        stored = {}
-        for name, (tag, shape, _, _) in code_layout(self.format, self.shape, self.dim).items():
+        stored = {}  # the bytes of each part under the tag of its dtype
+        for name, (tag, shape, _, _) in stored_layout(self.format, self.shape, self.dim).items():
             stored[name] = StoredTensor(tag, shape, tensor_bytes(getattr(self, name)))
         metadata = {"fmtsim": _LAYOUT, "format": format_to_json(self.format)}
         metadata |= {"shape": json.dumps(list(self.shape)), "dim": str(self.dim)}
@@ -242,7 +241,6 @@ class Encoded:
                 sizes, dim = parse_json(metadata["shape"]), int(metadata["dim"])
             except (KeyError, ValueError) as error:
                 raise DataError(f"the metadata is not that of an encoded tensor: {error}") from None
-            # sizes of a file that anyone may have written: no product of them may overflow
             whole = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
             if not whole or math.prod(max(size, 1) for size in sizes) >= 1 << 63:
                 raise DataError(f"shape {shown(metadata['shape'])} in the metadata; expected a list of sizes")
@@ -250,7 +248,7 @@ class Encoded:
                 raise DataError(f"dim {shown(dim)} in the metadata; expected {-max(len(sizes), 1)} to -1")
             # 2. the tensors that the format has
             shape = torch.Size(sizes)
-            layout = code_layout(fmt, shape, dim)
+            layout = stored_layout(fmt, shape, dim)
             if set(stored) != set(layout):
                 raise CodeError(f"{fmt.name} has tensors {', '.join(layout)}; found {', '.join(sorted(stored))}")
             tensors: dict[str, Any] = {}
@@ -284,26 +282,22 @@ class Encoded:
         )
 
 
-@constant_in_graphs
-def _decoding_text(fmt: Format, dim: int) -> str:
-    """Return ``decoding_cast`` as compiled graphs hold it."""
-    return decoding_cast(fmt, dim).to_json()
-
-
-@constant_in_graphs
-def _decoded(cast: ops.Cast, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
+def _decoded(fmt: Format, out_dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
     """Return the dtype of decoded values, and whether every pattern of the format's bits is a code."""
-    fmt = ops.cast_spec(cast).format
     return check_out_dtype(out_dtype, fmt) or result_dtype(fmt, torch.float32), short_codebook(fmt) is None
+
+
+# torch.compile takes formats of its inputs for a constant, but no result of a constant: such a cast goes by its text.
+_decoding_traced = constant_in_graphs(lambda fmt, dim: spec_from_json(decoding_cast(fmt, dim).to_json()))
+_decoded_traced = constant_in_graphs(lambda text, dtype: _decoded(spec_from_json(text).format, dtype))
 
 
 def _require_values(encoded: Encoded) -> None:
     """Refuse codes beyond the end of a codebook that does not fill its bits, and scales outside their format."""
     if not is_readable(encoded.codes):
         return
-    # scales first: restoring them refuses codes that are none
     if encoded.scales is not None:
-        restore_scales(encoded.scales, encoded.format)
+        restore_scales(encoded.scales, encoded.format)  # refuses codes that are no scale
     book = short_codebook(encoded.format)
     if book is None or not encoded.codes.numel():  # every pattern of bits is a code
         return

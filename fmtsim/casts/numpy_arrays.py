@@ -24,13 +24,11 @@ _KINDS = "float16, bfloat16, float32, float64 or a float8 dtype"
 
 def array_bits(array: "numpy.ndarray[Any, Any]") -> Tensor:
     """Return the bits of an array as signed integers of its size, in its memory where torch can use that."""
-    # 1. bytes in the order of this machine, strides that torch takes
-    if not array.dtype.isnative:
+    if not array.dtype.isnative:  # torch has the machine's byte order alone
         array = array.astype(array.dtype.newbyteorder("="))
     # torch takes neither negative strides nor those that are not whole elements
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()
-    # 2. torch sees the memory itself; it knows no dtypes of ml_dtypes, so bits travel as integers
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
         return torch.from_numpy(array.view(f"i{array.itemsize}"))
@@ -59,18 +57,17 @@ def to_tensor(array: "numpy.ndarray[Any, Any]", name: str = "x") -> Tensor:
 def to_array(tensor: Tensor) -> "numpy.ndarray[Any, Any]":
     """Return a CPU tensor of floats as an array of the same dtype, ml_dtypes' where numpy has none, in its memory."""
     fmt = get_format(tensor.dtype)
-    # numpy gets the bits as integers and views them in its own dtype
     assert isinstance(fmt, ElementFormat)
     return tensor.detach().view(_BITS[tensor.element_size()]).numpy().view(numpy_dtype(fmt))
 
 
-def float_tensor(x: Any) -> Any:
+def as_floats(x: Any) -> Any:
     """Return an array, or a float8 tensor, as a tensor of floats with the same values; anything else as it is."""
     x = to_tensor(x) if isinstance(x, numpy.ndarray) else x
     return x.to(torch.float32) if isinstance(x, Tensor) and x.dtype in FLOAT8_DTYPES else x
 
 
-def word_tensor(words: Any) -> Any:
+def as_words(words: Any) -> Any:
     """Return an array of random words as a tensor, anything else as it is."""
     return array_bits(words) if isinstance(words, numpy.ndarray) and words.dtype == numpy.int64 else words
 
@@ -79,13 +76,33 @@ def quantize(
     verb: Callable[..., Tensor], x: Any, format: Any, out_dtype: Any, out: Any, options: dict[str, Any]
 ) -> Any:
     """Do what ``verb``, quantize for tensors of floats, does for arrays, and from and to float8."""
+    # 1. an array: as a tensor in its memory, and back
     if isinstance(x, numpy.ndarray):
-        return _quantize_array(verb, x, format, out_dtype, out, options)
+        tensor = to_tensor(x)
+        if out is None:
+            dtype = _checked_dtype(out_dtype)
+        else:
+            if not isinstance(out, numpy.ndarray):
+                raise DtypeError(f"out is {type(out).__name__} and x an array; pass numpy.empty_like(x)")
+            dtype = to_tensor(out, "out").dtype
+            if out_dtype is not None and _checked_dtype(out_dtype) != dtype:
+                raise DtypeError(f"out has dtype {out.dtype} but out_dtype={shown(out_dtype)}; leave out_dtype out")
+            if out.shape != x.shape:
+                raise ArgumentError(f"out has shape {out.shape}; x has {x.shape}; pass numpy.empty_like(x)")
+            if not out.flags.writeable:
+                raise ArgumentError("out is an array that cannot be written; pass out.copy(), or numpy.empty_like(x)")
+        options = {**options, "random_words": as_words(options["random_words"])}
+        array = to_array(verb(tensor, format, out_dtype=dtype, **options))
+        if out is None:
+            return array
+        numpy.copyto(out, array)  # out may overlap x, which was read before
+        return out
+    # 2. a float8 tensor becomes float32, which holds all of its values
     check_input(x, float8=True)
     dtype = out_dtype if out is None else check_out(x, out, out_dtype)
     dtype = _result_dtype(format, options["block_size"], options["scale_rule"], x.dtype, dtype)
-    # float32 holds every float8 number, and casts start from there
     wide = x.to(torch.float32) if x.dtype in FLOAT8_DTYPES else x
+    # 3. a float8 result is narrowed from float32: exact, since its dtype holds every value of the format
     if isinstance(dtype, torch.dtype) and dtype in FLOAT8_DTYPES:
         result = narrowed(verb(wide, format, **options), dtype)
     else:  # the verb checks it
@@ -97,26 +114,10 @@ def decode(verb: Callable[..., Tensor], codes: "numpy.ndarray[Any, Any]", format
     """Do what ``verb``, decode for tensors, does for an array of integers or of a dtype of ml_dtypes."""
     _check_unmasked(codes, "codes")
     wanted = _checked_dtype(out_dtype)
-    dtype = _torch_dtype(codes.dtype)
+    dtype = _torch_dtype(codes.dtype)  # by its name, which ml_dtypes and torch share
     if dtype is None or codes.dtype.kind not in "iu" and dtype not in FLOAT8_DTYPES:
         raise DtypeError(f"codes have dtype {codes.dtype}; pass integers, float8, or what fmtsim.encode returned")
     return to_array(verb(array_bits(codes).view(dtype), format, out_dtype=wanted))
-
-
-def _quantize_array(
-    verb: Callable[..., Tensor], x: "numpy.ndarray[Any, Any]", format: Any, out_dtype: Any, out: Any,
-    options: dict[str, Any],
-) -> "numpy.ndarray[Any, Any]":  # fmt: skip
-    tensor = to_tensor(x)
-    # dtype of the result by any of the three libraries' names
-    wanted = _checked_dtype(out_dtype) if out is None else _checked_out(x, out, out_dtype)
-    options = {**options, "random_words": word_tensor(options["random_words"])}
-    result = to_array(verb(tensor, format, out_dtype=wanted, **options))
-    if out is None:
-        return result
-    # out may be a view, or x itself: it is written last
-    numpy.copyto(out, result)
-    return out  # type: ignore[no-any-return]
 
 
 def _checked_dtype(out_dtype: Any) -> torch.dtype | None:
@@ -132,20 +133,6 @@ def _checked_dtype(out_dtype: Any) -> torch.dtype | None:
     dtype = _torch_dtype(wanted) if wanted.isnative else None
     if dtype not in (*FLOAT_DTYPES, *FLOAT8_DTYPES):
         raise DtypeError(f"out_dtype={shown(out_dtype)} is not allowed; choose {_KINDS}")
-    return dtype
-
-
-def _checked_out(x: "numpy.ndarray[Any, Any]", out: Any, out_dtype: Any) -> torch.dtype:
-    """Return the dtype of an array that can receive the result."""
-    if not isinstance(out, numpy.ndarray):
-        raise DtypeError(f"out is {type(out).__name__} and x an array; pass numpy.empty_like(x)")
-    dtype = to_tensor(out, "out").dtype
-    if out_dtype is not None and _checked_dtype(out_dtype) != dtype:
-        raise DtypeError(f"out has dtype {out.dtype} but out_dtype={shown(out_dtype)}; leave out_dtype out")
-    if out.shape != x.shape:
-        raise ArgumentError(f"out has shape {out.shape}; x has {x.shape}; pass numpy.empty_like(x)")
-    if not out.flags.writeable:
-        raise ArgumentError("out is an array that cannot be written; pass out.copy(), or numpy.empty_like(x)")
     return dtype
 
 

@@ -7,15 +7,22 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fmtsim.casts.lanes import LIBRARY, Key, define_operator, key_tensor, random_key, with_keys
+from fmtsim.casts.lanes import (
+    Key,
+    define_operator,
+    key_tensor,
+    or_empty,
+    or_none,
+    random_key,
+    with_keys,
+)
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.element import CodebookFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.representable import FLOAT8_DTYPES, narrowed
-from fmtsim.spec.cast import (  # fmt: skip
+from fmtsim.spec.cast import (
     CastSpec,
     EncodedParts,
-    Random,
     block_bytes,
     block_counts,
     decoded_shape,
@@ -23,100 +30,99 @@ from fmtsim.spec.cast import (  # fmt: skip
     spec_from_json,
 )
 from fmtsim.spec.engine import CPUEngine, Engine, FusedEngine, TorchEngine
-from fmtsim.support.dispatch import is_plain
+from fmtsim.support.dispatch import is_direct
 from fmtsim.support.errors import ArgumentError, CodeError
 from fmtsim.support.float64 import check_float64
 
-Cast = CastSpec | str
-"""A cast; in code that torch.compile traces its JSON, which is what operators take and graphs hold."""
 
-
-def cast_json(cast: Cast) -> str:
-    """Return a cast as operators take it."""
-    return cast if isinstance(cast, str) else cast.to_json()
-
-
-def cast_spec(cast: Cast) -> CastSpec:
-    """Return a cast as engines take it."""
-    return spec_from_json(cast) if isinstance(cast, str) else cast
-
-
-def quantize(x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
+def quantize(x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key, words: torch.Tensor | None) -> torch.Tensor:
     """Round x to the values of a format; the result has x's shape and device, and the dtype."""
-    if words is None and not torch.compiler.is_compiling() and is_plain(x):  # words of users may be tensors of any kind
-        return quantize_plain(x, cast, dtype, key)
-    run = with_keys(torch.ops.fmtsim.quantize, key)
-    result: torch.Tensor = run(x, cast_json(cast), dtype, key_tensor(key), words)
-    return result
+    if words is None and is_direct(x):
+        return quantize_plain(x, spec, dtype, key)
+    operator = with_keys(torch.ops.fmtsim.quantize, key)
+    return operator(x, spec.to_json(), dtype, key_tensor(key), words)  # type: ignore[no-any-return]
 
 
-def quantize_out(x: torch.Tensor, out: torch.Tensor, cast: Cast, key: Key, words: torch.Tensor | None) -> None:
+def quantize_plain(
+    x: torch.Tensor, spec: CastSpec, dtype: torch.dtype, key: Key, words: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute ``quantize``, for an x that ``is_plain`` or behind the operator."""
+    out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
+    _quantize_into(x.detach() if x.requires_grad else x, out, spec, key, words)  # threads of engines record gradients
+    return out
+
+
+def quantize_out(x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> None:
     """Do what ``quantize`` does into out."""
-    direct = words is None and not torch.compiler.is_compiling() and is_plain(x) and is_plain(out)
-    if not direct:  # copy_ is what modes, transforms and lazy negation of out are made for
-        out.copy_(quantize(x, cast, out.dtype, key, words))
+    # 1. copy_ is what modes, transforms and lazy negation of out are made for
+    if words is not None or not is_direct(x, out):
+        out.copy_(quantize(x, spec, out.dtype, key, words))
         return
-    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, cast, key)
+    # 2. plain tensors: a copy of an x that writing out would change before it is read
+    _quantize_into(x.detach().clone() if _overlap(x, out) else x, out, spec, key, None)
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)  # autograd must notice where out was saved for a backward
 
 
-def quantize_plain(x: torch.Tensor, cast: Cast, dtype: torch.dtype, key: Key) -> torch.Tensor:
-    """Do what the operator does, without the dispatcher, for an x that ``is_plain``."""
-    # x's own strides where they leave no gaps, so that kernels run along memory
-    out = torch.empty_like(x) if dtype is x.dtype else _empty_like(x, dtype)
-    _quantize_into(x.detach() if x.requires_grad else x, out, cast, key)  # engines have threads, which record gradients
-    return out
-
-
-def _quantize_into(x: torch.Tensor, out: torch.Tensor, cast: Cast, key: Key) -> None:
+def _quantize_into(
+    x: torch.Tensor, out: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None
+) -> None:  # fmt: skip
     """Quantise plain x into plain out, which lies in one place with it or does not overlap it."""
-    spec = cast if isinstance(cast, CastSpec) else spec_from_json(cast)
-    random = None if key is None else _random(key, None)
-    # 1. a GPU's fast dispatch, which reads no data
+    random = words if key is None or words is not None else random_key(key)
+    # 1. a GPU's fast dispatch: one look-up and one launch
     if x.is_cuda and load_engine("cuda").quantize_contiguous(x, spec, out, random):
         return
     # 2. any engine
-    _check_data(x, spec, None)
+    _check_data(x, spec, words)
     engine_for("quantize", spec, x, out).quantize(x, spec, random, out)
 
 
-def encode(x: torch.Tensor, cast: Cast, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
+def encode(x: torch.Tensor, spec: CastSpec, key: Key = None, words: torch.Tensor | None = None) -> EncodedParts:
     """Return the codes of x and what they need to be decoded."""
-    if words is None and not torch.compiler.is_compiling() and is_plain(x):
-        spec = spec_from_json(cast) if isinstance(cast, str) else cast
-        _check_data(x, spec, None)
-        random = None if key is None else _random(key, None)
-        return engine_for("encode", spec, x).encode(x.detach(), spec, random)
+    if words is None and is_direct(x):
+        return _encode(x, spec, key, None)
     operator = with_keys(torch.ops.fmtsim.encode, key)
-    codes, scales, tensor_scale, offsets = operator(x, cast_json(cast), key_tensor(key), words)
-    return EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
+    codes, *others = operator(x, spec.to_json(), key_tensor(key), words)
+    return EncodedParts(codes, *map(or_none, others))
 
 
-def encode_packed(x: torch.Tensor, cast: Cast, key: Key) -> EncodedParts | None:
+def _encode(x: torch.Tensor, spec: CastSpec, key: Key, words: torch.Tensor | None) -> EncodedParts:
+    _check_data(x, spec, words)
+    random = words if key is None or words is not None else random_key(key)
+    return engine_for("encode", spec, x).encode(x.detach(), spec, random)
+
+
+def encode_packed(x: torch.Tensor, spec: CastSpec, key: Key) -> EncodedParts | None:
     """Return codes and scales as an encoded tensor keeps them, written in one pass; None where no kernel does that."""
-    if not x.is_cuda or torch.compiler.is_compiling() or not is_plain(x):
-        return None
-    # one kernel writes packed bytes and scales; elsewhere codes are packed afterwards
-    spec, engine = cast_spec(cast), load_engine("cuda")
-    if not engine.supports("encode_packed", spec, x):
+    if not x.is_cuda or not is_direct(x) or not load_engine("cuda").supports("encode_packed", spec, x):
         return None
     _check_data(x, spec, None)
-    parts: EncodedParts = engine.encode_packed(x, spec, _random(key, None))
-    return parts
+    return load_engine("cuda").encode_packed(x, spec, random_key(key))
 
 
-def decode(parts: EncodedParts, cast: Cast, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
+def decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype, *, validated: bool = False) -> torch.Tensor:
     """Return the values of codes; shape and device are those of ``parts.codes`` (of ggml's bytes: whole blocks').
 
     With ``validated`` all codes are known to be in ``code_dtype`` and to lie in the format. A float8 ``dtype`` holds
     every value of the format.
     """
     if dtype in FLOAT8_DTYPES:
-        # float8 holds the values, and float32 on the way is exact
-        return narrowed(decode(parts, cast, torch.float32, validated=validated), dtype)
-    others = [parts.codes.new_empty(0) if part is None else part.detach() for part in parts[1:]]
-    return torch.ops.fmtsim.decode(parts.codes, *others, cast_json(cast), dtype, validated)
+        return narrowed(decode(parts, spec, torch.float32, validated=validated), dtype)
+    if is_direct(*[part for part in parts if part is not None]):
+        return _decode(parts, spec, dtype, validated)
+    others = [or_empty(parts.codes, part).detach() for part in parts[1:]]
+    return torch.ops.fmtsim.decode(parts.codes, *others, spec.to_json(), dtype, validated)
+
+
+def _decode(parts: EncodedParts, spec: CastSpec, dtype: torch.dtype, validated: bool) -> torch.Tensor:
+    # 1. codes of the format, which negative integers may stand for
+    codes = parts.codes if validated else _patterns(parts.codes, spec.format)
+    # 2. room for the values, which packed blocks have more of than bytes
+    shape = decoded_shape(spec, codes.shape)
+    like = codes if codes.shape == shape else codes.new_empty(shape)
+    out = _empty_like(like, dtype, memory_format=torch.contiguous_format)
+    engine_for("decode", spec, out).decode(parts._replace(codes=codes), spec, out)
+    return out
 
 
 def engine_for(verb: str, spec: CastSpec, *tensors: torch.Tensor) -> Engine:
@@ -139,7 +145,7 @@ def fused_engine(x: torch.Tensor) -> FusedEngine | None:
 
 def cpu_engine(x: torch.Tensor) -> CPUEngine | None:
     """Return the CPU's engine where its kernels may take a tensor around the dispatcher; None elsewhere."""
-    return load_engine("cpu") if x.is_cpu and not torch.compiler.is_compiling() and is_plain(x) else None
+    return load_engine("cpu") if x.is_cpu and is_direct(x) else None
 
 
 @overload
@@ -154,24 +160,12 @@ def load_engine(name: str) -> Any:
     return importlib.import_module(f"fmtsim.{name}")
 
 
-def _absent(*tensors: torch.Tensor) -> list[torch.Tensor | None]:
-    """Turn the one-dimensional empty tensors that stand for nothing into None."""
-    return [None if tensor.dim() == 1 else tensor for tensor in tensors]
-
-
-def _random(key: Key, words: torch.Tensor | None) -> Random:
-    if words is not None or key is None:
-        return words
-    return random_key(key) if isinstance(key, torch.Tensor) else key
-
-
 def _check_data(x: torch.Tensor, cast: CastSpec, words: torch.Tensor | None) -> None:
     """Refuse what only the elements show; verbs see no elements while torch.compile, vmap or export trace them."""
     if words is not None and words.numel():
         low, high, bits = int(words.min()), int(words.max()), cast.rounding.bits
         if low < 0 or high >= 1 << bits:
             raise ArgumentError(f"random_words reach from {low} to {high}; choose 0 to 2**{bits} - 1")
-    # only a format without NaN whose record forbids it has to look at x
     element = cast.format.element if isinstance(cast.format, BlockFormat) else cast.format
     if isinstance(element, LogTileFormat | PackedFormat) or element.nan_policy != "error" or element.has_nan:
         return
@@ -187,7 +181,6 @@ def _overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
         return False
     if (x.data_ptr(), x.stride(), x.dtype) == (out.data_ptr(), out.stride(), out.dtype):
         return False
-    # the same element in the same place may be overwritten; any other overlap needs a copy
     (first, last), (first_out, last_out) = _span(x), _span(out)
     return x.device == out.device and first < last_out and first_out < last
 
@@ -196,36 +189,8 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the byte behind its last."""
     if x.is_contiguous():
         return x.data_ptr(), x.data_ptr() + x.nbytes
-    # the last element is the farthest: strides are not negative
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size() * (x.numel() > 0)
-
-
-def _quantize(x, spec, dtype, key=None, words=None):  # type: ignore[no-untyped-def]
-    out = _empty_like(x, dtype)
-    cast = spec_from_json(spec)
-    _check_data(x, cast, words)
-    engine_for("quantize", cast, x, out).quantize(x.detach(), cast, _random(key, words), out)
-    return out
-
-
-def _encode(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    _check_data(x, cast, words)
-    parts = engine_for("encode", cast, x).encode(x.detach(), cast, _random(key, words))
-    return tuple(x.new_empty(0, dtype=torch.float32) if part is None else part for part in parts)
-
-
-def _decode(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    # integers of users may be negative, or no codes at all
-    codes = codes if validated else _patterns(codes, cast.format)
-    shape = decoded_shape(cast, codes.shape)
-    like = codes if codes.shape == shape else codes.new_empty(shape)
-    out = _empty_like(like, dtype, memory_format=torch.contiguous_format)
-    parts = EncodedParts(codes, *_absent(scales, tensor_scale, offsets))
-    engine_for("decode", cast, out).decode(parts, cast, out)
-    return out
 
 
 def _empty_like(x: torch.Tensor, dtype: torch.dtype, **how: Any) -> torch.Tensor:
@@ -253,53 +218,44 @@ def _patterns(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     return (codes.to(torch.int64) & (limit - 1) if lowest else codes).to(code_dtype(fmt.bits))
 
 
-def _decode_shapes(codes, scales, tensor_scale, offsets, spec, dtype, validated=False):  # type: ignore[no-untyped-def]
-    return codes.new_empty(decoded_shape(spec_from_json(spec), codes.shape), dtype=dtype)
-
-
-def _encode_shapes(x, spec, key=None, words=None):  # type: ignore[no-untyped-def]
-    cast = spec_from_json(spec)
-    fmt = cast.format
+def _encode_shapes(x, text, key=None, words=None):  # type: ignore[no-untyped-def]
+    cast = spec_from_json(text)
+    fmt, scales, tensor_scale, offsets = cast.format, None, None, None
     size = block_bytes(fmt, x.shape, cast.dim) if isinstance(fmt, PackedFormat) else x.shape
     codes = torch.empty(size, dtype=code_dtype(fmt.bits), device=x.device)
-    # an operator returns four tensors: empty ones of one dimension stand for what a format does not have
-    nothing = [codes.new_empty(0, dtype=torch.float32) for _ in range(3)]
-    if not isinstance(fmt, BlockFormat | LogTileFormat):
-        return codes, *nothing
-    scales = codes.new_empty(block_counts(fmt, x.shape, cast.dim), dtype=torch.float32)
-    two_level = isinstance(fmt, BlockFormat) and fmt.tensor_scale
-    second = level_shape(fmt, x.shape, cast.dim) if isinstance(fmt, BlockFormat) else ()
-    tensor_scale = codes.new_empty(second, dtype=torch.float32) if two_level else nothing[1]
-    if isinstance(fmt, LogTileFormat):
-        return codes, scales, tensor_scale, torch.empty_like(scales)
-    return codes, scales, tensor_scale, torch.empty_like(scales, dtype=torch.int32) if fmt.zero_point else nothing[2]
+    if isinstance(fmt, BlockFormat | LogTileFormat):
+        scales = codes.new_empty(block_counts(fmt, x.shape, cast.dim), dtype=torch.float32)
+        if isinstance(fmt, LogTileFormat):
+            offsets = torch.empty_like(scales)
+        elif fmt.zero_point:
+            offsets = torch.empty_like(scales, dtype=torch.int32)
+        if isinstance(fmt, BlockFormat) and fmt.tensor_scale:
+            tensor_scale = codes.new_empty(level_shape(fmt, x.shape, cast.dim), dtype=torch.float32)
+    return codes, *(or_empty(codes, part) for part in (scales, tensor_scale, offsets))
 
 
-def _straight_through(ctx, grad):  # type: ignore[no-untyped-def]
-    return grad.to(ctx.dtype), None, None, None, None
-
-
-def _keep_dtype(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.dtype = inputs[0].dtype
-
-
+# The operators compute what plain calls do, of a cast as text.
 define_operator(
     "quantize(Tensor x, str spec, ScalarType dtype, Tensor? key=None, Tensor? words=None) -> Tensor",
-    _quantize,
-    lambda x, spec, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype),
+    lambda x, text, dtype, key=None, words=None: quantize_plain(x, spec_from_json(text), dtype, key, words),
+    lambda x, text, dtype, key=None, words=None: torch.empty_like(x, dtype=dtype),
     keyed=True,
 )
 define_operator(
     "encode(Tensor x, str spec, Tensor? key=None, Tensor? words=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    _encode,
+    lambda x, text, key=None, words=None: tuple(
+        or_empty(x, part) for part in _encode(x, spec_from_json(text), key, words)
+    ),
     _encode_shapes,
     keyed=True,
 )
 define_operator(
     "decode(Tensor codes, Tensor scales, Tensor tensor_scale, Tensor offsets, str spec, ScalarType dtype, "
     "bool validated=False) -> Tensor",
-    _decode,
-    _decode_shapes,
+    lambda codes, scales, tensor_scale, offsets, text, dtype, validated=False: _decode(
+        EncodedParts(codes, *map(or_none, (scales, tensor_scale, offsets))), spec_from_json(text), dtype, validated
+    ),
+    lambda codes, scales, tensor_scale, offsets, text, dtype, validated=False: codes.new_empty(
+        decoded_shape(spec_from_json(text), codes.shape), dtype=dtype
+    ),
 )
-for _name in ("fmtsim::quantize", "fmtsim::quantize.keyed"):
-    torch.library.register_autograd(_name, _straight_through, setup_context=_keep_dtype, lib=LIBRARY)

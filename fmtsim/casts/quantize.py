@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 import numpy
 import torch
 
-from fmtsim.casts import lanes, numpy_arrays, ops
+from fmtsim.casts import numpy_arrays, ops
 from fmtsim.casts.arguments import (
     Generator,
     check_blocks,
@@ -18,8 +18,8 @@ from fmtsim.casts.arguments import (
     randomness,
 )
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.ops import Cast
-from fmtsim.casts.stored import store, store_traced
+from fmtsim.casts.lanes import define_gradient, key_tensor, or_empty, or_none, plain_twin, with_keys
+from fmtsim.casts.stored import store
 from fmtsim.formats.block import Block, Format, PackedFormat
 from fmtsim.formats.element import Overflow
 from fmtsim.formats.registry import get_format
@@ -27,7 +27,7 @@ from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
 from fmtsim.formats.scaling import ScaleRule
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.dispatch import constant_in_graphs, is_bare, is_readable
+from fmtsim.support.dispatch import is_bare, is_readable
 from fmtsim.support.errors import FormatError
 
 Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
@@ -97,6 +97,7 @@ def quantize(
     >>> quantize(torch.tensor([0.1, 500.0]), "e4m3", out_dtype=torch.float8_e4m3fn).view(torch.uint8).tolist()
     [29, 126]
     """
+    # 1. arrays and float8 tensors go by float tensors
     if not (
         isinstance(x, torch.Tensor) and x.dtype in FLOAT_DTYPES
         and (out_dtype is None or not isinstance(out_dtype, torch.dtype) or out_dtype not in FLOAT8_DTYPES)
@@ -107,7 +108,7 @@ def quantize(
             "random_words": random_words, "block_size": block_size, "scale_rule": scale_rule, "pad": pad,
         }  # fmt: skip
         return numpy_arrays.quantize(quantize, x, format, out_dtype, out, options)  # type: ignore[no-any-return]
-    # 1. arguments become a cast
+    # 2. arguments become a cast
     check_dense("x", x)
     result: Any = out_dtype if out is None else check_out(x, out, out_dtype)
     cast, dtype, block, random = prepare(
@@ -116,54 +117,36 @@ def quantize(
     if block is not None:
         check_blocks(x, block, dim, pad)
     key, words = randomness(x, random, generator, random_words) if random or random_words is not None else (None, None)
-    # 2. an engine runs it, directly or behind an operator
+    # 3. into a tensor of the caller: no gradient
     if out is not None:
         ops.quantize_out(x.detach() if x.requires_grad else x, out, cast, key, words)
         return out
-    if torch.compiler.is_compiling():  # it cannot trace forward-mode derivatives, and the operator has the others
-        run = lanes.with_keys(torch.ops.fmtsim.quantize, key)
-        return run(x, cast, dtype, lanes.key_tensor(key), words)
-    # as ops.quantize, with a derivative that passes straight through in every mode of torch
+    # 4. in a compiled graph the operator, with its gradient: torch.compile traces no forward-mode derivatives
+    if torch.compiler.is_compiling():
+        return with_keys(torch.ops.fmtsim.quantize, key)(x, cast.to_json(), dtype, key_tensor(key), words)
+    # 5. under transforms and modes of torch a Function, with all derivatives; plain tensors around the dispatcher
     if words is not None or not is_bare(x):
-        return _StraightThrough.apply(x, cast, dtype, lanes.key_tensor(key), words)  # type: ignore[no-any-return]
+        return _Quantize.apply(x, cast, dtype, key_tensor(key), words)  # type: ignore[no-any-return]
     if x.requires_grad and torch.is_grad_enabled():
-        return _PlainStraightThrough.apply(x, cast, dtype, key)  # type: ignore[no-any-return]
+        return _QuantizePlain.apply(x, cast, dtype, key)  # type: ignore[no-any-return]
     return ops.quantize_plain(x, cast, dtype, key)
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Quantise forwards, pass derivatives through: the operator's own rule, and the forward-mode one it cannot have."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, spec, dtype, key, words):  # type: ignore[no-untyped-def]
-        return ops.quantize(x, spec, dtype, key, words)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.dtypes = inputs[0].dtype, output.dtype
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad.to(ctx.dtypes[0]), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
-        return tangent.to(ctx.dtypes[1])
+def _keep_dtypes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.dtypes = inputs[0].dtype, output.dtype
 
 
-class _PlainStraightThrough(torch.autograd.Function):
-    """Do the same where no transform looks on: torch asks far less of a Function that fills its context itself."""
+def _pass_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return grad.to(ctx.dtypes[0]), None, None, None, None
 
-    @staticmethod
-    def forward(ctx, x, cast, dtype, key):  # type: ignore[no-untyped-def]
-        ctx.dtype = x.dtype
-        return ops.quantize_plain(x, cast, dtype, key)
 
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return grad.to(ctx.dtype), None, None, None
+def _pass_tangent(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+    return tangent.to(ctx.dtypes[1])
+
+
+# Quantise forwards, pass derivatives through: where torch looks on, and for tensors that are plain but for a gradient.
+_Quantize = define_gradient("quantize", _keep_dtypes, _pass_gradient, _pass_tangent, ops.quantize)
+_QuantizePlain = plain_twin("quantize", _keep_dtypes, _pass_gradient, ops.quantize_plain)
 
 
 def quantize_(
@@ -200,34 +183,28 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
-    tensor, integers = numpy_arrays.float_tensor(x), numpy_arrays.word_tensor(random_words)
+    # 1. arguments become a cast
+    tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
     cast, _, block, random = prepare(tensor, format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     if block is not None:
         check_blocks(tensor, block, dim, pad)
     key, words = randomness(tensor, random, generator, integers)
-    # 2. a kernel that writes what is stored, else codes in the tensor's shape, which are then packed
+    # 2. packed codes from one pass of a kernel
     packed = ops.encode_packed(tensor.detach(), cast, key) if words is None else None
-    fmt, inner = _encoded_format(cast)
+    fmt, inner = cast.format, cast.dim
     if packed is not None:
         return Encoded._known(packed, fmt, tensor.shape, inner)
+    # 3. codes of the tensor's shape, then packed: what an engine made needs no look at its range
     parts = ops.encode(tensor.detach(), cast, key, words)
     if is_readable(tensor):
         codes, scales = store(parts.codes, parts.scales, fmt, inner, validated=True)
         return Encoded._known(parts._replace(codes=codes, scales=scales), fmt, tensor.shape, inner)
-    # 3. traced or fake tensors: the same by operators
-    text = ops.cast_json(cast)
+    # 4. the same where nothing has numbers yet, by an operator; packed blocks are bytes already
     if not isinstance(fmt, PackedFormat):
-        codes, scales = store_traced(parts.codes, parts.scales, text)
-        parts = parts._replace(codes=codes, scales=scales)
-    return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=text, validated=True, **parts._asdict())
-
-
-@constant_in_graphs
-def _encoded_format(cast: Cast) -> tuple[Format, int]:
-    """Return the format of a cast, and the dimension along which its blocks run."""
-    spec = ops.cast_spec(cast)
-    return spec.format, spec.dim
+        codes, scales = torch.ops.fmtsim.store(parts.codes, or_empty(tensor, parts.scales), cast.to_json())
+        parts = parts._replace(codes=codes, scales=or_none(scales))
+    return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=cast, validated=True, **parts._asdict())
 
 
 @overload
@@ -265,18 +242,20 @@ def decode(
     >>> decode(torch.tensor([0, 1, 8, 15]), "e2m1")
     tensor([ 0.0000,  0.5000, -0.0000, -6.0000])
     """
+    # 1. what knows its format, and arrays
     if isinstance(codes, Encoded):
         if format is not None and get_format(format) != codes.format:
             raise FormatError(f"these codes are {codes.format.name}, not {get_format(format).name}; leave format out")
         return codes.decode(out_dtype=out_dtype)
     if isinstance(codes, numpy.ndarray):
         return numpy_arrays.decode(decode, codes, format, out_dtype)  # type: ignore[no-any-return]
+    # 2. a tensor of codes: float8 dtypes say their format
     check_dense("codes", codes)
     if format is None:
         if not codes.dtype.is_floating_point:
             raise FormatError("a plain tensor of codes does not say its format; pass format=, for example 'e4m3'")
         format = codes.dtype
+    # 3. its bits, decoded
     cast, dtype = decoding(format, codes.dtype, out_dtype)
-    # float8 tensors are codes already
     patterns = codes.view(torch.uint8) if codes.dtype.is_floating_point else codes
     return ops.decode(EncodedParts(patterns), cast, dtype)

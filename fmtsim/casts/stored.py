@@ -3,7 +3,7 @@
 
 import torch
 
-from fmtsim.casts import lanes
+from fmtsim.casts.lanes import define_operator
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat
 from fmtsim.formats.interop import safetensors_tag, torch_dtype
 from fmtsim.formats.packing import code_dtype, pack, packed_size, unpack
@@ -18,10 +18,9 @@ _PLAIN_TAGS = {8: "U8", 16: "U16", 32: "U32", 64: "U64"}
 Layout = dict[str, tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]]]
 
 
-def code_layout(fmt: Format, shape: torch.Size, dim: int) -> Layout:
+def stored_layout(fmt: Format, shape: torch.Size, dim: int) -> Layout:
     """Return tag and shape in a file, dtype and shape in memory, of every tensor that a format asks for."""
     if isinstance(fmt, PackedFormat):
-        # ggml's bytes hold codes and scales of a block together
         size = block_bytes(fmt, shape, dim)
         return {"codes": ("U8", size, torch.uint8, size)}
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
@@ -55,7 +54,6 @@ def _scale_type(fmt: BlockFormat | LogTileFormat) -> tuple[str, torch.dtype]:
     """Return the tag and the dtype in which a format's scales are stored."""
     if isinstance(fmt, LogTileFormat):
         return "F32", torch.float32
-    # small scales as codes, wide ones in torch's dtype of that format
     if fmt.scale.bits <= 8:
         return safetensors_tag(fmt.scale) or "U8", torch.uint8
     dtype, tag = torch_dtype(fmt.scale), safetensors_tag(fmt.scale)
@@ -66,39 +64,12 @@ def _scale_type(fmt: BlockFormat | LogTileFormat) -> tuple[str, torch.dtype]:
     return tag, dtype
 
 
-def _store_scales(scales: torch.Tensor, fmt: BlockFormat, validated: bool) -> torch.Tensor:
-    """Return scales as they are stored, none of them rounded."""
-    _, dtype = _scale_type(fmt)
-    if dtype == torch.uint8:
-        if fmt.alternative is None:
-            return codes_of_scales(scales, fmt.scale, validated=validated)
-        # the sign of a scale says which of two elements the block has: it takes the top bit
-        codes = codes_of_scales(scales.abs(), fmt.scale, validated=validated)
-        return codes | ((torch.signbit(scales) & ~scales.isnan()).to(torch.uint8) << (fmt.scale.bits - 1))
-    stored = scales.to(dtype)
-    # a scale that the dtype does not hold would decode to other numbers
-    wrong = (stored != scales) & ~scales.isnan()
-    if not validated and is_readable(wrong) and bool(wrong.any()):
-        raise CodeError(
-            f"scale {scales[wrong][0].item():g} is not a value of {fmt.scale.name}; pass scales of that format"
-        )
-    return stored
-
-
 def _rows(shape: torch.Size, dim: int) -> tuple[int, ...]:
     """Return the shape with ``dim`` moved last; a tensor without dimensions is a row of one."""
     if not shape:
         return (1,)
     sizes = list(shape)
     return (*sizes[:dim], *sizes[len(sizes) + dim + 1 :], sizes[dim])
-
-
-def _pack(codes: torch.Tensor, bits: int, dim: int, validated: bool) -> torch.Tensor:
-    # codes are packed along dim, so that a block's codes lie together
-    rows = codes.reshape(1) if codes.dim() == 0 else codes
-    if bits not in _PLAIN:
-        return pack(rows.movedim(dim, -1), bits, validated=validated)
-    return pack(rows, bits, validated=validated).view(_PLAIN[bits]).reshape(codes.shape)
 
 
 def store(
@@ -116,9 +87,26 @@ def store(
     Raises:
         CodeError: One of them does not belong to the format.
     """
+    # 1. scales: as codes, a choice between two formats in the sign's bit (NaN has none), or in a dtype of their own
     if scales is not None and isinstance(fmt, BlockFormat):
-        scales = _store_scales(scales, fmt, validated)
-    return _pack(codes, fmt.bits, dim, validated), scales
+        _, dtype = _scale_type(fmt)
+        if dtype == torch.uint8:
+            signs = None if fmt.alternative is None else torch.signbit(scales) & ~scales.isnan()
+            scales = codes_of_scales(scales if signs is None else scales.abs(), fmt.scale, validated=validated)
+            scales = scales if signs is None else scales | (signs.to(torch.uint8) << (fmt.scale.bits - 1))
+        else:
+            narrow = scales.to(dtype)
+            lost = (narrow != scales) & ~scales.isnan()
+            if not validated and is_readable(lost) and bool(lost.any()):
+                raise CodeError(
+                    f"scale {scales[lost][0].item():g} is not a value of {fmt.scale.name}; pass scales of that format"
+                )
+            scales = narrow
+    # 2. codes: packed along dim, or each in a dtype of its width, in the tensor's order
+    rows, bits = codes.reshape(1) if codes.dim() == 0 else codes, fmt.bits
+    if bits not in _PLAIN:
+        return pack(rows.movedim(dim, -1), bits, validated=validated), scales
+    return pack(rows, bits, validated=validated).view(_PLAIN[bits]).reshape(codes.shape), scales
 
 
 def restore(
@@ -130,9 +118,9 @@ def restore(
 
 def restore_scales(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return float32 scales; raise CodeError for a code that is not that of a scale."""
-    if not isinstance(fmt, BlockFormat):
+    if not isinstance(fmt, BlockFormat):  # tiles: float32 as they are
         return scales
-    # the top bit is the sign where a format has two elements
+    # the sign's bit chooses between two formats of elements; magnitudes alone are codes
     sign = 1 << (fmt.scale.bits - 1) if fmt.alternative else 0
     plain = scales_of_codes(scales & ~sign, fmt.scale) if fmt.scale.bits <= 8 else scales.to(torch.float32)
     return torch.where((scales & sign) != 0, -plain, plain) if sign else plain
@@ -141,32 +129,12 @@ def restore_scales(scales: torch.Tensor, fmt: Format) -> torch.Tensor:
 def restore_codes(codes: torch.Tensor, fmt: Format, dim: int, shape: torch.Size) -> torch.Tensor:
     """Return codes of the tensor's shape."""
     bits = fmt.bits
-    if bits in _PLAIN:
-        # torch has few operations for unsigned 16 and 32 bits: codes are kept in wider dtypes
+    if bits in _PLAIN:  # signed dtypes hold 16 and 32 bits; engines take them unsigned in a wider one
         plain = codes.to(code_dtype(bits))
         return plain & ((1 << bits) - 1) if bits in (16, 32) else plain
-    rows = _rows(shape, dim)
+    rows = _rows(shape, dim)  # packed with dim last, and moved back
     unpacked = unpack(codes, bits, rows[-1])
     return unpacked.reshape(rows).movedim(-1, dim) if shape else unpacked.reshape(())
-
-
-def store_traced(
-    codes: torch.Tensor, scales: torch.Tensor | None, text: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do what ``store`` does, by the operator: where compile, vmap or export trace, or a tensor has no numbers."""
-    nothing = codes.new_empty(0, dtype=torch.float32) if scales is None else scales
-    # an operator takes a tensor for each argument: an empty one stands for none
-    stored, small = torch.ops.fmtsim.store(codes, nothing, text)
-    return stored, None if scales is None else small
-
-
-def restore_traced(
-    codes: torch.Tensor, scales: torch.Tensor | None, text: str, shape: torch.Size
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do what ``restore`` does, by the operator."""
-    nothing = codes.new_empty(0, dtype=torch.float32) if scales is None else scales
-    unpacked, wide = torch.ops.fmtsim.restore(codes, nothing, text, shape)
-    return unpacked, None if scales is None else wide
 
 
 def _store(codes, scales, spec):  # type: ignore[no-untyped-def]
@@ -181,10 +149,10 @@ def _restore(codes, scales, spec, shape):  # type: ignore[no-untyped-def]
 
 def _store_shapes(codes, scales, spec):  # type: ignore[no-untyped-def]
     cast = spec_from_json(spec)
-    layout = code_layout(cast.format, codes.shape, cast.dim)
-    # one dimension: the empty tensor that stands for no scales
-    small = torch.empty_like(scales) if scales.dim() == 1 else scales.new_empty(scales.shape, dtype=layout["scales"][2])
+    layout = stored_layout(cast.format, codes.shape, cast.dim)
     _, _, dtype, size = layout["codes"]
+    # scales of one dimension stand for none
+    small = torch.empty_like(scales) if scales.dim() == 1 else scales.new_empty(scales.shape, dtype=layout["scales"][2])
     return codes.new_empty(size, dtype=dtype), small
 
 
@@ -193,7 +161,7 @@ def _restore_shapes(codes, scales, spec, shape):  # type: ignore[no-untyped-def]
     return codes.new_empty(shape, dtype=dtype), torch.empty_like(scales, dtype=torch.float32)
 
 
-lanes.define_operator("store(Tensor codes, Tensor scales, str spec) -> (Tensor, Tensor)", _store, _store_shapes)
-lanes.define_operator(
+define_operator("store(Tensor codes, Tensor scales, str spec) -> (Tensor, Tensor)", _store, _store_shapes)
+define_operator(
     "restore(Tensor codes, Tensor scales, str spec, SymInt[] shape) -> (Tensor, Tensor)", _restore, _restore_shapes
 )

@@ -170,7 +170,7 @@ class Partition:
         return whole.flatten(0, 1)
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(torch.autograd.Function):  # no operator takes the Partition, which exchanges bytes with other ranks
     """Give the ranks that are here all tokens; the backward pass sums their gradients."""
 
     @staticmethod

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fmtsim.casts.lanes import define_operator
+from fmtsim.casts.lanes import define_gradient, define_operator
 from fmtsim.casts.ops import fused_engine, load_engine
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.scaling.hadamard_matrix import Signs, base_matrix, base_of, check_signs, mask_bits, sign_bits
-from fmtsim.support.dispatch import is_dense
+from fmtsim.support.dispatch import is_dense, is_direct
 from fmtsim.support.errors import ArgumentError, DtypeError, shown
 
 # Elements that are transformed together: on a CPU they and their sums stay in the second-level cache.
@@ -204,9 +204,10 @@ def hadamard(
     if round_to not in (None, torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentError(f"round_to={shown(round_to)} is not allowed; choose torch.bfloat16, torch.float16 or None")
     mask = "" if signs is None or isinstance(signs, Tensor) else str(signs)
-    signs_tensor = signs.detach() if isinstance(signs, Tensor) else None
-    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
-    y = run(x, length, dim, inverse, mask, signs_tensor, None if matrix is None else matrix.detach())
+    constants = signs.detach() if isinstance(signs, Tensor) else None, None if matrix is None else matrix.detach()
+    direct = is_direct(x, *(t for t in constants if t is not None))
+    run = _hadamard if direct else torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
+    y = run(x, length, dim, inverse, mask, *constants)
     return _rounded(y, round_to or torch.float32)
 
 
@@ -242,40 +243,6 @@ def _rounded(y: Tensor, dtype: torch.dtype) -> Tensor:
     return quantize(y, dtype, overflow="ieee", out_dtype=dtype)
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, *ctx.how, signs, matrix = inputs
-    ctx.dtype = x.dtype
-    ctx.save_for_backward(signs, matrix)
-
-
-def _gradient(ctx, grad):  # type: ignore[no-untyped-def]
-    """Return the inverse transform of a gradient, and nothing for the other arguments."""
-    size, dim, inverse, mask = ctx.how
-    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
-    grad_x = run(grad, size, dim, not inverse, mask, *ctx.saved_tensors)
-    return _rounded(grad_x, ctx.dtype), *(None,) * 6
-
-
-class _Hadamard(torch.autograd.Function):
-    """Transform forwards; a derivative is a transform again. The operator has this rule but for forward mode."""
-
-    generate_vmap_rule = True
-    backward = staticmethod(_gradient)
-
-    @staticmethod
-    def forward(x, size, dim, inverse, mask, signs, matrix):  # type: ignore[no-untyped-def]
-        return torch.ops.fmtsim.hadamard(x, size, dim, inverse, mask, signs, matrix)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        _keep(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[-2:])
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):  # type: ignore[no-untyped-def]
-        return torch.ops.fmtsim.hadamard(tangent, *ctx.how, *ctx.saved_tensors)
-
-
 def _hadamard(x, size, dim, inverse, mask, signs=None, matrix=None):  # type: ignore[no-untyped-def]
     # kernels take Sylvester's matrices of some sizes, torch ops the others
     flips = mask_bits(int(mask), size, x.device) if mask else None if signs is None else signs.signbit().to(x.device)
@@ -294,4 +261,25 @@ define_operator(
     _hadamard,
     lambda x, size, dim, inverse, mask, signs=None, matrix=None: x.new_empty(x.shape, dtype=torch.float32),
 )
-torch.library.register_autograd("fmtsim::hadamard", _gradient, setup_context=_keep)
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, *ctx.how, signs, matrix = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(signs, matrix)
+    ctx.save_for_forward(signs, matrix)
+
+
+def _gradient(ctx, grad):  # type: ignore[no-untyped-def]
+    """Return the inverse transform of a gradient, which can be differentiated again, and nothing for the others."""
+    size, dim, inverse, mask = ctx.how
+    run = torch.ops.fmtsim.hadamard if torch.compiler.is_compiling() else _Hadamard.apply
+    grad_x = run(grad, size, dim, not inverse, mask, *ctx.saved_tensors)
+    return _rounded(grad_x, ctx.dtype), *(None,) * 6
+
+
+def _tangent(ctx, tangent, *_):  # type: ignore[no-untyped-def]
+    return torch.ops.fmtsim.hadamard(tangent, *ctx.how, *ctx.saved_tensors)  # the transform is linear
+
+
+_Hadamard = define_gradient("hadamard", _keep, _gradient, _tangent, torch.ops.fmtsim.hadamard)

@@ -5,7 +5,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fmtsim.support.errors import CodeError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastSpec:
-    """Say everything about a cast except the data: what verbs hand to engines, and operators carry as JSON.
+    """Say everything about a cast except the data: what verbs hand to engines, and the key of engines' caches.
 
     Args:
         format: The target format.
@@ -32,26 +33,33 @@ class CastSpec:
     rounding: Rounding
     overflow: Overflow
     dim: int = -1
+    _hash: int = field(init=False, repr=False, compare=False)
     _text: str = field(default="", init=False, repr=False, compare=False)
-    _hash: int = field(default=0, init=False, repr=False, compare=False)
 
-    def __hash__(self) -> int:  # engines look a cast up in every call: its fields are hashed once
-        if not self._hash:
-            object.__setattr__(self, "_hash", hash((self.format, self.rounding, self.overflow, self.dim)))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(_fields(self)))
+
+    def __hash__(self) -> int:  # caches of engines ask for it in every call
         return self._hash
 
-    def __reduce__(self) -> Any:  # hashes of strings differ between processes
-        return _cast_spec, (self.format, self.rounding, self.overflow, self.dim)
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, CastSpec) and self._hash == other._hash and _fields(self) == _fields(other)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without the hash: other processes have other hashes of strings
+        return partial(CastSpec, format=self.format, rounding=self.rounding, overflow=self.overflow, dim=self.dim), ()
 
     def to_json(self) -> str:
-        """Return the cast as one line of JSON, written once."""
+        """Return the cast as one line of JSON, which torch's operators and compiled graphs carry; written once."""
         if not self._text:
-            object.__setattr__(self, "_text", _spec_to_json(self))
+            rounding = [self.rounding.mode, self.rounding.random_bits, self.rounding.variant, self.rounding.layout]
+            record = {"format": format_to_dict(self.format), "rounding": rounding}
+            object.__setattr__(self, "_text", json.dumps(record | {"overflow": self.overflow, "dim": self.dim}))
         return self._text
 
 
-def _cast_spec(fmt: Format, rounding: Rounding, overflow: Overflow, dim: int) -> CastSpec:
-    return CastSpec(format=fmt, rounding=rounding, overflow=overflow, dim=dim)
+_fields = attrgetter("format", "rounding", "overflow", "dim")
 
 
 class RandomKey(NamedTuple):
@@ -80,26 +88,15 @@ Random = RandomKey | torch.Tensor | None
 
 
 @lru_cache(maxsize=4096)
-def _spec_to_json(spec: CastSpec) -> str:
-    rounding = spec.rounding
-    return json.dumps(
-        {
-            "format": format_to_dict(spec.format),
-            "rounding": [rounding.mode, rounding.random_bits, rounding.variant, rounding.layout],
-            "overflow": spec.overflow,
-            "dim": spec.dim,
-        }
-    )
-
-
-@lru_cache(maxsize=4096)
 def spec_from_json(text: str) -> CastSpec:
-    """Read back what ``CastSpec.to_json`` wrote."""
+    """Read back what ``CastSpec.to_json`` wrote; the cast keeps the text."""
     record = json.loads(text)
     mode, random_bits, variant, layout = record["rounding"]
     rounding = Rounding(mode=mode, random_bits=random_bits, variant=variant, layout=layout)
     fmt = format_from_dict(record["format"])
-    return CastSpec(format=fmt, rounding=rounding, overflow=record["overflow"], dim=record["dim"])
+    spec = CastSpec(format=fmt, rounding=rounding, overflow=record["overflow"], dim=record["dim"])
+    object.__setattr__(spec, "_text", text)
+    return spec
 
 
 def matrix_shape(shape: Sequence[int], dim: int) -> tuple[int, int]:

@@ -155,6 +155,17 @@ def is_plain(x: torch.Tensor) -> bool:
     return is_bare(x) and not (x.requires_grad and torch.is_grad_enabled())
 
 
+def is_direct(*tensors: torch.Tensor) -> bool:
+    """Return True if a call may go around the dispatcher: ``is_plain`` for code that compilers may trace."""
+    if torch.compiler.is_compiling() or not is_bare(*tensors):  # dynamo cannot trace what is_bare asks
+        return False
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return False
+    return True
+
+
 def is_readable(x: torch.Tensor) -> bool:
     """Return True if a verb can read elements: x is not on meta or fake, and no compiler, export or vmap traces it."""
     return not (

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of casts, units, plans and quantisers: their limits from both sides, and what follows from them."""
 
+import copy
+import os
+import pickle
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -303,6 +308,22 @@ def test_casts_as_json():
         spec = CastSpec(format=NV, rounding=rounding, overflow="ieee", dim=-2)
         assert spec_from_json(spec.to_json()) == spec and "\n" not in spec.to_json()
     assert CastSpec(format=NV, rounding=Rounding(), overflow="saturate").dim == -1
+
+
+def test_casts_are_equal_by_their_fields_and_hash_anew_where_strings_hash_otherwise():
+    spec = CastSpec(format=NV, rounding=STOCHASTIC, overflow="ieee", dim=-2)
+    others = [replace(spec, **field) for field in (
+        {"format": MX}, {"rounding": Rounding()}, {"overflow": "saturate"}, {"dim": -1})]  # fmt: skip
+    assert spec not in others and spec != spec.to_json() and len({spec, replace(spec), *others}) == 5
+    code = (
+        "import pickle, sys, dataclasses; spec = pickle.loads(sys.stdin.buffer.read())\n"
+        "print({dataclasses.replace(spec): spec.to_json()}[spec], end='')"
+    )
+    for seed in ("1", "2"):
+        result = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(spec), capture_output=True, check=True,
+                                env={**os.environ, "PYTHONHASHSEED": seed})  # fmt: skip
+        assert result.stdout.decode() == spec.to_json()
+    assert copy.deepcopy(spec) == spec and hash(copy.deepcopy(spec)) == hash(spec)
 
 
 def test_blocks_of_a_shape():

@@ -67,7 +67,7 @@ def quantize_operand(
         tensor = state.tensor_scale if state.tensor_scale.numel() else None
         sizes = block_sizes(block_of(quantizer), w.shape)
         scales = spread(scale if tensor is None else scale * tensor, sizes, w.shape)
-        spec = _cast_spec(Quantizer(format=element, overflow="saturate"), -1)
+        spec = _plain_cast(Quantizer(format=element, overflow="saturate"), -1)
         w_q = quantize(torch.div(w.float(), torch.where(scales == 0, FLT_MIN, scales)), spec, torch.float32, None, None)
         dtype = elements_dtype(quantizer, w.dtype, is_on_gpu(w), False)
         return Operand(w_q.to(dtype), quantizer, scale, tensor, sizes)
@@ -142,7 +142,7 @@ class _Cast(NamedTuple):
 
     Attributes:
         quantizer: The quantiser.
-        spec: The cast, None where it changes nothing.
+        spec: The cast; None where it changes nothing.
         dtype: Of the elements.
         element: Their format, where the scales of its blocks stay beside them.
         block: Rows and columns of those.
@@ -179,7 +179,7 @@ def _resolve_cast(quantizer: Quantizer, dtype: torch.dtype, dim: int, folded: bo
     if fmt is None or (is_own_dtype and not folded):  # a cast to the tensor's own dtype, infinities included
         return _Cast(quantizer, None, dtype)
     cast_dtype = elements_dtype(quantizer, dtype, on_gpu, folded)
-    cast = _Cast(quantizer, _cast_spec(quantizer, -1 if dim == -1 else -2), cast_dtype)
+    cast = _Cast(quantizer, _plain_cast(quantizer, -1 if dim == -1 else -2), cast_dtype)
     if keeps_scales(quantizer, folded, on_gpu):
         assert isinstance(fmt, BlockFormat)
         codes = own_dtype(fmt.element)  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ def _cast(t: Tensor, cast: _Cast, keys: Keys, dim: int) -> Operand:
 
 
 @lru_cache(maxsize=4096)
-def _cast_spec(quantizer: Quantizer, dim: int) -> CastSpec:
+def _plain_cast(quantizer: Quantizer, dim: int) -> CastSpec:
     """Return a plain cast along a dimension of a matrix."""
     fmt = quantizer.format
     assert fmt is not None

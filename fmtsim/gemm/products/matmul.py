@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_flags, check_saved
-from fmtsim.casts.lanes import OnceOnly
+from fmtsim.casts.lanes import once_only
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.products.native import check_library
 from fmtsim.gemm.products.operands import (
@@ -305,6 +305,8 @@ def _multiply(
 class _Product(torch.autograd.Function):
     """Multiply, and differentiate with the products that torch would call."""
 
+    # A Function of its own: a gradient is a call of the verb, planned anew from the options and the generator, and the
+    # operator takes neither.
     @staticmethod
     def forward(
         a: Tensor, b: Tensor, bias: Tensor | None, checked: Checked, options: dict[str, Any], generator: Any
@@ -331,9 +333,7 @@ class _Product(torch.autograd.Function):
                 grads[1] = _gradient(g, a, ctx, 1, b)
             if ctx.needs_input_grad[2]:
                 grads[2] = _cast(g.sum(0, dtype=torch.promote_types(g.dtype, torch.float32)), ctx.bias)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: only then on
-            grads = [None if d is None else OnceOnly.apply(d, _ONCE, g, a, b) for d in grads]
-        return (*grads, None, None, None)
+        return (*once_only(_ONCE, grads, g, a, b), None, None, None)
 
 
 def _gradient(g: Tensor, other: Tensor, ctx: Any, index: int, like: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.casts import lanes, ops
+from fmtsim.casts import ops
 from fmtsim.casts.arguments import check_dense
+from fmtsim.casts.lanes import define_operator
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.packing import unswizzled
 from fmtsim.gemm.products.operands import inner_length
@@ -161,7 +162,7 @@ def _unit_values(scale: Tensor, name: str, spec: str) -> Tensor:
     return rounded
 
 
-lanes.define_operator(
+define_operator(
     "unit_scales(Tensor scale, str name, str spec) -> Tensor",
     _unit_values,
     lambda scale, name, spec: torch.empty_like(scale, dtype=torch.float32),
@@ -323,7 +324,7 @@ def _finite_scales(scale, name):  # type: ignore[no-untyped-def]
     return scale.clone()
 
 
-lanes.define_operator(
+define_operator(
     "finite_scales(Tensor scale, str name) -> Tensor", _finite_scales, lambda scale, name: torch.empty_like(scale)
 )
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmtsim.casts import lanes, ops
+from fmtsim.casts import ops
+from fmtsim.casts.lanes import define_operator, key_tensor, random_key, with_keys
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import dtype_name, torch_dtype
 from fmtsim.formats.registry import get_format
@@ -68,8 +69,8 @@ def run_gemm(
     """
     if bare and random is None:
         return _gemm(operands, spec, dtype, None, validated, to_tf32)  # type: ignore[no-any-return]
-    key = lanes.key_tensor(random) if isinstance(random, RandomKey) else random
-    operator = torch.ops.fmtsim.gemm.default if key is None else torch.ops.fmtsim.gemm.keyed
+    key = key_tensor(random)
+    operator = with_keys(torch.ops.fmtsim.gemm, key)
     return operator(list(operands[:_TENSORS]), spec.text, dtype, key, validated, to_tf32)  # type: ignore[no-any-return]
 
 
@@ -159,7 +160,7 @@ def _product(operands: Operands, spec: GemmSpec, key: Tensor | None, out: Tensor
         scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
         scale_b = torch.ones(n, blocks, device=a.device) if scale_b is None else scale_b
     # 2. groups of rows; random words are drawn for the whole product
-    random = None if key is None else lanes.random_key(key)
+    random = None if key is None else random_key(key)
     step = m if out.dtype == wide or random is not None else min(m, max(64, _at_once(out, _SUMS) // n))
     engine = gemm_engine(spec, a, b)
     for start in range(0, m, step):
@@ -352,7 +353,7 @@ def _gemm_shape(operands, spec, dtype=None, *_):  # type: ignore[no-untyped-def]
     return torch.empty((*a.shape[:-1], b.shape[-2]), dtype=dtype, device=a.device)
 
 
-lanes.define_operator(
+define_operator(
     "gemm(Tensor?[] operands, str spec, ScalarType? dtype=None, Tensor? key=None, bool validated=False, "
     "bool to_tf32=False) -> Tensor",
     _gemm,

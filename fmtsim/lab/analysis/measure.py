@@ -146,9 +146,9 @@ def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _scale_cast(fmt: BlockFormat) -> str:
+def _scale_cast(fmt: BlockFormat) -> CastSpec:
     """Return the cast to a format with a scale for each element."""
-    return CastSpec(format=with_block(fmt, (1, 1)), rounding=Rounding(), overflow=fmt.default_overflow).to_json()
+    return CastSpec(format=with_block(fmt, (1, 1)), rounding=Rounding(), overflow=fmt.default_overflow)
 
 
 def _amax_scales(amax: Tensor, fmt: BlockFormat) -> Tensor:

@@ -397,7 +397,7 @@ def explain(
     ('0 1111 110', 896.0, 'saturated')
     """
     # The numbers as a tensor of one dimension.
-    x = numpy_arrays.float_tensor(x)
+    x = numpy_arrays.as_floats(x)
     if isinstance(x, torch.Tensor):
         check_dense("x", x)
         if not is_readable(x):
