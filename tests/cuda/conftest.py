@@ -29,7 +29,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
-    monkeypatch.setattr(native, "_index_of", lambda device: 0)
+    monkeypatch.setattr(native, "_cuda_index", lambda device: 0)
     monkeypatch.setattr(resolver, "NATIVE_DEVICES", ("cpu",))
     monkeypatch.setattr(native, "_warn_of_versions", lambda name, library: None)
     native._other_gpu.cache_clear()

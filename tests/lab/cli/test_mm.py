@@ -183,7 +183,7 @@ def card(monkeypatch):
         return y
 
     monkeypatch.setattr(cuda, "run_native", run)
-    monkeypatch.setattr(native, "_index_of", lambda device: 0)
+    monkeypatch.setattr(native, "_cuda_index", lambda device: 0)
     monkeypatch.setattr(resolver, "NATIVE_DEVICES", ("cpu",))
     monkeypatch.setattr(native, "_gpu_reason", lambda target, index: (None, False))
     return state
