@@ -51,7 +51,7 @@ class KVCache(DynamicCache):
     >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=2, pad_token_id=0, **sizes))
     >>> ids = torch.tensor([[1, 2, 3]])
-    >>> model.generate(ids, past_key_values=KVCache("nvfp4"), max_new_tokens=4, do_sample=False).shape
+    >>> model.generate(ids, past_key_values=KVCache("nvfp4"), max_new_tokens=4, min_new_tokens=4).shape
     torch.Size([1, 7])
     """
 
