@@ -117,6 +117,7 @@ class GemmCall:
         plan: Accumulation order instead of the target's, or of a unit's one chain.
         strict: Refuse a plan that is a guess.
         spec: The GemmSpec that it comes to, where torch.compile traces the caller: a constant cannot be asked further.
+        native: Whether the GPU computes it itself, where that was decided with the call; None decides with the tensors.
     """
 
     operation: Operation
@@ -138,10 +139,11 @@ class GemmCall:
     plan: GemmPlan | None = None
     strict: bool = False
     spec: Any = field(default=None, compare=False, repr=False)
+    native: bool | None = field(default=None, compare=False, repr=False)
 
     def facts(self) -> "GemmCall":
         """Return the call as a library sees it: without formats, target, plan and strict."""
-        return replace(self, formats=None, target=None, plan=None, strict=False, spec=None)
+        return replace(self, formats=None, target=None, plan=None, strict=False, spec=None, native=None)
 
     def same_calls(self) -> list["GemmCall"]:
         """Return the calls that a library cannot tell from this one: one row or column has either layout."""

@@ -225,6 +225,17 @@ def test_compiled_code_runs_natively(ran):
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo detected a call to a"
+)  # of frames that it tries once the product was refused
+def test_compiled_code_refuses_a_native_product_with_a_plan():
+    torch._dynamo.reset()
+    plan = fmtsim.GemmPlan()
+    product = torch.compile(lambda a, b: fmtsim.mm(a, b, target="h200", plan=plan, native=True), backend="eager")
+    with pytest.raises(ArgumentError, match="native=True is not possible: plan= replaces"):
+        product(A16, B16)
+
+
 def layer(ran, **options):
     config = fmtsim.linear_config(**{"x": "e4m3", "w": "e4m3", "g": "e5m2", "target": "h200", **options})
     x, w = (torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in (1, 2))

@@ -91,9 +91,11 @@ def run_product(
     """
     a, b, formats = operands.a, operands.b, call.formats
     assert formats is not None
-    # 1. natively, where the GPU is the target; in traced code ``product_call`` has decided
-    traced = torch.compiler.is_dynamo_compiling()
-    if call.spec is None if traced else _is_native(call, call.target, operands, dtype, native, quantized or to_tf32):
+    # 1. natively, where the GPU is the target
+    natively = call.native
+    if natively is None:
+        natively = _is_native(call, call.target, operands, dtype, native, quantized or to_tf32)
+    if natively:
         y = multiply_natively(call, operands, dtype or a.dtype)
         return y if operands.bias is None or call.bias else finish(y, y.dtype, bias=operands.bias)
     # 2. the datapath, accumulation order and formats of the call
@@ -209,10 +211,11 @@ def product_call(
     """
     a, b = operands.a, operands.b
     asked = {"operation": operation, "formats": formats, "out": dtype or a.dtype, "target": target, **facts}
-    if torch.compiler.is_dynamo_compiling() and facts["plan"] is None:
-        call = gemm_call(sizes=(0, 0, 0), resolves=False, **asked)
-        if _is_native(call, target, operands, dtype, native, to_tf32):
-            return call
+    if torch.compiler.is_dynamo_compiling():
+        unsized = gemm_call(sizes=(0, 0, 0), resolves=False, native=True, **asked)
+        if _is_native(unsized, target, operands, dtype, native, to_tf32):
+            return unsized
+        asked["native"] = False
     batch = a.shape[0] if a.dim() == 3 else 1
     return gemm_call(sizes=(a.shape[-2], b.shape[-2], inner_length(a)), batch=batch, **asked)
 
