@@ -226,7 +226,7 @@ class ParameterProduct(EmulatedModule):
         return nn.Module.__reduce_ex__(self, protocol)
 
 
-# A mode, because the products are calls of torch inside a forward that somebody else wrote.
+# A mode, because the products are calls of torch inside the forward of a model.
 class RawMatmuls(ModelMode):
     """Emulate every product inside a ``with`` that has one of some Parameters on one side.
 

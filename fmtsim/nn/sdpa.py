@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.arguments import check_dense, check_flags, check_saved, check_together, random_keys
-from fmtsim.casts.lanes import OnceOnly, define_operator
+from fmtsim.casts.lanes import define_operator, once_only
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.layers.watch import Observer, Watcher, Watchers, watchers_with
 from fmtsim.nn.flash import CallKeys, Flash, Inputs, flash, flash_gradients
@@ -282,9 +282,7 @@ class _Attention(torch.autograd.Function):
             return (*grads, None, None, None, None)
         with torch.no_grad():
             grads = _gradients(g, Inputs(q, k, v, mask, ctx.hides, ctx.factor), key, *ctx.call)
-        if torch.is_grad_enabled():  # create_graph=True: only then on
-            grads = [OnceOnly.apply(d, _ONCE, g, q, k, v) for d in grads]
-        return (*grads, None, None, None, None)
+        return (*once_only(_ONCE, grads, g, q, k, v), None, None, None, None)
 
 
 def _forward(

@@ -41,7 +41,6 @@ _ONCE = (
     "EmulatedGEMM cannot be differentiated twice: the gradient of a quantised gradient is not defined; "
     "compute second derivatives on the unconverted model (fmtsim.revert)"
 )
-
 _COMPILED = (
     "EmulatedGEMM.apply takes no observer and no state in compiled code; "
     "convert a model, which keeps its state, and observe it before it is compiled"
@@ -152,7 +151,7 @@ def run_layer(
             check_dense("bias", bias)
     if (x.is_inference() or w.is_inference()) and torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         check_saved("EmulatedGEMM", x, w)
-    # the common case: eager code, plain tensors, nobody looks on
+    # the common case: eager code, plain tensors, no watcher
     if plain and not watchers:
         return _apply_plain(x, w, bias, layer, ())  # type: ignore[no-any-return]
     # a watcher may run the layer several times, or on other tensors; modes that look for products do not see these

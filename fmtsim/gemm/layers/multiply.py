@@ -148,8 +148,10 @@ def _multiply_on_machine(
     rest = None
     if a.rest is not None:
         target = gemm.target if library or unit_takes(gemm.target, "fp32") else "fp32_fma"
-        fp32: Any = {"operation": "mm", "formats": (FP32, FP32), "target": target, "accumulate": "fp32"}
-        rest = _run(gemm, Operands(a.rest, dequantize(b, torch.float32)), torch.float32, bare=not traced, **fp32)
+        rest = _run(
+            gemm, Operands(a.rest, dequantize(b, torch.float32)), torch.float32, bare=not traced, operation="mm",
+            formats=(FP32, FP32), target=target, accumulate="fp32",
+        )  # fmt: skip
     # 3. whether sums are scaled instead of values: rows have one scale at most, and a dtype holds the elements
     after = route.how == "integers"
     if route.how == "values" and not gemm.dequantized and a.scales_rows and b.scales_rows:
@@ -161,8 +163,10 @@ def _multiply_on_machine(
         a_int8, b_int8 = a.elements.to(torch.int8), b.elements.to(torch.int8)
         if library:  # which takes some sizes alone; zeros add nothing
             a_int8, b_int8 = _padded(a_int8, max(m, 17), 8), _padded(b_int8, -(-n // 8) * 8, 8)
-        int8: Any = {"operation": "int_mm", "formats": (INT8, INT8), "target": gemm.target, "accumulate": "int32"}
-        y = _run(gemm, Operands(a_int8, b_int8), torch.int32, bare=not traced, plan=gemm.plan, **int8)[:m, :n]
+        y = _run(
+            gemm, Operands(a_int8, b_int8), torch.int32, bare=not traced, operation="int_mm", formats=(INT8, INT8),
+            target=gemm.target, plan=gemm.plan, accumulate="int32",
+        )[:m, :n]  # fmt: skip
     else:
         if route.how != "elements":
             value_dtype = torch.float32 if route.how == "values_fp32" else layer_dtype
@@ -184,7 +188,10 @@ def _multiply_elements(
     """Return the product of elements and their scales, of which no more steps follow if it is ``last``."""
     gemm: Gemm = getattr(layer.config, name)
     route, library, elements_dtype = layer.routes[name], gemm.library is not None, a.elements.dtype
-    formats = route.formats[0] or operand_format("a", a.elements), route.formats[1] or operand_format("b", b.elements)
+    formats = (
+        route.formats[0] or operand_format("operand", a.elements),
+        route.formats[1] or operand_format("operand", b.elements),
+    )
     # 1. scales as products take them
     kind = route.kind if a.scale is not None or b.scale is not None else "none"
     if route.multiplies and kind in UNIT_SCALES:
