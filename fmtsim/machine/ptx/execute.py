@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running a program over the blocks of a grid, in as many threads as the CPU engine has."""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmtsim.cpu.runtime.pool import get_num_threads
+from fmtsim.machine.ptx import block as b
+from fmtsim.machine.ptx.parse import Module, Variable, width
+from fmtsim.machine.ptx.program import Program
+from fmtsim.support.errors import ArgumentError
+
+Argument = Tensor | int | float | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What a launch did: instructions of groups of threads, and what makes its result uncertain."""
+
+    steps: int
+    undefined_shuffles: int  # from threads that did not take part
+    repeated_atomics: int  # sums of floats whose order a GPU does not fix
+
+
+class Range:
+    """A piece of global memory and what it is called in errors."""
+
+    def __init__(self, name: str, start: int, nbytes: int, owner: Any, itemsize: int = 1) -> None:
+        self.name, self.start, self.nbytes, self.owner, self.itemsize = name, start, nbytes, owner, itemsize
+
+
+class GlobalMemory:
+    """All that a kernel may touch: the tensors' storages, the parameters, the module's variables."""
+
+    def __init__(self) -> None:
+        self.ranges: list[Range] = []
+        self.addresses: dict[str, int] = {}  # of variables and parameters
+
+    def add(self, name: str, array: np.ndarray) -> int:
+        """Keep an array and return its address."""
+        self.ranges.append(Range(name, array.ctypes.data, array.nbytes, array))
+        return int(array.ctypes.data)
+
+    def add_tensor(self, name: str, tensor: Tensor) -> int:
+        """Keep a tensor's storage and return the address of the tensor."""
+        storage = tensor.untyped_storage()
+        if not any(r.start == storage.data_ptr() and r.nbytes == storage.nbytes() for r in self.ranges):
+            self.ranges.append(Range(name, storage.data_ptr(), storage.nbytes(), tensor, tensor.element_size()))
+        return tensor.data_ptr()
+
+    def describe(self, address: int) -> str:
+        """Return which piece an address is in or nearest to, and which element of it."""
+        if not self.ranges:
+            return "no tensor was given"
+        nearest = min(self.ranges, key=lambda r: max(r.start - address, address - (r.start + r.nbytes - 1), 0))
+        element = (address - nearest.start) // nearest.itemsize
+        return f"element {element} of {nearest.name}, which has {nearest.nbytes // nearest.itemsize}"
+
+
+def bind(module: Module, parameters: Sequence[Variable], arguments: Sequence[Argument]) -> GlobalMemory:
+    """Lay the arguments of a launch and the module's variables out in memory.
+
+    Raises:
+        ArgumentError: Another number of arguments than the kernel has, or one of another kind.
+    """
+    memory = GlobalMemory()
+    if len(arguments) != len(parameters):
+        raise ArgumentError(f"{len(arguments)} arguments; the kernel has {len(parameters)}: {', '.join(p.name for p in parameters)}")
+    for variable in module.variables.values():
+        if variable.space in ("global", "const"):
+            raw = np.zeros(max(variable.nbytes, 1) + 256, np.uint8)
+            aligned = raw[-raw.ctypes.data % 256 :][: max(variable.nbytes, 1)]
+            memory.addresses[variable.name] = memory.add(variable.name, aligned)
+    for variable in module.variables.values():
+        if variable.space in ("global", "const") and variable.values:
+            size = width(variable.type) // 8
+            codes = [memory.addresses[v] if isinstance(v, str) else v for v in variable.values]
+            data = b"".join((code & ((1 << 8 * size) - 1)).to_bytes(size, "little") for code in codes)
+            ctypes.memmove(memory.addresses[variable.name], data, len(data))
+    block = np.zeros(sum(p.nbytes + 128 for p in parameters) + 256, np.uint8)
+    at = -block.ctypes.data % 128
+    for position, (parameter, argument) in enumerate(zip(parameters, arguments, strict=True)):
+        at += -(block.ctypes.data + at) % max(parameter.align, parameter.nbytes if not parameter.is_array else 1, 1)
+        data = _encoded(memory, parameter, argument, position)
+        block[at : at + len(data)] = np.frombuffer(data, np.uint8)
+        memory.addresses[parameter.name] = block.ctypes.data + at
+        at += parameter.nbytes
+    memory.ranges.append(Range("the parameters", block.ctypes.data, block.nbytes, block))
+    return memory
+
+
+def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, position: int) -> bytes:
+    """Return an argument as the bytes of its parameter."""
+    name, size = f"argument {position} ({parameter.name})", parameter.nbytes
+    if isinstance(argument, bytes):
+        if len(argument) != size:
+            raise ArgumentError(f"{name} has {len(argument)} bytes; the kernel takes {size}")
+        return argument
+    if isinstance(argument, Tensor):
+        if size != 8 or parameter.is_array:
+            raise ArgumentError(f"{name} is a tensor; the kernel takes a number of type {parameter.type}")
+        if argument.device.type != "cpu" or argument.layout != torch.strided:
+            raise ArgumentError(f"{name} is on {argument.device}; launch computes on the CPU: pass argument.cpu()")
+        return memory.add_tensor(name, argument).to_bytes(8, "little")
+    if parameter.type == "f32":
+        return np.float32(argument).tobytes()
+    if parameter.type == "f64":
+        return np.float64(argument).tobytes()
+    if isinstance(argument, float):
+        kinds = {2: np.float16, 4: np.float32, 8: np.float64}
+        if size not in kinds or parameter.type[0] != "b":
+            raise ArgumentError(f"{name} is {argument}; the kernel takes an integer of type {parameter.type}")
+        return kinds[size](argument).tobytes()
+    if not -(1 << (8 * size - 1)) <= int(argument) < 1 << (8 * size):
+        raise ArgumentError(f"{name} is {argument}, which does not fit {parameter.type}")
+    return (int(argument) & ((1 << (8 * size)) - 1)).to_bytes(size, "little")
+
+
+class Block:
+    """One block while it runs: registers, shared memory and its place in the grid, as the host's instructions see them."""
+
+    def __init__(self, program: Program, memory: GlobalMemory, threads: int, shared_bytes: int) -> None:
+        self.program, self.memory, self.threads = program, memory, threads
+        self.registers = _aligned(program.register_bytes, 64)
+        self.shared = _aligned(program.shared_bytes + shared_bytes, 1024)
+        self.local = _aligned(max(program.local_bytes * threads, 8), 64)
+        self.state = np.zeros(16, np.int64)
+        starts = np.array([r.start for r in memory.ranges], np.int64)
+        ends = starts + np.array([r.nbytes for r in memory.ranges], np.int64)
+        sizes = [r.nbytes // 2 + 1 if program.has_atomics else 0 for r in memory.ranges]
+        self.touched = np.zeros(max(sum(sizes), 1), np.uint8)
+        self._memory = b.Memory(
+            np.int64(self.registers.ctypes.data), np.int64(self.shared.ctypes.data), np.int64(self.shared.nbytes),
+            np.int64(self.local.ctypes.data), np.int64(program.local_bytes), starts, ends, self.touched,
+            np.cumsum([0, *sizes[:-1]]).astype(np.int64),
+        )  # fmt: skip
+        self._threads = b.Threads(
+            np.zeros(threads, np.int32), np.zeros(threads, np.int32), np.zeros(threads, np.uint8), np.zeros(threads, np.uint8),
+            np.zeros(32, np.int32),
+        )  # fmt: skip
+        for offset, size, value in program.constants:
+            self._array(offset, size)[:] = value
+        for name, offset, size in program.addresses:
+            self._array(offset, size)[:] = memory.addresses[name]
+
+    def _array(self, offset: int, size: int) -> np.ndarray:
+        kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
+        return self.registers[offset : offset + size * self.threads].view(kind)
+
+    def register(self, name: str) -> np.ndarray:
+        """Return a register of all threads, to read and to write."""
+        return self._array(*self.program.offsets[name])
+
+    def wake(self) -> None:
+        """Let threads look again at the mbarriers that they wait for."""
+        self._threads.waits[self._threads.waits == -1] = 0
+
+    def run(self, index: tuple[int, int, int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int) -> None:
+        """Run the block of an index of the grid.
+
+        Raises:
+            ArgumentError: What a GPU would report as an error, or hang on; with the instruction and its source line.
+        """
+        _fill_special(self, index, grid, shape, dynamic_bytes)
+        threads, state = self._threads, self.state
+        threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
+        while True:
+            b.run_block(self.program.rows, self._memory, threads, self.threads, state)
+            if state[b.STATUS] != b.CALL_HOST:
+                break
+            running = threads.running.view(np.bool_)
+            self.program.host[int(state[b.ROW])](self, running)
+        if state[b.STATUS] != b.DONE:
+            raise ArgumentError(self._fault(index))
+
+    def _fault(self, index: tuple[int, int, int]) -> str:
+        """Return the text of an error."""
+        status, row, thread, place = (int(self.state[i]) for i in (b.STATUS, b.ROW, b.THREAD, b.PLACE))
+        instruction = self.program.instructions[min(row, len(self.program.instructions) - 1)]
+        where = f"thread {thread} of block {index}: {instruction}"
+        match status:
+            case b.OUT_OF_RANGE:
+                shared = place < b.SHARED_WINDOW and any("shared" in part for part in instruction.opcode)
+                what = f"byte {place} of shared memory, which has {self.shared.nbytes}" if shared else self.memory.describe(place)
+                return f"an address is out of range ({what}), {where}"
+            case b.MISALIGNED:
+                return f"an address is not aligned ({self.memory.describe(place)}), {where}"
+            case b.RACE:
+                return f"two threads write different values to one place ({self.memory.describe(place)}), {where}"
+            case b.DEADLOCK:
+                return f"threads wait at a barrier to which the others never come, {where}"
+            case b.BAD_BRANCH:
+                return f"a branch has no target {place}, {where}"
+        return f"the kernel stopped at a trap or a failed assertion, {where}"
+
+
+def _aligned(nbytes: int, align: int) -> np.ndarray:
+    """Return zeros that begin at a multiple of ``align`` bytes."""
+    whole = np.zeros(nbytes + align, np.uint8)
+    start = -whole.ctypes.data % align
+    return whole[start : start + nbytes]
+
+
+def _fill_special(block: Block, index: Sequence[int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int) -> None:
+    """Write the special registers that a kernel reads (PTX ISA, chapter 10)."""
+    thread = np.arange(block.threads)
+    lane = thread % 32
+    axes = {"x": 0, "y": 1, "z": 2, "w": 3}
+    within = [thread % shape[0], thread // shape[0] % shape[1], thread // (shape[0] * shape[1]), thread * 0]
+    one = np.uint64(1)
+    fixed: dict[str, Any] = {
+        "%laneid": lane, "%warpid": thread // 32, "%nwarpid": 64, "%smid": 0, "%nsmid": 132, "%gridid": 0,
+        "%lanemask_eq": one << lane.astype(np.uint64), "%lanemask_lt": (one << lane.astype(np.uint64)) - one,
+        "%lanemask_le": (one << (lane + 1).astype(np.uint64)) - one,
+        "%lanemask_gt": 0xFFFFFFFF - ((one << (lane + 1).astype(np.uint64)) - one),
+        "%lanemask_ge": 0xFFFFFFFF - ((one << lane.astype(np.uint64)) - one),
+        "%dynamic_smem_size": dynamic_bytes, "%total_smem_size": block.shared.nbytes - b.SHARED_START,
+        "%cluster_ctarank": 0, "%cluster_nctarank": 1, "%is_explicit_cluster": 0,
+    }  # fmt: skip
+    for name, offset, size in block.program.special:
+        stem, _, axis = name.partition(".")
+        at = axes.get(axis, 0)
+        values = {
+            "%tid": within[at], "%ntid": (*shape, 1)[at], "%ctaid": (*index, 0)[at], "%nctaid": (*grid, 1)[at],
+            "%clusterid": (*index, 0)[at], "%nclusterid": (*grid, 1)[at], "%cluster_ctaid": 0, "%cluster_nctaid": 1,
+        }  # fmt: skip
+        block._array(offset, size)[:] = values[stem] if stem in values else fixed.get(name, 0)
+
+
+def run_grid(
+    program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int, progress: Any = None
+) -> Execution:
+    """Run all blocks of a grid; blocks with atomics in global memory one after the other, else two or more at once."""
+    threads = shape[0] * shape[1] * shape[2]
+    count = grid[0] * grid[1] * grid[2]
+    workers = 1 if program.has_atomics else min(get_num_threads(), count)
+    lock, next_block, failures, states = threading.Lock(), iter(range(count)), [], []
+
+    def work() -> None:
+        block = Block(program, memory, threads, dynamic_bytes)
+        states.append(block.state)
+        while not failures:
+            with lock:
+                number = next(next_block, None)
+            if number is None:
+                return
+            index = number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
+            try:
+                block.run(index, grid, shape, dynamic_bytes)
+            except BaseException as error:
+                failures.append((number, error))
+                return
+
+    if workers == 1:
+        work()
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            for future in [pool.submit(work) for _ in range(workers)]:
+                future.result()
+    if failures:
+        raise min(failures, key=lambda failure: failure[0])[1]
+    totals = [sum(int(state[i]) for state in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED)]
+    return Execution(*totals)
