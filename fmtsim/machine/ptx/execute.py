@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fmtsim.cpu.runtime.pool import get_num_threads
 from fmtsim.machine.ptx import block as b
+from fmtsim.machine.ptx.contract import contracted
 from fmtsim.machine.ptx.parse import Module, Variable, width
-from fmtsim.machine.ptx.program import Program
+from fmtsim.machine.ptx.program import Contraction, Program, build
 from fmtsim.support.errors import ArgumentError
 
 Argument = Tensor | int | float | bytes
@@ -25,7 +26,7 @@ Argument = Tensor | int | float | bytes
 class Execution:
     """What a launch did: instructions of groups of threads, and what makes its result uncertain."""
 
-    steps: int
+    steps: int  # instructions of groups of threads
     undefined_shuffles: int  # from threads that did not take part
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
 
@@ -127,8 +128,9 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
 class Block:
     """One block while it runs: registers, shared memory and its place in the grid, as the host's instructions see them."""
 
-    def __init__(self, program: Program, memory: GlobalMemory, threads: int, shared_bytes: int) -> None:
-        self.program, self.memory, self.threads = program, memory, threads
+    def __init__(self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int) -> None:
+        threads = live + -live % 32  # the last warp is whole; threads that are none have ended
+        self.program, self.memory, self.threads, self.live = program, memory, threads, live
         self.registers = _aligned(program.register_bytes, 64)
         self.shared = _aligned(program.shared_bytes + shared_bytes, 1024)
         self.local = _aligned(max(program.local_bytes * threads, 8), 64)
@@ -147,17 +149,18 @@ class Block:
             np.zeros(32, np.int32),
         )  # fmt: skip
         for offset, size, value in program.constants:
-            self._array(offset, size)[:] = value
+            self.array(offset, size)[:] = value
         for name, offset, size in program.addresses:
-            self._array(offset, size)[:] = memory.addresses[name]
+            self.array(offset, size)[:] = memory.addresses[name]
 
-    def _array(self, offset: int, size: int) -> np.ndarray:
+    def array(self, offset: int, size: int) -> np.ndarray:
+        """Return what is kept at an offset, of ``size`` bytes a thread, for all threads."""
         kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
         return self.registers[offset : offset + size * self.threads].view(kind)
 
     def register(self, name: str) -> np.ndarray:
         """Return a register of all threads, to read and to write."""
-        return self._array(*self.program.offsets[name])
+        return self.array(*self.program.offsets[name])
 
     def wake(self) -> None:
         """Let threads look again at the mbarriers that they wait for."""
@@ -172,6 +175,7 @@ class Block:
         _fill_special(self, index, grid, shape, dynamic_bytes)
         threads, state = self._threads, self.state
         threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
+        threads.counters[self.live :] = b.ENDED
         while True:
             b.run_block(self.program.rows, self._memory, threads, self.threads, state)
             if state[b.STATUS] != b.CALL_HOST:
@@ -232,11 +236,38 @@ def _fill_special(block: Block, index: Sequence[int], grid: Sequence[int], shape
             "%tid": within[at], "%ntid": (*shape, 1)[at], "%ctaid": (*index, 0)[at], "%nctaid": (*grid, 1)[at],
             "%clusterid": (*index, 0)[at], "%nclusterid": (*grid, 1)[at], "%cluster_ctaid": 0, "%cluster_nctaid": 1,
         }  # fmt: skip
-        block._array(offset, size)[:] = values[stem] if stem in values else fixed.get(name, 0)
+        block.array(offset, size)[:] = values[stem] if stem in values else fixed.get(name, 0)
+
+
+def execute(
+    module: Module, entry: str, grid: tuple[int, int, int], shape: tuple[int, int, int], arguments: Sequence[Argument], *,
+    shared_bytes: int = 0, contraction: Contraction = contracted,
+) -> Execution:  # fmt: skip
+    """Run a kernel on CPU tensors.
+
+    Args:
+        module: The PTX.
+        entry: The kernel's name.
+        grid: Blocks.
+        shape: Threads of a block.
+        arguments: In the order of the kernel's parameters: a tensor for a pointer, written in place; a number; or bytes
+            for a struct, a tensor map among them.
+        shared_bytes: Dynamic shared memory of a block.
+        contraction: Which products are fused into sums.
+
+    Raises:
+        ArgumentError: Arguments that do not fit, an instruction that is not known, or what a GPU would stop or hang at.
+    """
+    threads = shape[0] * shape[1] * shape[2]
+    program = module.programs.get((entry, threads))
+    if program is None:
+        program = module.programs[entry, threads] = build(module, entry, threads + -threads % 32, contraction)
+    memory = bind(module, module.functions[entry].parameters, arguments)
+    return run_grid(program, memory, grid, shape, shared_bytes)
 
 
 def run_grid(
-    program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int, progress: Any = None
+    program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int
 ) -> Execution:
     """Run all blocks of a grid; blocks with atomics in global memory one after the other, else two or more at once."""
     threads = shape[0] * shape[1] * shape[2]

@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fmtsim.support.errors import ArgumentError, shown
 
@@ -114,6 +115,7 @@ class Module:
     target: str  # "sm_90a"
     functions: dict[str, Function]
     variables: dict[str, Variable]  # of the module
+    programs: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False)  # what ``execute`` has made of entries
 
     @property
     def entries(self) -> list[str]:

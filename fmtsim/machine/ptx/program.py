@@ -20,6 +20,7 @@ from fmtsim.machine.ptx.values import Tracer, Vector, bits
 from fmtsim.support.errors import ArgumentError
 
 _tracer = Tracer()
+Contraction = Callable[[Function], Mapping[int, Fusion]]  # the product that a sum takes, by the sum's place in the body
 
 # Modifiers of memory operations that change no value: caches, scopes and order (threads of a block run in order here)
 _NO_VALUE = re.compile(
@@ -32,7 +33,7 @@ _SPACES = {
 _NOTHING = (
     "fence|membar|wgmma.fence|wgmma.commit_group|wgmma.wait_group|cp.async.commit_group|cp.async.wait_group|cp.async.wait_all|"
     "cp.async.bulk.commit_group|cp.async.bulk.wait_group|prefetch|prefetchu|setmaxnreg|griddepcontrol|nanosleep|pmevent|"
-    "applypriority|discard|bar.warp|barrier.cluster|tensormap.cp_fenceproxy_none|mbarrier.inval"
+    "applypriority|discard|bar.warp|barrier.cluster|mbarrier.inval"
 ).split("|")  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def _is_special(name: str) -> bool:
     return _SPECIAL.fullmatch(name) is not None
 
 
-class _Builder:
+class Builder:
     """Rows while they are written."""
 
     def __init__(self, module: Module, function: Function, threads: int, fusions: Mapping[int, Fusion]) -> None:
@@ -162,7 +163,7 @@ class _Builder:
             constants=[], special=[], addresses=[],
         )  # fmt: skip
         self._constants: dict[tuple[int, int], str] = {}
-        self._symbols: dict[str, int] = {}
+        self.symbols: dict[str, int] = {}
         self.labels: dict[str, int] = {}
         self._lay_out_variables()
 
@@ -172,12 +173,12 @@ class _Builder:
         own = [*self.module.variables.values(), *self.function.variables]
         for variable in sorted((v for v in own if v.space == "shared"), key=lambda v: v.count is None):
             shared += -shared % max(variable.align, 16 if variable.count is None else 1)
-            self.program.shared[variable.name] = self._symbols[variable.name] = shared
+            self.program.shared[variable.name] = self.symbols[variable.name] = shared
             shared += variable.nbytes
         for variable in self.function.variables:
             if variable.space in ("local", "param"):
                 local += -local % max(variable.align, 8)
-                self._symbols[variable.name] = local
+                self.symbols[variable.name] = local
                 local += variable.nbytes
         self.program.shared_bytes, self.program.local_bytes = shared, local + -local % 8
         self.local_parameters = {v.name for v in self.function.variables if v.space == "param"}
@@ -220,8 +221,8 @@ class _Builder:
 
     def symbol(self, name: str, size: int) -> int:
         """Return where the address of a variable is kept."""
-        if name in self._symbols:
-            return self.constant(self._symbols[name], size)
+        if name in self.symbols:
+            return self.constant(self.symbols[name], size)
         known = name in self.module.variables or any(v.name == name for v in self.function.parameters)
         if not known:
             raise ArgumentError(f"{name} is not declared")
@@ -240,8 +241,8 @@ class _Builder:
             return self.constant(_immediate(operand, kind), size), storage(kind) if size > 1 else kind
         if isinstance(operand, Symbol):
             return self.symbol(operand.name, size), storage(kind)
-        if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.name in self._symbols:
-            return self.constant(self._symbols[operand.base.name] + operand.offset, size), storage(kind)
+        if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.name in self.symbols:
+            return self.constant(self.symbols[operand.base.name] + operand.offset, size), storage(kind)
         raise ArgumentError(f"operand {operand} cannot be read")
 
     # Rows
@@ -265,8 +266,8 @@ class _Builder:
         row[b.OFFSET] = operand.offset
         if isinstance(operand.base, Immediate):
             row[b.OFFSET] += operand.base.value
-        elif isinstance(operand.base, Symbol) and operand.base.name in self._symbols:
-            row[b.OFFSET] += self._symbols[operand.base.name]
+        elif isinstance(operand.base, Symbol) and operand.base.name in self.symbols:
+            row[b.OFFSET] += self.symbols[operand.base.name]
         elif isinstance(operand.base, Symbol):
             row[b.ADDRESS], row[b.ADDRESS_BITS] = self.symbol(operand.base.name, 8), 8
         else:
@@ -336,7 +337,7 @@ def _immediate(operand: Immediate, kind: str) -> int:
 
 
 @cache
-def _handlers() -> dict[str, Callable[[_Builder, Instruction], None]]:
+def _handlers() -> dict[str, Callable[[Builder, Instruction], None]]:
     return {
         "ld": _load, "ldu": _load, "st": _store, "mov": _move, "bra": _branch, "brx": _branch_index, "ret": _exit, "exit": _exit,
         "trap": _trap, "brkpt": _trap, "bar": _bar, "barrier": _bar, "shfl": _shuffle, "vote": _vote, "match": _match, "redux": _redux,
@@ -346,7 +347,7 @@ def _handlers() -> dict[str, Callable[[_Builder, Instruction], None]]:
     }  # fmt: skip
 
 
-def build(module: Module, entry: str, threads: int, contraction: Callable[[Function], Mapping[int, Fusion]]) -> Program:
+def build(module: Module, entry: str, threads: int, contraction: Contraction) -> Program:
     """Return a kernel as a program for blocks of a number of threads (a multiple of 32).
 
     Raises:
@@ -355,7 +356,7 @@ def build(module: Module, entry: str, threads: int, contraction: Callable[[Funct
     from fmtsim.machine.ptx.products import prepare_product, product_run
 
     function = inlined(module, module.functions[entry])
-    builder = _Builder(module, function, threads, contraction(function))
+    builder = Builder(module, function, threads, contraction(function))
     targets: dict[int, list[str]] = {}
     for label, number in function.labels.items():
         targets.setdefault(number, []).append(label)
@@ -422,7 +423,7 @@ def unknown(instruction: Instruction) -> ArgumentError:
     return ArgumentError(f"{'.'.join(instruction.opcode)} is not an instruction that fmtsim runs")
 
 
-def _elementwise(builder: _Builder, instruction: Instruction, number: int) -> None:
+def _elementwise(builder: Builder, instruction: Instruction, number: int) -> None:
     """Write a row of ``TABLE``."""
     name = ".".join(part for part in instruction.opcode if part != "uni")
     row = TABLE.get(name)
@@ -478,7 +479,7 @@ def _vector(parts: list[str]) -> int:
 _MEMORY = re.compile(r"(b8|u8|s8|b16|u16|s16|b32|u32|s32|b64|u64|s64|f16|bf16|f32|f64|b128)$")
 
 
-def _access(builder: _Builder, instruction: Instruction, registers: Operand, kind: int) -> list[int]:
+def _access(builder: Builder, instruction: Instruction, registers: Operand, kind: int) -> list[int]:
     """Write what loads and stores share: space, size, registers."""
     parts = _plain(instruction)
     known = all(part in _SPACES or re.fullmatch(r"v[24]", part) or _MEMORY.match(part) for part in parts[1:])
@@ -500,29 +501,29 @@ def _access(builder: _Builder, instruction: Instruction, registers: Operand, kin
     return row
 
 
-def _load(builder: _Builder, instruction: Instruction) -> None:
+def _load(builder: Builder, instruction: Instruction) -> None:
     row = _access(builder, instruction, instruction.operands[0], b.LOAD)
     _address(builder, instruction, row, instruction.operands[1])
 
 
-def _store(builder: _Builder, instruction: Instruction) -> None:
+def _store(builder: Builder, instruction: Instruction) -> None:
     row = _access(builder, instruction, instruction.operands[1], b.STORE)
     _address(builder, instruction, row, instruction.operands[0])
 
 
-def _address(builder: _Builder, instruction: Instruction, row: list[int], operand: Operand) -> None:
+def _address(builder: Builder, instruction: Instruction, row: list[int], operand: Operand) -> None:
     """Write a memory operand; parameters of calls lie in local memory."""
     builder.memory(row, operand)
     if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.name in builder.local_parameters:
         row[b.SPACE] = b.LOCAL
 
 
-def _move(builder: _Builder, instruction: Instruction) -> None:
+def _move(builder: Builder, instruction: Instruction) -> None:
     """mov, also of parts: ``mov.b64 {%r1, %r2}, %rd1`` and back."""
     target, source = instruction.operands[0], instruction.operands[1]
     kind = instruction.opcode[-1]
     if not isinstance(target, Group) and not isinstance(source, Group):
-        if isinstance(source, Symbol) and source.name not in builder._symbols and kind not in ("u64", "b64", "s64"):
+        if isinstance(source, Symbol) and source.name not in builder.symbols and kind not in ("u64", "b64", "s64"):
             raise ArgumentError(f"the address of {source.name} has 64 bits")
         row = TABLE.get(".".join(instruction.opcode))
         if row is None:
@@ -552,11 +553,11 @@ def _move(builder: _Builder, instruction: Instruction) -> None:
                     tuple((item, f"u{part}") for item in source.items))  # fmt: skip
 
 
-def _branch(builder: _Builder, instruction: Instruction) -> None:
+def _branch(builder: Builder, instruction: Instruction) -> None:
     builder.add(instruction, b.BRANCH)
 
 
-def _branch_index(builder: _Builder, instruction: Instruction) -> None:
+def _branch_index(builder: Builder, instruction: Instruction) -> None:
     index, name = instruction.operands
     labels = builder.function.branch_targets.get(_name(name))
     if labels is None:
@@ -569,15 +570,15 @@ def _branch_index(builder: _Builder, instruction: Instruction) -> None:
         builder.add(jump, b.BRANCH)
 
 
-def _exit(builder: _Builder, instruction: Instruction) -> None:
+def _exit(builder: Builder, instruction: Instruction) -> None:
     builder.add(instruction, b.EXIT)
 
 
-def _trap(builder: _Builder, instruction: Instruction) -> None:
+def _trap(builder: Builder, instruction: Instruction) -> None:
     builder.add(instruction, b.TRAP)
 
 
-def _bar(builder: _Builder, instruction: Instruction) -> None:
+def _bar(builder: Builder, instruction: Instruction) -> None:
     parts = [p for p in instruction.opcode[1:] if p not in ("cta", "aligned")]
     if parts == ["warp", "sync"] or instruction.opcode[:2] == ("barrier", "cluster"):
         builder.add(instruction, b.NOTHING)
@@ -594,7 +595,7 @@ def _with_predicate(operand: Operand) -> tuple[Operand, Operand | None]:
     return (operand.items[0], operand.items[1]) if isinstance(operand, Group) else (operand, None)
 
 
-def _shuffle(builder: _Builder, instruction: Instruction) -> None:
+def _shuffle(builder: Builder, instruction: Instruction) -> None:
     if instruction.opcode[1] != "sync" or instruction.opcode[3] != "b32":
         raise unknown(instruction)
     row = builder.add(instruction, b.SHUFFLE)
@@ -607,7 +608,7 @@ def _shuffle(builder: _Builder, instruction: Instruction) -> None:
         row[b.DATA + 2 + i], _ = builder.operand(instruction.operands[1 + i], "b32")
 
 
-def _vote(builder: _Builder, instruction: Instruction) -> None:
+def _vote(builder: Builder, instruction: Instruction) -> None:
     kinds = {"all": b.V_ALL, "any": b.V_ANY, "uni": b.V_UNIFORM, "ballot": b.V_BALLOT}
     if instruction.opcode[1] != "sync" or instruction.opcode[2] not in kinds:
         raise unknown(instruction)
@@ -620,7 +621,7 @@ def _vote(builder: _Builder, instruction: Instruction) -> None:
     row[b.DATA + 2], _ = builder.operand(instruction.operands[2], "b32")
 
 
-def _match(builder: _Builder, instruction: Instruction) -> None:
+def _match(builder: Builder, instruction: Instruction) -> None:
     _, kind, sync, size = instruction.opcode
     if kind not in ("any", "all") or sync != "sync" or size not in ("b32", "b64"):
         raise unknown(instruction)
@@ -653,7 +654,7 @@ def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
     return _ATOMS[operation]
 
 
-def _redux(builder: _Builder, instruction: Instruction) -> None:
+def _redux(builder: Builder, instruction: Instruction) -> None:
     if len(instruction.opcode) != 4 or instruction.opcode[3] not in ("u32", "s32", "b32"):
         raise unknown(instruction)
     row = builder.add(instruction, b.REDUCE)
@@ -662,7 +663,7 @@ def _redux(builder: _Builder, instruction: Instruction) -> None:
         row[b.DATA + i], _ = builder.operand(instruction.operands[i], "b32")
 
 
-def _elect(builder: _Builder, instruction: Instruction) -> None:
+def _elect(builder: Builder, instruction: Instruction) -> None:
     row = builder.add(instruction, b.ELECT)
     target, predicate = _with_predicate(instruction.operands[0])
     if _name(target) != "_":
@@ -670,12 +671,12 @@ def _elect(builder: _Builder, instruction: Instruction) -> None:
     row[b.DATA + 1], _ = builder.operand(predicate, "pred")  # type: ignore[arg-type]
 
 
-def _active(builder: _Builder, instruction: Instruction) -> None:
+def _active(builder: Builder, instruction: Instruction) -> None:
     row = builder.add(instruction, b.ACTIVE)
     row[b.DATA], _ = builder.operand(instruction.operands[0], "b32")
 
 
-def _matrix(builder: _Builder, instruction: Instruction) -> None:
+def _matrix(builder: Builder, instruction: Instruction) -> None:
     name, *rest = instruction.opcode
     parts = [p for p in rest if p not in ("sync", "aligned", "shared", "shared::cta", "trans")]
     if len(parts) != 3 or parts[0] != "m8n8" or parts[1] not in ("x1", "x2", "x4") or parts[2] != "b16":
@@ -689,7 +690,7 @@ def _matrix(builder: _Builder, instruction: Instruction) -> None:
     builder.memory(row, address)
 
 
-def _atomic(builder: _Builder, instruction: Instruction) -> None:
+def _atomic(builder: Builder, instruction: Instruction) -> None:
     parts = _plain(instruction)
     returns = parts[0] == "atom"
     operation = next((p for p in parts[1:] if p in _ATOMS), "")
@@ -715,7 +716,7 @@ def _atomic(builder: _Builder, instruction: Instruction) -> None:
     builder.program.has_atomics |= row[b.SPACE] != b.SHARED
 
 
-def _mbarrier(builder: _Builder, instruction: Instruction) -> None:
+def _mbarrier(builder: Builder, instruction: Instruction) -> None:
     parts = [p for p in _plain(instruction)[1:] if p not in ("b64", "shared", "shared::cta", "shared::cluster")]
     operands = list(instruction.operands)
     kinds = {
@@ -743,7 +744,7 @@ def _mbarrier(builder: _Builder, instruction: Instruction) -> None:
         row[b.DATA + 1], _ = builder.operand(operands[1], "b64" if wide else "b32")
 
 
-def _copy(builder: _Builder, instruction: Instruction) -> None:
+def _copy(builder: Builder, instruction: Instruction) -> None:
     """cp.async, and by the host cp.async.bulk."""
     text = ".".join(instruction.opcode)
     if any(text.startswith(prefix) for prefix in _NOTHING):
@@ -754,8 +755,6 @@ def _copy(builder: _Builder, instruction: Instruction) -> None:
 
         row = builder.add(instruction, b.HOST)
         row[b.COUNT] = 1
-        for register in _registers(instruction.operands):
-            builder.place(register)
         builder.program.host[len(builder.rows) - 1] = prepare_bulk_copy(instruction, builder)
         return
     if text.startswith("cp.async.mbarrier.arrive"):
@@ -780,7 +779,7 @@ def _copy(builder: _Builder, instruction: Instruction) -> None:
         row[b.FLAGS] = int(kind == "pred")
 
 
-def _call(builder: _Builder, instruction: Instruction) -> None:
+def _call(builder: Builder, instruction: Instruction) -> None:
     """Calls of the system: a failed assertion stops the kernel, printf prints nothing."""
     name = _called(instruction)
     if name == "__assertfail":
@@ -792,7 +791,7 @@ def _call(builder: _Builder, instruction: Instruction) -> None:
         raise ArgumentError(f"the function {name or 'of a pointer'} has no body here")
 
 
-def _window(builder: _Builder, instruction: Instruction) -> None:
+def _window(builder: Builder, instruction: Instruction) -> None:
     """cvta: generic addresses of shared and local memory lie in windows of their own."""
     space = next((p for p in instruction.opcode if p in _SPACES), "")
     start = {"shared": b.SHARED_WINDOW, "shared::cta": b.SHARED_WINDOW, "local": b.LOCAL_WINDOW}.get(space, 0)
@@ -802,7 +801,7 @@ def _window(builder: _Builder, instruction: Instruction) -> None:
     builder.compute(instruction, f"cvta{start}", lambda x: x + start, ((instruction.operands[0], "u64"),), ((instruction.operands[1], "u64"),))
 
 
-def _is_space(builder: _Builder, instruction: Instruction) -> None:
+def _is_space(builder: Builder, instruction: Instruction) -> None:
     space = instruction.opcode[1]
     least, most = {
         "global": (0, b.SHARED_WINDOW), "const": (0, 0), "param": (0, 0), "shared": (b.SHARED_WINDOW, b.LOCAL_WINDOW),
@@ -814,29 +813,27 @@ def _is_space(builder: _Builder, instruction: Instruction) -> None:
                     ((instruction.operands[1], "u64"),))  # fmt: skip
 
 
-def _map_shared(builder: _Builder, instruction: Instruction) -> None:
+def _map_shared(builder: Builder, instruction: Instruction) -> None:
     """mapa of a cluster of one block: the address itself."""
     kind = instruction.opcode[-1]
     builder.compute(instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),))
 
 
-def _rank(builder: _Builder, instruction: Instruction) -> None:
+def _rank(builder: Builder, instruction: Instruction) -> None:
     builder.compute(instruction, "getctarank", lambda x: x.to("u32") & 0, ((instruction.operands[0], "u32"),), ((instruction.operands[1], "u64"),))
 
 
-def _policy(builder: _Builder, instruction: Instruction) -> None:
+def _policy(builder: Builder, instruction: Instruction) -> None:
     """createpolicy: caches change no value."""
     builder.compute(instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),))
 
 
-def _tensor_map(builder: _Builder, instruction: Instruction) -> None:
-    from fmtsim.machine.ptx.tensor_map import prepare_replace
+def _tensor_map(builder: Builder, instruction: Instruction) -> None:
+    from fmtsim.machine.ptx.tensor_map import prepare_fence_copy, prepare_replace
 
-    if instruction.opcode[1] != "replace":
-        builder.add(instruction, b.NOTHING)
-        return
+    if instruction.opcode[1] not in ("replace", "cp_fenceproxy"):
+        raise unknown(instruction)
     row = builder.add(instruction, b.HOST)
     row[b.COUNT] = 1
-    for register in _registers(instruction.operands):
-        builder.place(register)
-    builder.program.host[len(builder.rows) - 1] = prepare_replace(instruction, builder)
+    prepare = prepare_replace if instruction.opcode[1] == "replace" else prepare_fence_copy
+    builder.program.host[len(builder.rows) - 1] = prepare(instruction, builder)
