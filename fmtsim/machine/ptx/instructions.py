@@ -61,7 +61,7 @@ def spelled(pattern: str) -> list[str]:
 
 def row(pattern: str, results: str, operands: str, section: str) -> Callable[[Callable], Callable]:
     """Add the rows of a pattern; kinds are names, or ``t`` for the opcode's last type, ``w`` for one of twice its width,
-    ``d`` for the last but one.
+    ``d`` for the last but one, ``p`` for a predicate where the opcode joins one (``setp.lt.and.s32``).
 
     The semantics takes the opcode, then the operands.
     """
@@ -72,7 +72,8 @@ def row(pattern: str, results: str, operands: str, section: str) -> Callable[[Ca
             last = _KINDS.get(opcode[-1], opcode[-1])
             wide = f"{last[0]}{2 * bits(last)}" if "w" in results.split() else ""
             named = {"t": last, "w": wide, "d": _KINDS.get(opcode[-2], opcode[-2])}
-            kinds = [tuple(named.get(kind, kind) for kind in text.split()) for text in (results, operands)]
+            named |= {"p": "pred"} if {"and", "or", "xor"} & set(opcode[1:]) else {"p": ""}
+            kinds = [tuple(k for kind in text.split() if (k := named.get(kind, kind))) for text in (results, operands)]
             assert name not in TABLE, name
             TABLE[name] = Row(partial(semantics, opcode), kinds[0], kinds[1], section)
         return semantics
@@ -354,11 +355,11 @@ _FLOAT_RELATIONS = "{eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan}"
 _JOINS = "{|.and|.or|.xor}"  # with a third predicate
 
 
-@row("setp.{eq|ne|lt|le|gt|ge}" + _JOINS + "." + _ANY_INT, "pred pred", "t t pred", "9.7.6.2")
-@row("setp.{lo|ls|hi|hs}" + _JOINS + ".{u16|u32|u64}", "pred pred", "t t pred", "9.7.6.2")
-@row("setp.{eq|ne}" + _JOINS + "." + _BITS, "pred pred", "t t pred", "9.7.6.2")
-@row("setp." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{f32|f16}", "pred pred", "t t pred", "9.7.6.2")
-@row("setp." + _FLOAT_RELATIONS + _JOINS + ".{f64|bf16}", "pred pred", "t t pred", "9.7.6.2")
+@row("setp.{eq|ne|lt|le|gt|ge}" + _JOINS + "." + _ANY_INT, "pred pred", "t t p", "9.7.6.2")
+@row("setp.{lo|ls|hi|hs}" + _JOINS + ".{u16|u32|u64}", "pred pred", "t t p", "9.7.6.2")
+@row("setp.{eq|ne}" + _JOINS + "." + _BITS, "pred pred", "t t p", "9.7.6.2")
+@row("setp." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{f32|f16}", "pred pred", "t t p", "9.7.6.2")
+@row("setp." + _FLOAT_RELATIONS + _JOINS + ".{f64|bf16}", "pred pred", "t t p", "9.7.6.2")
 def _set_predicates(opcode: Opcode, x: Vector, y: Vector, third: Vector | None = None) -> tuple[Vector, Vector]:
     """Return the comparison and its opposite, each joined with a third predicate where the opcode says so."""
     holds = _compared(opcode[1], _wide(x, opcode), _wide(y, opcode))
@@ -369,11 +370,11 @@ def _set_predicates(opcode: Opcode, x: Vector, y: Vector, third: Vector | None =
     return results
 
 
-@row("set.{eq|ne|lt|le|gt|ge}" + _JOINS + ".{u32|s32|f32}.{u32|s32|u64|s64|u16|s16}", "d", "t t pred", "9.7.6.1")
-@row("set.{lo|ls|hi|hs}" + _JOINS + ".{u32|s32|f32}.{u16|u32|u64}", "d", "t t pred", "9.7.6.1")
-@row("set.{eq|ne}" + _JOINS + ".{u32|s32|f32}." + _BITS, "d", "t t pred", "9.7.6.1")
-@row("set." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{u32|s32|f32}.{f32|f16}", "d", "t t pred", "9.7.6.1")
-@row("set." + _FLOAT_RELATIONS + _JOINS + ".{u32|s32|f32}.{f64|bf16}", "d", "t t pred", "9.7.6.1")
+@row("set.{eq|ne|lt|le|gt|ge}" + _JOINS + ".{u32|s32|f32}.{u32|s32|u64|s64|u16|s16}", "d", "t t p", "9.7.6.1")
+@row("set.{lo|ls|hi|hs}" + _JOINS + ".{u32|s32|f32}.{u16|u32|u64}", "d", "t t p", "9.7.6.1")
+@row("set.{eq|ne}" + _JOINS + ".{u32|s32|f32}." + _BITS, "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{u32|s32|f32}.{f32|f16}", "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + ".{u32|s32|f32}.{f64|bf16}", "d", "t t p", "9.7.6.1")
 def _set_number(opcode: Opcode, x: Vector, y: Vector, third: Vector | None = None) -> Vector:
     """Return all bits set (1.0 of float32) where a comparison holds, else 0."""
     holds, _ = _set_predicates(opcode, x, y, third)

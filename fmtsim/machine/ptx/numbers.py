@@ -140,7 +140,7 @@ def small_to_f32(code: Vector, name: str) -> Vector:
     if name == "e4m3":
         word = where(magnitude == fmt.nan, code.constant(0x7FFFFFFF), word)
     elif name == "e5m2":
-        word = where(magnitude == 0x7C, 0x7F800000 | (word & 0x80000000), where(magnitude > 0x7C, code.constant(0x7FFFFFFF), word))
+        word = where(magnitude == 0x7C, (word & 0x80000000) | 0x7F800000, where(magnitude > 0x7C, code.constant(0x7FFFFFFF), word))
     return word.view("f32")
 
 

@@ -443,8 +443,6 @@ def _elementwise(builder: Builder, instruction: Instruction, number: int) -> Non
     pairs = [(r, k) for r, k in zip(results, kinds, strict=True) if _name(r) != "_"]
     if len(pairs) < len(results) and len(results) == 2 and _name(results[0]) == "_":
         raise ArgumentError("a first result that is thrown away is not supported")
-    if len(operands) != len(row.operands) and instruction.opcode[0] == "setp":
-        row = row._replace(operands=row.operands[: len(operands)])
     if len(operands) != len(row.operands):
         raise ArgumentError(f"{len(operands)} operands; {name} has {len(row.operands)}")
     given = list(zip(operands, row.operands, strict=True))
