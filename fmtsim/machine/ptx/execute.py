@@ -132,7 +132,8 @@ class Block:
         threads = live + -live % 32  # the last warp is whole; threads that are none have ended
         self.program, self.memory, self.threads, self.live = program, memory, threads, live
         self.registers = _aligned(program.register_bytes, 64)
-        self.shared = _aligned(program.shared_bytes + shared_bytes, 1024)
+        self.shared_bytes = program.shared_bytes + shared_bytes
+        self.shared = _aligned(self.shared_bytes + -self.shared_bytes % 16, 1024)  # whole pieces of 16 bytes
         self.local = _aligned(max(program.local_bytes * threads, 8), 64)
         self.state = np.zeros(16, np.int64)
         starts = np.array([r.start for r in memory.ranges], np.int64)
@@ -140,7 +141,7 @@ class Block:
         sizes = [r.nbytes // 2 + 1 if program.has_atomics else 0 for r in memory.ranges]
         self.touched = np.zeros(max(sum(sizes), 1), np.uint8)
         self._memory = b.Memory(
-            np.int64(self.registers.ctypes.data), np.int64(self.shared.ctypes.data), np.int64(self.shared.nbytes),
+            np.int64(self.registers.ctypes.data), np.int64(self.shared.ctypes.data), np.int64(self.shared_bytes),
             np.int64(self.local.ctypes.data), np.int64(program.local_bytes), starts, ends, self.touched,
             np.cumsum([0, *sizes[:-1]]).astype(np.int64),
         )  # fmt: skip
@@ -193,7 +194,7 @@ class Block:
         match status:
             case b.OUT_OF_RANGE:
                 shared = place < b.SHARED_WINDOW and any("shared" in part for part in instruction.opcode)
-                what = f"byte {place} of shared memory, which has {self.shared.nbytes}" if shared else self.memory.describe(place)
+                what = f"byte {place} of shared memory, which has {self.shared_bytes}" if shared else self.memory.describe(place)
                 return f"an address is out of range ({what}), {where}"
             case b.MISALIGNED:
                 return f"an address is not aligned ({self.memory.describe(place)}), {where}"
@@ -226,7 +227,7 @@ def _fill_special(block: Block, index: Sequence[int], grid: Sequence[int], shape
         "%lanemask_le": (one << (lane + 1).astype(np.uint64)) - one,
         "%lanemask_gt": 0xFFFFFFFF - ((one << (lane + 1).astype(np.uint64)) - one),
         "%lanemask_ge": 0xFFFFFFFF - ((one << lane.astype(np.uint64)) - one),
-        "%dynamic_smem_size": dynamic_bytes, "%total_smem_size": block.shared.nbytes - b.SHARED_START,
+        "%dynamic_smem_size": dynamic_bytes, "%total_smem_size": block.shared_bytes - b.SHARED_START,
         "%cluster_ctarank": 0, "%cluster_nctarank": 1, "%is_explicit_cluster": 0,
     }  # fmt: skip
     for name, offset, size in block.program.special:

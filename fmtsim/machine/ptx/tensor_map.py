@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAP = np.dtype([
     ("global_address", "<u8"), ("global_dim", "<u4", 5), ("global_stride", "<u8", 4), ("box_dim", "<u2", 5), ("element_stride", "<u2", 5),
-    ("rank", "u1"), ("elemtype", "u1"), ("interleave_layout", "u1"), ("swizzle_mode", "u1"), ("fill_mode", "u1"), ("rest", "u1", 39),
+    ("rank", "u1"), ("elemtype", "u1"), ("interleave_layout", "u1"), ("swizzle_mode", "u1"), ("fill_mode", "u1"), ("rest", "u1", 43),
 ])  # fmt: skip
 ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # of the field elemtype: u8, u16, u32, s32, u64, s64, f16 ...
 Handler = Callable[["Block", np.ndarray], None]
