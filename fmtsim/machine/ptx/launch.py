@@ -102,12 +102,12 @@ def launch(
         raise DtypeError(f"kernel is {type(kernel).__name__}; give a triton.jit function, PTX or CUDA C++ source")
     if config is not None:
         raise ArgumentError(f"config={shown(config)} is for @triton.autotune; PTX and CUDA C++ have none")
-    shared = named.pop("shared", 0)
+    shared, label, cubin = named.pop("shared", 0), entry, None
     if re.search(r"^\s*\.version\s", kernel, re.MULTILINE):
         if named:
             raise ArgumentError(f"{', '.join(named)}: PTX takes arguments by position, block=, entry= and shared=")
     elif "__global__" in kernel:
-        kernel, entry = nvrtc.ptx(kernel, entry, named)
+        kernel, cubin, entry = nvrtc.compiled(kernel, entry, named)
     else:
         raise ArgumentError("kernel is text without .version (PTX) and without __global__ (CUDA C++)")
     module = _parsed(kernel)
@@ -119,11 +119,13 @@ def launch(
     threads = block if block is not None else module.functions[name].required_threads
     if threads is None:
         raise ArgumentError(f"{name} does not say how many threads a block has: pass block=")
-    threads = _extent("block", threads, _MOST_THREADS)
     return run(
-        Program(name=name, entry=name, ptx=kernel, grid=grid, block=threads, shared_bytes=shared, arguments=args),
+        Program(
+            name=label or name, entry=name, ptx=kernel, grid=grid, block=_extent("block", threads, _MOST_THREADS),
+            shared_bytes=shared, arguments=args, cubin=cubin,
+        ),
         target,
-    )
+    )  # fmt: skip
 
 
 def run(program: Program, target: str) -> Launch:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA C++ to PTX of compute capability 9.0a by NVRTC, which needs neither a GPU nor a driver."""
+"""CUDA C++ to PTX and machine code of sm_90a by NVRTC, which needs neither a GPU nor a driver."""
 
-import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import Any
 
 from fmtsim.support.errors import ArgumentError, DeviceError, shown
 
+_SWITCHES = ("fmad", "ftz", "prec_div", "prec_sqrt")  # options that take true or false
 
-def ptx(source: str, entry: str | None, options: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the PTX of a CUDA C++ source, and the name that a kernel has there.
+
+def compiled(source: str, entry: str | None, options: Mapping[str, Any]) -> tuple[str, bytes, str | None]:
+    """Return the PTX of a CUDA C++ source, its machine code, and the name that a kernel has there.
 
     Args:
         source: A translation unit; ``cuda_fp8.h``, ``cuda_bf16.h`` and others are found where CUDA's headers are
@@ -24,17 +25,19 @@ def ptx(source: str, entry: str | None, options: Mapping[str, Any]) -> tuple[str
         ArgumentError: NVRTC refuses the source or an option, with its log.
         DeviceError: NVRTC is missing.
     """
-    flags = ["--gpu-architecture=compute_90a", "--device-as-default-execution-space", "--generate-line-info"]
+    flags = ["--gpu-architecture=sm_90a", "--device-as-default-execution-space", "--generate-line-info"]
     for name, value in ({"std": "c++17"} | dict(options)).items():
-        values = value if isinstance(value, list | tuple) else (value,)
-        for one in values:
-            switch = str(one).lower() if isinstance(one, bool) else os.fspath(one) if isinstance(one, Path) else one
-            flags.append(f"--{name.replace('_', '-')}={switch}")
+        option = f"--{name if name == 'use_fast_math' else name.replace('_', '-')}"
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, bool) and name not in _SWITCHES:
+                flags += [option] * one
+            else:
+                flags.append(f"{option}={str(one).lower() if isinstance(one, bool) else one}")
     return _compiled(source, entry, tuple(flags))
 
 
 @cache
-def _compiled(source: str, entry: str | None, flags: tuple[str, ...]) -> tuple[str, str | None]:
+def _compiled(source: str, entry: str | None, flags: tuple[str, ...]) -> tuple[str, bytes, str | None]:
     """Return what NVRTC makes of a source under its own flags."""
     try:
         from cuda.bindings import nvrtc
@@ -59,10 +62,12 @@ def _compiled(source: str, entry: str | None, flags: tuple[str, ...]) -> tuple[s
             raise ArgumentError(f"NVRTC cannot compile {shown(entry or 'the source')}{hint}:\n{reason}")
         text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
         nvrtc.nvrtcGetPTX(program, text)
+        cubin = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
+        nvrtc.nvrtcGetCUBIN(program, cubin)
         lowered = nvrtc.nvrtcGetLoweredName(program, name)[1].decode() if name else None
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return bytes(text).decode().rstrip("\0"), lowered
+    return bytes(text).decode().rstrip("\0"), bytes(cubin), lowered
 
 
 @cache

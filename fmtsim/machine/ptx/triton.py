@@ -218,7 +218,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple
         unknown = next((name for name in options if name not in known), None)
         if unknown is not None:
             raise ArgumentError(
-                f"{kernel.__name__} has no argument {unknown!r}, nor Triton such an option{did_you_mean(unknown, known)}"
+                f"{kernel.__name__} has no argument {unknown!r}, Triton no such option{did_you_mean(unknown, known)}"
             )
         try:
             options, signature, constants, attributes = kernel._pack_args(
