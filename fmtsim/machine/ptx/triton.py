@@ -35,6 +35,7 @@ class Program:
     arguments: tuple[Any, ...]
     scratch: tuple[int, ...] = ()  # bytes a block of parameters behind the arguments, 0 of a null pointer
     config: str = ""
+    compiled: Any = None  # Triton's record
     cubin: bytes | None = None
     fuses: bool = True  # ptxas may fuse products into sums
 
@@ -65,7 +66,7 @@ class Driver:
 
     def get_active_torch_device(self) -> torch.device:
         """Return the device of tensors."""
-        return torch.device("cpu")
+        return torch.device("cuda", 0)
 
     def get_device_interface(self) -> Any:
         """Return torch's module of the device."""
@@ -166,6 +167,7 @@ def configured(
             named = named | dict(added)
             if getattr(chosen, "pre_hook", None) is not None:
                 chosen.pre_hook(given | dict(added))
+            kernel.best_config = chosen
             words = f"{', '.join(f'{name}={value}' for name, value in added.items())} ({how})"
             config = None
         else:
@@ -261,7 +263,7 @@ def program(kernel: Any, grid: Any, args: tuple[Any, ...], named: dict[str, Any]
         arguments += _flat(name, kind, value, descriptors)
     return Program(
         name=function.__name__, entry=found.name, ptx=found.asm["ptx"], grid=grid, block=(32 * facts.num_warps, 1, 1),
-        shared_bytes=facts.shared, arguments=tuple(arguments), config=words, cubin=found.asm.get("cubin"),
+        shared_bytes=facts.shared, arguments=tuple(arguments), config=words, compiled=found, cubin=found.asm.get("cubin"),
         scratch=(facts.global_scratch_size, facts.profile_scratch_size), fuses=facts.enable_fp_fusion,
     )  # fmt: skip
 
