@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``simulate`` changes in torch: functions for which a GPU has one kernel and a CPU several, and autocast."""
 
+import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fmtsim.machine.ptx.forks import forks, on_gpu
 from fmtsim.machine.unknown import UnknownOrder
 from fmtsim.support.errors import ArgumentError
 
@@ -296,8 +299,9 @@ class _Forks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, or what stands for it."""
+        func, args, kwargs = on_gpu(func, args, kwargs or {}, sys._getframe(1))
         function = _FORKS[func][1] if func in _FORKS else func
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
 
 _lock, _simulations, _undo = threading.Lock(), list[Any](), ExitStack()
@@ -317,6 +321,12 @@ def patched(run: Any) -> Iterator[None]:
         if not _simulations:
             for host, (module, fork) in _FORKS.items():
                 stack.enter_context(mock.patch.object(module, host.__name__, fork))
+            for owner, name, gpu in forks(lambda: _thread.run):
+                host = inspect.getattr_static(owner, name)
+                call = host.fget if isinstance(host, property) else host
+                fork: Any = _fork(call, partial(gpu, call))
+                fork = property(fork) if isinstance(host, property) else fork
+                stack.enter_context(mock.patch.object(owner, name, fork))
             stack.enter_context(gpu_autocast(_running))
             softmax = {f"{name}.int": _softmax(getattr(torch.ops.aten, f"_{name}")) for name in _SOFTMAX}
             stack.callback(registered(softmax, "CompositeImplicitAutograd")._destroy)

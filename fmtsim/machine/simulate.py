@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -22,6 +24,9 @@ from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError, did_you_mean, shown
 from fmtsim.support.records import checked
 from fmtsim.support.table import aligned
+
+if TYPE_CHECKING:
+    from fmtsim.machine.ptx.launch import Launch
 
 TARGETS = ("h200", "h100")
 RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded
@@ -35,8 +40,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
     The switches of ``torch.backends.cuda.matmul``, ``sdpa_kernel`` and ``use_deterministic_algorithms`` act as on the
     GPU, or the operators that they change are unknown. ``torch.autocast`` for ``"cuda"`` or ``"cpu"``, entered inside,
-    casts what it casts on a GPU. Refused are compiled code, custom operators (Triton's and CUDA's kernels), and tensors
-    on other devices.
+    casts what it casts on a GPU. Triton's kernels run as ``fmtsim.launch`` runs them, in ``kernel[grid](...)``, autograd
+    functions, ``triton_op`` and custom operators of Python; code that imports Triton sees its tensors on ``cuda:0``, and
+    ``device="cuda"`` makes tensors here. Refused are compiled code, custom operators of C++, and tensors on other devices.
 
     Args:
         target: ``"h200"`` or ``"h100"``, as PyTorch 2.11 with CUDA 13.0 runs there.
@@ -126,6 +132,12 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 check_whole(f"an operand of {func}{_place()}", *types)
             return NotImplemented  # a subclass says what its operators are, which come back here
         operator = _operator(func)
+        if operator is None and func is triton_kernel_wrapper_mutation:
+            return func(*args, **kwargs)  # a kernel under wrap_triton: it launches, outside of this mode
+        if operator is None and (definition := OPDEFS.get(getattr(func, "_name", ""))) is not None:
+            kernels = definition._backend_fns  # of Python: it calls operators, and launches kernels
+            with self:
+                return kernels.get("cuda", kernels.get(None, definition._init_fn))(*args, **kwargs)
         if operator is None:
             packet = func if isinstance(func, HigherOrderOperator) else func.overloadpacket
             raise ArgumentError(
@@ -177,6 +189,14 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             if x.is_cpu and x.layout == torch.strided and not x.is_nested:
                 self._operators.canonical(x)
         return result
+
+    def count(self, launch: "Launch") -> None:
+        """Count a launch of a kernel; with ``strict`` refuse one whose bits are not certain."""
+        name = f"{launch.kernel} (kernel)"
+        if launch.exact:
+            self.exact[name] += 1
+        else:
+            self._note(name, Guess("; ".join(launch.reasons)))
 
     def _note(self, name: str, reason: Exception) -> None:
         """Count an operator that is not exact; with ``strict`` refuse it."""

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fmtsim.launch``: a kernel of Triton, PTX or CUDA C++ on CPU tensors, with the bits of an H100."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy
+import torch
+
+from fmtsim.machine.ptx import nvrtc, triton
+from fmtsim.machine.ptx.execute import execute
+from fmtsim.machine.ptx.parse import Variable, parse, width
+from fmtsim.machine.ptx.triton import Program
+from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
+
+TARGETS = ("h100", "h200")
+_MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)  # CUDA C++ Programming Guide, technical specifications of 9.0
+_MOST_THREADS = (1_024, 1_024, 64)
+_parsed = lru_cache(maxsize=256)(parse)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a launch did; ``print`` shows it.
+
+    ``exact`` is True if every bit is the GPU's; else ``reasons`` say which part is not certain.
+    """
+
+    kernel: str
+    target: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]  # threads
+    shared_bytes: int
+    config: str = ""  # of @triton.autotune: what was taken, and why
+    instructions: int  # executed by threads
+    contractions: int  # products that ptxas fuses into sums
+    checked: bool  # the number of fused products was compared with the machine code
+    exact: bool
+    reasons: tuple[str, ...] = ()
+    ptx: str = field(repr=False)
+
+    @property
+    def threads(self) -> int:
+        """Threads of the launch."""
+        return int(numpy.prod(self.grid, dtype=object) * numpy.prod(self.block, dtype=object))
+
+    def __str__(self) -> str:
+        size = f"{' x '.join(map(str, self.grid))} blocks of {' x '.join(map(str, self.block))} threads"
+        how = "checked against the machine code" if self.checked else "not checked against machine code"
+        lines = [
+            f"{self.kernel} on {self.target}: {'every bit' if self.exact else 'not certain'}",
+            f"  {size}, {self.shared_bytes:,} bytes of shared memory",
+            f"  {self.instructions:,} instructions; {self.contractions} products fused into sums ({how})",
+        ]
+        lines += [f"  configuration: {self.config}"] * bool(self.config)
+        return "\n".join([*lines, *(f"  {reason}" for reason in self.reasons)])
+
+
+def launch(
+    kernel: Any, grid: Any, *args: Any, target: str = "h100", config: Any = None, entry: str | None = None,
+    block: int | Sequence[int] | None = None, **named: Any,
+) -> Launch:  # fmt: skip
+    """Run a kernel on CPU tensors, which it writes in place, with the bits of an H100 or H200.
+
+    Args:
+        kernel: A ``triton.jit`` function, also under ``autotune`` or ``heuristics``; PTX of any architecture up to
+            ``sm_90a``; or CUDA C++, which NVRTC compiles.
+        grid: Blocks: an int, a tuple of up to three, or for Triton a function of the arguments by name.
+        args: The kernel's arguments: strided CPU tensors for pointers, numbers, and for Triton whatever its launcher
+            takes. A struct of PTX or CUDA C++ is ``bytes``, or a tensor of its size that is passed by value.
+        target: ``"h100"`` or ``"h200"``; their results are the same.
+        config: For ``@triton.autotune`` the configuration: a ``triton.Config``, its place, or a dict of keywords. None
+            takes the first that the kernel's own pruning leaves (nothing is timed), and the record says so.
+        entry: The kernel's name in PTX or CUDA C++, where there are several; in C++ also ``"ns::kernel<float, 4>"``.
+        block: Threads of a block for PTX and CUDA C++; None takes what the PTX requires.
+        named: For Triton the kernel's arguments and constants by name, ``num_warps``, ``num_stages``, ``maxnreg``,
+            ``enable_fp_fusion`` and Triton's other options. For PTX and CUDA C++ ``shared``, bytes of dynamic shared
+            memory, and for CUDA C++ the compiler's options (``use_fast_math=True``, ``std="c++20"``).
+
+    Returns:
+        The record of the launch: instructions, products that ptxas fuses into sums, exact or not and why.
+
+    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits.
+
+    Raises:
+        ArgumentError: A target, grid, block, argument or keyword that does not fit; PTX for another architecture;
+            an instruction that is not known; an address outside of the tensors; a source that does not compile.
+        DtypeError: An argument of a kind that the parameter does not take.
+        DeviceError: Triton or NVRTC is missing.
+    """
+    if target not in TARGETS:
+        what = "whose PTX is refused until a GPU has recorded it" if target == "b200" else "which is not known"
+        raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
+    if triton.is_triton(kernel):
+        given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
+        named |= {name: value for name, value in given.items() if value is not None}
+        return run(triton.program(kernel, grid, args, named, config), target)
+    if not isinstance(kernel, str):
+        raise DtypeError(f"kernel is {type(kernel).__name__}; give a triton.jit function, PTX or CUDA C++ source")
+    if config is not None:
+        raise ArgumentError(f"config={shown(config)} is for @triton.autotune; PTX and CUDA C++ have none")
+    shared, label, cubin = named.pop("shared", 0), entry, None
+    if re.search(r"^\s*\.version\s", kernel, re.MULTILINE):
+        if named:
+            raise ArgumentError(f"{', '.join(named)}: PTX takes arguments by position, block=, entry= and shared=")
+    elif "__global__" in kernel:
+        kernel, cubin, entry = nvrtc.compiled(kernel, entry, named)
+    else:
+        raise ArgumentError("kernel is text without .version (PTX) and without __global__ (CUDA C++)")
+    module = _parsed(kernel)
+    if entry is None and len(module.entries) != 1:
+        raise ArgumentError(f"the kernel's text has {len(module.entries)} entries; choose entry= from {module.entries}")
+    name = module.entries[0] if entry is None else entry
+    if name not in module.entries:
+        raise ArgumentError(f"entry={name!r} is not in the text{did_you_mean(name, module.entries)}: {module.entries}")
+    threads = block if block is not None else module.functions[name].required_threads
+    if threads is None:
+        raise ArgumentError(f"{name} does not say how many threads a block has: pass block=")
+    return run(
+        Program(
+            name=label or name, entry=name, ptx=kernel, grid=grid, block=_extent("block", threads, _MOST_THREADS),
+            shared_bytes=shared, arguments=args, cubin=cubin,
+        ),
+        target,
+    )  # fmt: skip
+
+
+def run(program: Program, target: str) -> Launch:
+    """Run a kernel that is ready, and return the record.
+
+    Raises:
+        ArgumentError: As ``launch``.
+        DtypeError: As ``launch``.
+    """
+    module = _parsed(program.ptx)
+    # 1. the architecture, the grid and the block
+    number, letter = re.fullmatch(r"sm_(\d+)([a-z]?)", module.target).groups()  # type: ignore[union-attr]
+    if int(number) > 90 or (letter and module.target != "sm_90a"):
+        raise ArgumentError(f"{program.name} is for {module.target}, which does not run on {target} (sm_90a)")
+    grid = _extent("grid", program.grid, _MOST_BLOCKS)
+    function = module.functions[program.entry]
+    required = function.required_threads
+    if required is not None and (*required, 1, 1)[:3] != program.block:
+        raise ArgumentError(f"block={program.block}, but {program.name} requires {required} threads (.reqntid)")
+    if (threads := int(numpy.prod(program.block))) > 1_024:
+        raise ArgumentError(f"block={program.block} has {threads:,} threads; a block has at most 1,024")
+    if not isinstance(program.shared_bytes, int) or not 0 <= program.shared_bytes <= triton.SHARED_LIMIT:
+        raise ArgumentError(f"shared={shown(program.shared_bytes)}; a block has 0 to {triton.SHARED_LIMIT:,} bytes")
+    # 2. the arguments, each as its parameter takes it
+    blocks = int(numpy.prod(grid, dtype=object))
+    scratch = (torch.zeros(size * blocks, dtype=torch.uint8) if size else 0 for size in program.scratch)
+    arguments = [*program.arguments, *scratch]
+    if len(arguments) != len(function.parameters):
+        raise ArgumentError(f"{program.name} takes {len(function.parameters)} arguments and got {len(arguments)}")
+    values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
+    # 3. all blocks
+    done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes)
+    return Launch(
+        kernel=program.name, target=target, grid=grid, block=program.block, shared_bytes=program.shared_bytes,
+        config=program.config, instructions=done.instructions, contractions=done.contractions, checked=False,
+        exact=True, reasons=(), ptx=program.ptx,
+    )  # fmt: skip
+
+
+def _extent(name: str, extent: Any, most: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return a grid or block as three numbers.
+
+    Raises:
+        ArgumentError: None, more than three, or one that is zero, negative or too large.
+    """
+    numbers = list(extent) if isinstance(extent, Sequence) and not isinstance(extent, str) else [extent]
+    whole = [hasattr(n, "__index__") and not isinstance(n, bool) for n in numbers]
+    if not 1 <= len(numbers) <= 3 or not all(whole):
+        raise ArgumentError(f"{name}={shown(extent)}; give an int or a tuple of up to three")
+    x, y, z = (*(int(n) for n in numbers), 1, 1)[:3]
+    if not all(1 <= n <= limit for n, limit in zip((x, y, z), most, strict=True)):
+        limits = " x ".join(f"{limit:,}" for limit in most)
+        raise ArgumentError(f"{name}={shown(extent)}; each number is at least 1, and at most {limits}")
+    return x, y, z
+
+
+def _argument(place: int, parameter: Variable, value: Any) -> Any:
+    """Return an argument as ``execute`` takes it for a parameter.
+
+    Raises:
+        ArgumentError: A number out of the parameter's range, a struct of another size, a tensor that is not here.
+        DtypeError: A kind that the parameter does not take.
+    """
+    kind, what = parameter.type, f"argument {place} ({parameter.name})"
+    if isinstance(value, torch.Tensor) and not parameter.is_array and kind in ("u64", "b64", "s64"):
+        return triton.checked_tensor(what, value)
+    if parameter.is_array:
+        if isinstance(value, torch.Tensor) and value.is_cpu:  # by value: a struct, or a bfloat16
+            value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if isinstance(value, bytes) and len(value) != parameter.nbytes:
+            raise ArgumentError(f"{what} has {len(value)} bytes; the parameter has {parameter.nbytes}")
+        if not isinstance(value, bytes | triton.TensorMap):
+            raise DtypeError(f"{what} is {type(value).__name__}; the parameter is {parameter.nbytes} bytes: give bytes")
+        return value
+    if isinstance(value, bool | numpy.bool_ | numpy.integer):
+        value = int(value)
+    if kind[0] == "f" and isinstance(value, int | float | numpy.floating):
+        return float(value)
+    if not isinstance(value, int):
+        wanted = "a tensor or an int" if width(kind) == 64 else "a float" if kind[0] == "f" else "an int"
+        raise DtypeError(f"{what} is {type(value).__name__}; the parameter is .{kind}: give {wanted}")
+    if not -(1 << (width(kind) - 1)) <= value < 1 << width(kind):
+        raise ArgumentError(f"{what} is {value}, which .{kind} does not hold")
+    return value
