@@ -3,10 +3,10 @@
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,16 +19,27 @@ from fmtsim.machine.ptx.parse import Module, Variable, width
 from fmtsim.machine.ptx.program import Contraction, Program, build
 from fmtsim.support.errors import ArgumentError
 
-Argument = Tensor | int | float | bytes
+
+
+class Encodes(Protocol):
+    """An argument by value that is made for a launch: a tensor map."""
+
+    def encode(self, address: Callable[[Tensor], int]) -> bytes:
+        """Return its bytes, given what tells the address of a tensor."""
+
+
+Argument = Tensor | int | float | bytes | Encodes
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
     """What a launch did: instructions of groups of threads, and what makes its result uncertain."""
 
-    steps: int  # instructions of groups of threads
+    instructions: int  # of groups of threads
     undefined_shuffles: int  # from threads that did not take part
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
+    contractions: int  # products that are fused into sums
+    reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
 
 
 class Range:
@@ -101,6 +112,8 @@ def bind(module: Module, parameters: Sequence[Variable], arguments: Sequence[Arg
 def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, position: int) -> bytes:
     """Return an argument as the bytes of its parameter."""
     name, size = f"argument {position} ({parameter.name})", parameter.nbytes
+    if not isinstance(argument, Tensor | int | float | bytes):
+        argument = argument.encode(lambda tensor: memory.add_tensor(name, tensor))
     if isinstance(argument, bytes):
         if len(argument) != size:
             raise ArgumentError(f"{name} has {len(argument)} bytes; the kernel takes {size}")
@@ -300,4 +313,4 @@ def run_grid(
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
     totals = [sum(int(state[i]) for state in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED)]
-    return Execution(*totals)
+    return Execution(*totals, program.contractions, program.reasons)

@@ -54,6 +54,7 @@ class Program:
     shared_bytes: int = 0  # of static ones
     local_bytes: int = 0
     has_atomics: bool = False
+    contractions: int = 0
     reasons: tuple[str, ...] = ()  # why results may not be a GPU's
 
 
@@ -401,7 +402,7 @@ def build(module: Module, entry: str, threads: int, contraction: Contraction) ->
             row[b.TARGET] = builder.labels[label]
     for at, key in builder.keys:
         builder.rows[at][b.FUNCTION] = _tracer.address(key)
-    program.rows = np.array(builder.rows, np.int64)
+    program.rows, program.contractions = np.array(builder.rows, np.int64), len(builder.fusions)
     return program
 
 

@@ -7,13 +7,14 @@ driver's: no card, no driver. What its launcher makes of arguments is that of ``
 
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from fmtsim.machine.ptx.tensor_map import encode
 from fmtsim.support.errors import ArgumentError, DeviceError, did_you_mean, shown
 
 MULTIPROCESSORS = 132
@@ -303,3 +304,14 @@ class TensorMap:
 
     descriptor: Any
     facts: Mapping[str, Any]  # swizzle, elem_size, elem_type, block_size, fp4_padded
+
+    def encode(self, address: Callable[[torch.Tensor], int]) -> bytes:
+        """Return the map as ``tensor_map`` lays it out; ``address`` tells where a tensor is."""
+        tensor, facts = self.descriptor, self.facts
+        shape = [int(n) for n in tensor.shape]
+        shape[-1] *= 2 if facts["fp4_padded"] else 1
+        strides = [int(n) * facts["elem_size"] for n in tensor.strides]
+        return encode(
+            address(tensor.base), shape[::-1], strides[-2::-1], facts["block_size"][::-1], facts["elem_type"], facts["swizzle"],
+            int(tensor.padding == "nan"),
+        )  # fmt: skip
