@@ -149,6 +149,8 @@ class Block:
         self.shared = _aligned(self.shared_bytes + -self.shared_bytes % 16, 1024)  # whole pieces of 16 bytes
         self.local = _aligned(max(program.local_bytes * threads, 8), 64)
         self.state = np.zeros(16, np.int64)
+        self.pending: list[Any] = []  # products that were collected (``products``)
+        self.notes: list[tuple[Instruction, str, np.ndarray, np.ndarray]] = []  # of watched lines: register, values, who ran
         starts = np.array([r.start for r in memory.ranges], np.int64)
         ends = starts + np.array([r.nbytes for r in memory.ranges], np.int64)
         sizes = [r.nbytes // 2 + 1 if program.has_atomics else 0 for r in memory.ranges]

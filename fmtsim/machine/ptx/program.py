@@ -7,7 +7,7 @@ Calls of device functions are written out where they stand. What no table knows 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Fusion
 from fmtsim.machine.ptx.instructions import TABLE, fused_factors, fused_sum
 from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Module, Operand, Register, Symbol, width
+from fmtsim.machine.ptx.products import collect, flush, form, registers_of
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
 from fmtsim.support.errors import ArgumentError
 
@@ -248,16 +249,23 @@ class Builder:
 
     # Rows
 
-    def add(self, instruction: Instruction, kind: int, *, predicated: bool = True) -> list[int]:
+    def add(self, instruction: Instruction, kind: int) -> list[int]:
         """Append a row of an instruction, and return it."""
         row = [0] * b.COLUMNS
         row[b.KIND], row[b.PREDICATE] = kind, -1
         row[b.DATA : b.ADDRESS] = [-1] * (b.ADDRESS - b.DATA)
-        if predicated and instruction.predicate is not None:
+        if instruction.predicate is not None:
             row[b.PREDICATE] = self.place(instruction.predicate.name)
             row[b.NEGATED] = int(instruction.predicate.negated)
         self.rows.append(row)
         self.owners.append(instruction)
+        return row
+
+    def host(self, instruction: Instruction, handler: Callable[[Any, np.ndarray], None]) -> list[int]:
+        """Append a row that Python runs: ``handler(block, threads that run)``."""
+        row = self.add(instruction, b.HOST)
+        row[b.COUNT] = 1
+        self.program.host[len(self.rows) - 1] = handler
         return row
 
     def memory(self, row: list[int], operand: Operand) -> None:
@@ -348,38 +356,39 @@ def _handlers() -> dict[str, Callable[[Builder, Instruction], None]]:
     }  # fmt: skip
 
 
-def build(module: Module, entry: str, threads: int, contraction: Contraction) -> Program:
+def build(module: Module, entry: str, threads: int, contraction: Contraction, watched: frozenset[str] = frozenset()) -> Program:
     """Return a kernel as a program for blocks of a number of threads (a multiple of 32).
+
+    ``watched`` are places of the source (``kernels.py:5``) whose results blocks note (``Block.notes``).
 
     Raises:
         ArgumentError: An instruction that is not known, with its line.
     """
-    from fmtsim.machine.ptx.products import prepare_product, product_run
-
     function = inlined(module, module.functions[entry])
     builder = Builder(module, function, threads, contraction(function))
     targets: dict[int, list[str]] = {}
     for label, number in function.labels.items():
         targets.setdefault(number, []).append(label)
-    number, body = 0, function.body
-    while number < len(body):
-        instruction = body[number]
+    pending: set[str] = set()  # registers of products that were collected
+    for number, instruction in enumerate(function.body):
+        # products that wait are computed before their registers are read, and where another way joins or begins
+        name = instruction.opcode[0]
+        is_product = name == "mma" or instruction.opcode[:2] == ("wgmma", "mma_async")
+        asked = bool(pending) and not is_product and (
+            name in ("bra", "brx", "ret", "exit", "bar", "barrier") or instruction.opcode[:2] == ("wgmma", "commit_group")
+            or not pending.isdisjoint(_registers(instruction.operands)))  # fmt: skip
+        if pending and (asked or number in targets):
+            builder.host(replace(instruction, predicate=None), flush)
+            pending = set()
         for label in targets.get(number, ()):
             builder.labels[label] = len(builder.rows)
-        name, step = instruction.opcode[0], 1
         try:
-            if name == "mma" or instruction.opcode[:2] == ("wgmma", "mma_async"):
-                step = product_run(body, number)
-                for inner in range(number + 1, number + step):  # a label ends a run
-                    if inner in targets:
-                        step = inner - number
-                        break
-                run = body[number : number + step]
-                row = builder.add(instruction, b.HOST, predicated=False)
-                row[b.COUNT] = 1
-                for register in {r for i in run for r in _registers(i.operands)}:
+            if is_product:
+                form(instruction.opcode)  # refuses what is not known
+                for register in _registers(instruction.operands):
                     builder.place(register)
-                builder.program.host[len(builder.rows) - 1] = prepare_product(run, threads)
+                builder.host(instruction, partial(collect, instruction=instruction))
+                pending |= set(registers_of(instruction.operands[0]))
             elif name in _handlers():
                 _handlers()[name](builder, instruction)
             elif any(".".join(instruction.opcode).startswith(prefix) for prefix in _NOTHING):
@@ -388,8 +397,10 @@ def build(module: Module, entry: str, threads: int, contraction: Contraction) ->
                 _elementwise(builder, instruction, number)
         except ArgumentError as error:
             raise ArgumentError(f"{error}: {instruction}") from None
-        number += step
-    for label in targets.get(number, ()):
+        if instruction.source in watched:
+            for register in _results(instruction):
+                builder.host(instruction, partial(_note, instruction=instruction, register=register))
+    for label in targets.get(len(function.body), ()):
         builder.labels[label] = len(builder.rows)
     if not builder.rows or builder.rows[-1][b.KIND] != b.EXIT:
         builder.add(Instruction(opcode=("ret",), operands=(), line=0, text="ret;"), b.EXIT)
@@ -417,6 +428,18 @@ def _registers(operands: tuple[Operand, ...]) -> list[str]:
         elif isinstance(operand, Address):
             names += _registers((operand.base, *operand.coordinates))
     return names
+
+
+def _results(instruction: Instruction) -> list[str]:
+    """Return the registers of numbers that an instruction writes."""
+    first = instruction.operands[0] if instruction.operands else None
+    writes = isinstance(first, Register | Group) and instruction.opcode[0] not in ("setp", "bra", "ret", "bar", "red", "mov", "cvta")
+    return [r for r in _registers((first,)) if not r.startswith("%p")] if writes and first is not None else []
+
+
+def _note(block: Any, running: np.ndarray, *, instruction: Instruction, register: str) -> None:
+    """Note what an instruction of a watched line wrote."""
+    block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
 
 
 def unknown(instruction: Instruction) -> ArgumentError:
@@ -752,9 +775,7 @@ def _copy(builder: Builder, instruction: Instruction) -> None:
     if text.startswith("cp.async.bulk"):
         from fmtsim.machine.ptx.tensor_map import prepare_bulk_copy
 
-        row = builder.add(instruction, b.HOST)
-        row[b.COUNT] = 1
-        builder.program.host[len(builder.rows) - 1] = prepare_bulk_copy(instruction, builder)
+        builder.host(instruction, prepare_bulk_copy(instruction, builder))
         return
     if text.startswith("cp.async.mbarrier.arrive"):
         row = builder.add(instruction, b.MBARRIER)
@@ -832,7 +853,5 @@ def _tensor_map(builder: Builder, instruction: Instruction) -> None:
 
     if instruction.opcode[1] not in ("replace", "cp_fenceproxy"):
         raise unknown(instruction)
-    row = builder.add(instruction, b.HOST)
-    row[b.COUNT] = 1
     prepare = prepare_replace if instruction.opcode[1] == "replace" else prepare_fence_copy
-    builder.program.host[len(builder.rows) - 1] = prepare(instruction, builder)
+    builder.host(instruction, prepare(instruction, builder))
