@@ -288,7 +288,8 @@ def run_grid(
     """Run all blocks of a grid; blocks with atomics in global memory one after the other, else two or more at once."""
     threads = shape[0] * shape[1] * shape[2]
     count = grid[0] * grid[1] * grid[2]
-    workers = 1 if program.has_atomics else min(get_num_threads(), count)
+    # threads that ask the host wait for each other more than they gain
+    workers = 1 if program.has_atomics or program.host else min(get_num_threads(), count)
     lock, next_block, failures, states = threading.Lock(), iter(range(count)), [], []
 
     def work() -> None:
