@@ -1,18 +1,286 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products that ptxas fuses into sums."""
+"""Contraction: the products that ptxas fuses into sums, so that they are rounded once.
 
-from typing import NamedTuple
+LLVM has written ``fma.rn`` where it may. ptxas (-O3) then fuses a product without a rounding modifier (``mul``, the last
+product of ``div.full``, ``div.approx`` and ``rcp.approx``) into ``add`` and ``sub`` without one. The rule below was found
+from the machine code that ptxas 12.8 and 13.0 make of small programs; tests/machine/ptx/test_contract.py holds it against
+ptxas on random programs. Where ptxas is installed, the machine code itself decides (``sass.disassembled``).
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Operand, Register
+from fmtsim.machine.ptx.sass import Listing
+
+_TYPES = {"f32", "f64", "f16", "f16x2", "bf16", "bf16x2"}
+_ROUNDINGS = {"rn", "rz", "rm", "rp"}
+_ONES = {("f32", 0x3F800000): 1, ("f32", 0xBF800000): -1, ("f64", 0x3FF0 << 48): 1, ("f64", 0xBFF0 << 48): -1}
+# Instructions whose first operand is read, and those that read it and write it
+_STORES = {"st", "red", "bar", "barrier", "stmatrix", "prefetch", "cp", "bra", "brx", "ret", "call", "membar", "fence"}
+_UPDATES = {"wgmma"}
+# What ends a basic block within ptxas, beside labels and branches. Predicated arithmetic does not: it stays a predicated
+# instruction; a predicated access to memory, shuffle or barrier becomes a branch around it.
+_ARITHMETIC = set(
+    "abs add addc and bfe bfi bfind brev bmsk clz cnot copysign cos cvt cvta div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 max min "
+    "mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub subc szext tanh testp "
+    "xor".split()
+)
+_ENDS = {"bra", "brx", "ret", "exit", "trap", "call", "membar", "setmaxnreg", "pmevent", "brkpt"}
 
 
-class Fusion(NamedTuple):
-    """A product that a sum takes without a rounding."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """A sum that is a fused multiply-add: ``+-product +- addend``, rounded once."""
 
-    product: int  # instruction of the body
-    operand: int  # of the sum, 0 or 1
-    negates_product: bool = False
-    negates_addend: bool = False
+    product: int  # number of the mul, div or rcp in the function's body, whose operands are those of its own place
+    operand: int  # of the sum that the product replaces: 0 or 1
+    negates_product: bool
+    negates_addend: bool
 
 
-def contracted(function):  # type: ignore[no-untyped-def]
-    """Interim: nothing is fused."""
-    return {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contraction:
+    """The fused sums of a function, by their numbers in its body."""
+
+    fusions: dict[int, Fusion]
+    basis: str  # "sass" (machine code decided) or "rule"
+    doubts: tuple[str, ...] = ()  # what the machine code leaves open; empty: exact
+
+
+def contracted(function: Function, listing: Listing | None = None) -> Contraction:
+    """Return the sums that ptxas makes fused multiply-adds.
+
+    Args:
+        function: a function of the module.
+        listing: the module's machine code (``sass.disassembled``), which decides; None: the rule alone.
+    """
+    program = _Program(function)
+    fusions = program.fusions()
+    codes = listing.instructions.get(function.name) if listing else None
+    if listing is None or codes is None:
+        return Contraction(fusions=fusions, basis="rule")
+    doubts = [] if listing.is_same_release else [f"PTX of another release was assembled by ptxas {listing.ptxas}"]
+    for number, candidates in program.sums.items():
+        # 1. a sum's line holds FFMA (DFMA, HFMA2) or FADD (DADD, HADD2, HFMA2 with 1, 1); none: dead, folded or paired
+        names = [re.sub(r"^@!?U?P\w+ ", "", code) for code in codes.get(number, ())]
+        fused = [bool(re.match(r"[FD]FMA|HFMA2", name)) and ", 1, 1, " not in name for name in names
+                 if re.match(r"[FD](FMA|ADD)|HFMA2|HADD2", name)]  # fmt: skip
+        if not fused or (all(fused) and number in fusions) or not any([*fused, number in fusions]):
+            continue
+        # 2. where code and rule differ, the code wins if all copies of a loop's body agree and one product can be meant
+        text = str(function.body[number])
+        if all(fused):
+            gone = [k for k, p in enumerate(candidates) if p is not None and not _is_product_left(codes.get(p, ()))]
+            options = gone or [k for k, p in enumerate(candidates) if p is not None]
+            if len(options) == 1:
+                fusions[number] = program.fusion(number, options[0])
+            else:
+                doubts.append(f"{len(options)} products may be the one fused into {text}")
+        elif not any(fused):
+            del fusions[number]
+        else:
+            doubts.append(f"the copies of {text} in an unrolled loop are fused and not fused")
+    return Contraction(fusions=fusions, basis="sass", doubts=tuple(doubts))
+
+
+def constant_divisors(function: Function) -> dict[int, int]:
+    """Return the bits of the float32 divisors that are constants, by the number of ``div.full`` or ``div.approx``.
+
+    ptxas replaces such a quotient by the product of the dividend and the divisor's correctly rounded reciprocal, which
+    MUFU.RCP misses by one unit in the last place for 16 % of divisors.
+    """
+    constants: dict[str, set[int | None]] = defaultdict(set)
+    for instruction in function.body:
+        for register in _registers(instruction.operands[:1]):
+            source = instruction.operands[1] if len(instruction.operands) == 2 else None  # noqa: PLR2004
+            is_constant = instruction.opcode[0] == "mov" and isinstance(source, Immediate)
+            constants[register].add(source.value if is_constant else None)  # type: ignore[union-attr]
+    found = {}
+    for number, instruction in enumerate(function.body):
+        if instruction.opcode[0] == "div" and {"full", "approx"} & set(instruction.opcode):
+            divisor = instruction.operands[2]
+            values = constants[divisor.name] if isinstance(divisor, Register) else {getattr(divisor, "value", None)}
+            if len(values) == 1 and (value := next(iter(values))) is not None:
+                found[number] = value
+    return found
+
+
+def _is_product_left(codes: tuple[str, ...]) -> bool:
+    """Return True if a product's line still multiplies at its end: FMUL, or HFMA2 with -RZ as addend."""
+    return bool(codes) and bool(re.search(r"[FDH]MUL2?\b|HFMA2\S* .*, -RZ", codes[-1]))
+
+
+def _registers(operands: tuple[Operand, ...]) -> list[str]:
+    names = []
+    for operand in operands:
+        if isinstance(operand, Register):
+            names.append(operand.name)
+        elif isinstance(operand, Group):
+            names += _registers(operand.items)
+        elif isinstance(operand, Address):
+            names += _registers((operand.base, *operand.coordinates))
+    return names
+
+
+class _Program:
+    """Values, their uses and the products and sums of a function, a basic block at a time."""
+
+    def __init__(self, function: Function) -> None:
+        self.body = function.body
+        self.uses: dict[int, list[int]] = defaultdict(
+            list
+        )  # instructions that read the value of an instruction; -1: others
+        self.reads: dict[tuple[int, int], int] = {}  # (instruction, operand) -> the instruction whose value it reads
+        self._number_values(_block_begins(function))
+        self.products: dict[int, tuple[str, bool]] = {}
+        self.products = {i: key for i, x in enumerate(self.body) if (key := self._product(x)) is not None}
+        self.all_uses = {p: self._through(p) for p in self.products}
+        self.sums: dict[int, tuple[int | None, int | None]] = {}  # products that the two operands are
+        for i, x in enumerate(self.body):
+            if x.opcode[0] in ("add", "sub") and (key := _float(x)) is not None:
+                first, second = (self._source(i, k)[0] for k in (1, 2))
+                self.sums[i] = (first if self.products.get(first, ()) == key else None,
+                                second if self.products.get(second, ()) == key else None)  # fmt: skip
+
+    def _number_values(self, begins: set[int]) -> None:
+        """Find which instruction's value each operand reads, where both are in one block."""
+        live_in: set[str] = set()
+        at_ends: list[tuple[str, int]] = []
+        current: dict[str, int] = {}
+        for i, x in enumerate(self.body):
+            if i in begins:
+                at_ends += current.items()
+                current = {}
+            opcode, first = x.opcode[0], x.operands[:1]
+            stores = opcode in _STORES or (bool(first) and isinstance(first[0], Address))
+            # a predicated result keeps its old value elsewhere, so it is read, too
+            reads = x.operands if stores or opcode in _UPDATES or x.predicate else x.operands[1:]
+            for k, operand in enumerate(reads, len(x.operands) - len(reads)):
+                for name in _registers((operand,)):
+                    if name in current:
+                        self.uses[current[name]].append(i)
+                        self.reads[i, k] = current[name]
+                    else:
+                        live_in.add(name)
+            if x.predicate and x.predicate.name in current:
+                self.uses[current[x.predicate.name]].append(i)
+            for name in [] if stores else _registers(first):
+                current[name] = i
+        for name, i in [*at_ends, *current.items()]:
+            if name in live_in:
+                self.uses[i].append(-1)
+
+    def _product(self, x: Instruction) -> tuple[str, bool] | None:
+        """Return type and flush of a product that may be fused."""
+        kind, modifiers = x.opcode[0], set(x.opcode)
+        if x.predicate or "sat" in modifiers or (kind == "rcp" and "ftz" in modifiers) or self._factor(x):
+            return None
+        is_product = kind == "mul" or (
+            kind in ("div", "rcp") and modifiers & {"full", "approx"} and x.opcode[-1] == "f32"
+        )
+        return _float(x) if is_product else None
+
+    def _factor(self, x: Instruction) -> int:
+        """Return 1 or -1 where an instruction passes its operand on, as it is or negated; else 0."""
+        if x.predicate or len(x.operands) < 2 or isinstance(x.operands[0], Group):  # noqa: PLR2004
+            return 0
+        if x.opcode[0] == "mov" and isinstance(x.operands[1], Register):
+            return 1
+        if x.opcode[0] == "neg" and x.opcode[-1] in _TYPES - {"bf16x2"} and "ftz" not in x.opcode:
+            return -1
+        last = x.operands[-1]
+        if (
+            x.opcode[0] in ("mul", "div")
+            and _float(x) is not None
+            and isinstance(last, Immediate)
+            and "ftz" not in x.opcode
+        ):
+            return _ONES.get((x.opcode[-1], last.value), 0)
+        return 0
+
+    def _source(self, i: int, k: int) -> tuple[int | None, int]:
+        """Return the product that an operand is, through copies and negations, and its sign."""
+        sign = 1
+        while (value := self.reads.get((i, k))) is not None and (factor := self._factor(self.body[value])):
+            i, k, sign = value, 1, sign * factor
+        return (value if value in self.products else None), sign
+
+    def _through(self, i: int) -> list[int]:
+        """Return the instructions that use a value, those behind copies and negations for these."""
+        found = []
+        for user in self.uses[i]:
+            found += self._through(user) if user >= 0 and self._factor(self.body[user]) else [user]
+        return found
+
+    def fusion(self, number: int, operand: int) -> Fusion:
+        """Return the fusion of a sum with the product of an operand."""
+        product, sign = self._source(number, operand + 1)
+        is_subtraction = self.body[number].opcode[0] == "sub"
+        return Fusion(
+            product=product if product is not None else -1, operand=operand,
+            negates_product=(sign < 0) != (is_subtraction and operand == 1),
+            negates_addend=is_subtraction and operand == 0,
+        )  # fmt: skip
+
+    def fusions(self) -> dict[int, Fusion]:
+        """Apply the rule, a sum at a time in the order of the text."""
+        addends: set[int] = set()  # products that have become the addend of a fused multiply-add: they must stay
+        fused = {}
+
+        def is_eligible(product: int) -> bool:
+            users = self.all_uses[product]
+            if product in addends:
+                return False
+            # 1. a product with one use is fused; one with more only if every use is a sum of the same type and flush
+            #    in its block, so that the product itself goes away
+            for user in users if len(users) > 1 else ():
+                pair = self.sums.get(user, (None, None))
+                if product not in pair or pair[0] == pair[1]:
+                    return False
+                # 2. and none of these sums has a product with one use as its other operand, which goes first
+                other = pair[1] if pair[0] == product else pair[0]
+                if other is not None and len(self.all_uses[other]) == 1:
+                    return False
+            return True
+
+        for number, pair in self.sums.items():
+            # 3. of two eligible products the first operand's is fused
+            for k, product in enumerate(pair):
+                if product is not None and pair[0] != pair[1] and is_eligible(product):
+                    fused[number] = self.fusion(number, k)
+                    other = self._source(number, 2 - k)[0]
+                    if other is not None:
+                        addends.add(other)
+                    break
+        return fused
+
+
+def _float(x: Instruction) -> tuple[str, bool] | None:
+    """Return type and flush of floating point arithmetic without a rounding modifier."""
+    modifiers = set(x.opcode)
+    return (x.opcode[-1], "ftz" in modifiers) if x.opcode[-1] in _TYPES and not modifiers & _ROUNDINGS else None
+
+
+def _block_begins(function: Function) -> set[int]:
+    """Return the numbers of the instructions that begin a basic block of ptxas."""
+    targets = set()
+    for x in function.body:
+        if x.opcode[0] in ("bra", "brx"):
+            targets |= {getattr(o, "name", "") for o in x.operands}
+    targets |= {label for labels in function.branch_targets.values() for label in labels}
+    begins = {at for label, at in function.labels.items() if label in targets}
+    for i, x in enumerate(function.body):
+        kind, modifiers = x.opcode[0], set(x.opcode)
+        is_subroutine = (
+            (kind in ("div", "rcp", "sqrt") and bool(modifiers & _ROUNDINGS))  # of IEEE: a call
+            or (kind in ("rsqrt", "sqrt") and x.opcode[-1] == "f64" and "ftz" not in modifiers)
+            or (kind in ("div", "rem") and x.opcode[-1] in ("u64", "s64", "u16", "s16", "s32"))
+        )
+        is_fence = (kind == "fence" and "proxy" not in modifiers and "mbarrier_init" not in modifiers) or (
+            kind == "griddepcontrol" and "launch_dependents" in modifiers
+        )
+        if kind in _ENDS or is_subroutine or is_fence or (x.predicate and kind not in _ARITHMETIC):
+            begins |= {i, i + 1}
+    return begins
