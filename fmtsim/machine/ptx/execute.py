@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fmtsim.cpu.runtime.pool import get_num_threads
 from fmtsim.machine.ptx import block as b
-from fmtsim.machine.ptx.contract import contracted
+from fmtsim.machine.ptx.contract import Contraction
 from fmtsim.machine.ptx.parse import Module, Variable, width
-from fmtsim.machine.ptx.program import Contraction, Program, build
+from fmtsim.machine.ptx.program import Program, build
+from fmtsim.machine.ptx.sass import Listing
 from fmtsim.support.errors import ArgumentError
 
 
@@ -38,7 +39,7 @@ class Execution:
     instructions: int  # of groups of threads
     undefined_shuffles: int  # from threads that did not take part
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
-    contractions: int  # products that are fused into sums
+    contraction: Contraction  # products that are fused into sums
     reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
 
 
@@ -257,7 +258,7 @@ def _fill_special(block: Block, index: Sequence[int], grid: Sequence[int], shape
 
 def execute(
     module: Module, entry: str, grid: tuple[int, int, int], shape: tuple[int, int, int], arguments: Sequence[Argument], *,
-    shared_bytes: int = 0, contraction: Contraction = contracted,
+    shared_bytes: int = 0, listing: Listing | None = None,
 ) -> Execution:  # fmt: skip
     """Run a kernel on CPU tensors.
 
@@ -269,7 +270,7 @@ def execute(
         arguments: In the order of the kernel's parameters: a tensor for a pointer, written in place; a number; or bytes
             for a struct, a tensor map among them.
         shared_bytes: Dynamic shared memory of a block.
-        contraction: Which products are fused into sums.
+        listing: Machine code that says which products are fused into sums; None: the rule does.
 
     Raises:
         ArgumentError: Arguments that do not fit, an instruction that is not known, or what a GPU would stop or hang at.
@@ -277,7 +278,7 @@ def execute(
     threads = shape[0] * shape[1] * shape[2]
     program = module.programs.get((entry, threads))
     if program is None:
-        program = module.programs[entry, threads] = build(module, entry, threads + -threads % 32, contraction)
+        program = module.programs[entry, threads] = build(module, entry, threads + -threads % 32, listing)
     memory = bind(module, module.functions[entry].parameters, arguments)
     return run_grid(program, memory, grid, shape, shared_bytes)
 
@@ -316,4 +317,4 @@ def run_grid(
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
     totals = [sum(int(state[i]) for state in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED)]
-    return Execution(*totals, program.contractions, program.reasons)
+    return Execution(*totals, program.contraction, program.reasons)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import types
 
 from fmtsim.machine import mufu as mufu_unit
@@ -478,6 +479,29 @@ def quotient_factors(opcode: Opcode, x: Vector, y: Vector) -> tuple[Vector, Vect
     if "ftz" not in opcode:
         scale = where(magnitude < 0x00800000, y.constant(2.0**24), scale)
     return x * scale, mufu("rcp", y * scale)
+
+
+def divided_by(opcode: Opcode, divisor: int) -> tuple[Callable, Callable]:
+    """Return the semantics of a fast quotient by a constant (its bits), and those that yield its factors, too.
+
+    ptxas writes a product with the constant's reciprocal, rounded to nearest.
+    """
+    number = np.uint32(divisor).view(np.float32)
+    scale = np.float32(1.0)
+    if opcode[1] == "full" and abs(number) > 2.0**126:
+        scale = np.float32(0.25)
+    elif "ftz" not in opcode and abs(number) < 2.0**-126:
+        scale = np.float32(2.0**24)
+    with np.errstate(all="ignore"):
+        reciprocal = int((np.float32(1.0) / (number * scale)).view(np.uint32))
+
+    def factors(x: Vector, y: Vector) -> tuple[Vector, Vector, Vector]:
+        x = flush(x) if "ftz" in opcode else x
+        a, r = x * float(scale), y.constant(reciprocal)
+        whole = x if number == 1.0 and "ftz" not in opcode else finish(a * r, opcode)  # by 1 not even NaN changes
+        return whole, a, r
+
+    return lambda x, y: factors(x, y)[0], factors
 
 
 @row("{abs|neg}" + _FTZ + ".f32", "t", "t", "9.7.3.9")

@@ -13,6 +13,7 @@ import torch
 from fmtsim.machine.ptx import nvrtc, triton
 from fmtsim.machine.ptx.execute import execute
 from fmtsim.machine.ptx.parse import Variable, parse, width
+from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 
@@ -157,15 +158,17 @@ def run(program: Program, target: str) -> Launch:
         raise ArgumentError(f"{program.name} takes {len(function.parameters)} arguments and got {len(arguments)}")
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
-    done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes)
-    reasons = done.reasons
+    listing = disassembled(program.ptx, fuse=program.fuses)
+    done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes, listing=listing)
+    reasons = done.reasons + done.contraction.doubts
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.repeated_atomics:
         reasons += (f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the order",)
     return Launch(
         kernel=program.name, target=target, grid=grid, block=program.block, shared_bytes=program.shared_bytes,
-        config=program.config, instructions=done.instructions, contractions=done.contractions, checked=False,
+        config=program.config, instructions=done.instructions, contractions=len(done.contraction.fusions),
+        checked=done.contraction.basis == "sass",
         exact=not reasons, reasons=reasons, ptx=program.ptx,
     )  # fmt: skip
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from fmtsim.machine.ptx import block as b
-from fmtsim.machine.ptx.contract import Fusion
-from fmtsim.machine.ptx.instructions import TABLE, fused_factors, fused_sum
+from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
+from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum
 from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Module, Operand, Register, Symbol, width
 from fmtsim.machine.ptx.products import collect, flush, form, registers_of
+from fmtsim.machine.ptx.sass import Listing
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
 from fmtsim.support.errors import ArgumentError
 
 _tracer = Tracer()
-Contraction = Callable[[Function], Mapping[int, Fusion]]  # the product that a sum takes, by the sum's place in the body
 
 # Modifiers of memory operations that change no value: caches, scopes and order (threads of a block run in order here)
 _NO_VALUE = re.compile(
@@ -45,6 +45,7 @@ class Program:
     name: str
     rows: np.ndarray  # int64 [rows, COLUMNS]
     instructions: list[Instruction]  # of the rows
+    contraction: Contraction
     register_bytes: int
     offsets: dict[str, tuple[int, int]]  # of a register: where its array begins, bytes a thread
     constants: list[tuple[int, int, int]]  # offset, bytes, value: the same in all threads and blocks
@@ -55,7 +56,6 @@ class Program:
     shared_bytes: int = 0  # of static ones
     local_bytes: int = 0
     has_atomics: bool = False
-    contractions: int = 0
     reasons: tuple[str, ...] = ()  # why results may not be a GPU's
 
 
@@ -154,15 +154,16 @@ def _is_special(name: str) -> bool:
 class Builder:
     """Rows while they are written."""
 
-    def __init__(self, module: Module, function: Function, threads: int, fusions: Mapping[int, Fusion]) -> None:
-        self.module, self.function, self.threads, self.fusions = module, function, threads, fusions
-        self.used = {fusion.product for fusion in fusions.values()}  # products whose factors are kept
+    def __init__(self, module: Module, function: Function, threads: int, contraction: Contraction) -> None:
+        self.module, self.function, self.threads, self.fusions = module, function, threads, contraction.fusions
+        self.used = {fusion.product for fusion in self.fusions.values()}  # products whose factors are kept
+        self.divisors = constant_divisors(function)
         self.rows: list[list[int]] = []
         self.owners: list[Instruction] = []
         self.keys: list[tuple[int, Any]] = []  # rows whose code is not compiled yet
         self.program = Program(
             name=function.name, rows=np.zeros((0, b.COLUMNS), np.int64), instructions=self.owners, register_bytes=0, offsets={},
-            constants=[], special=[], addresses=[],
+            constants=[], special=[], addresses=[], contraction=contraction,
         )  # fmt: skip
         self._constants: dict[tuple[int, int], str] = {}
         self.symbols: dict[str, int] = {}
@@ -356,16 +357,20 @@ def _handlers() -> dict[str, Callable[[Builder, Instruction], None]]:
     }  # fmt: skip
 
 
-def build(module: Module, entry: str, threads: int, contraction: Contraction, watched: frozenset[str] = frozenset()) -> Program:
+def build(
+    module: Module, entry: str, threads: int, listing: Listing | None = None, watched: frozenset[str] = frozenset()
+) -> Program:
     """Return a kernel as a program for blocks of a number of threads (a multiple of 32).
 
-    ``watched`` are places of the source (``kernels.py:5``) whose results blocks note (``Block.notes``).
+    ``listing`` is the machine code that says which products are fused; ``watched`` are places of the source
+    (``kernels.py:5``) whose results blocks note (``Block.notes``).
 
     Raises:
         ArgumentError: An instruction that is not known, with its line.
     """
     function = inlined(module, module.functions[entry])
-    builder = Builder(module, function, threads, contraction(function))
+    whole = len(function.body) == len(module.functions[entry].body)  # else the code's numbers are other ones
+    builder = Builder(module, function, threads, contracted(function, listing if whole else None))
     targets: dict[int, list[str]] = {}
     for label, number in function.labels.items():
         targets.setdefault(number, []).append(label)
@@ -413,7 +418,7 @@ def build(module: Module, entry: str, threads: int, contraction: Contraction, wa
             row[b.TARGET] = builder.labels[label]
     for at, key in builder.keys:
         builder.rows[at][b.FUNCTION] = _tracer.address(key)
-    program.rows, program.contractions = np.array(builder.rows, np.int64), len(builder.fusions)
+    program.rows = np.array(builder.rows, np.int64)
     return program
 
 
@@ -470,19 +475,19 @@ def _elementwise(builder: Builder, instruction: Instruction, number: int) -> Non
     if len(operands) != len(row.operands):
         raise ArgumentError(f"{len(operands)} operands; {name} has {len(row.operands)}")
     given = list(zip(operands, row.operands, strict=True))
+    semantics, factors, key = row.semantics, fused_factors(instruction.opcode, row), name
+    if number in builder.divisors:  # a product with the constant's reciprocal
+        semantics, factors = divided_by(instruction.opcode, builder.divisors[number])
+        key = f"{name}/{builder.divisors[number]:x}"
     fusion = builder.fusions.get(number)
     if fusion is not None:
-        factors = [(f"#{fusion.product}.{side}", "f32" if row.results[0] == "f32" else row.results[0]) for side in "xy"]
-        addend = given[1 - fusion.operand]
+        kept = [(f"#{fusion.product}.{side}", row.results[0]) for side in "xy"]
         semantics = fused_sum(instruction.opcode, fusion.negates_product, fusion.negates_addend)
-        builder.compute(instruction, f"{name}+{fusion.operand}{fusion.negates_product}{fusion.negates_addend}", semantics,
-                        tuple(pairs), (*factors, addend))  # fmt: skip
-        return
-    if number in builder.used:
-        kept = tuple((f"#{number}.{side}", row.results[0]) for side in "xy")
-        builder.compute(instruction, f"{name}#", fused_factors(instruction.opcode, row), (*pairs, *kept), tuple(given))
-        return
-    builder.compute(instruction, name, row.semantics, tuple(pairs), tuple(given))
+        key, given = f"{name}+{fusion.negates_product}{fusion.negates_addend}", [*kept, given[1 - fusion.operand]]
+    elif number in builder.used:
+        pairs += [(f"#{number}.{side}", row.results[0]) for side in "xy"]
+        semantics, key = factors, f"{key}#"
+    builder.compute(instruction, key, semantics, tuple(pairs), tuple(given))
 
 
 def _plain(instruction: Instruction) -> list[str]:
