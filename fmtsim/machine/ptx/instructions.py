@@ -303,6 +303,19 @@ def _shift(opcode: Opcode, x: Vector, n: Vector) -> Vector:
     return x >> by if x.kind[0] == "s" else where(n >= size, x.constant(0), x >> by)
 
 
+def logic_of_three(table: int) -> Callable[..., Vector]:
+    """Return lop3.b32 (9.7.8.6) of a truth table: bit 4 a + 2 b + c of it is the result of bits a, b, c."""
+
+    def traced(x: Vector, y: Vector, z: Vector) -> Vector:
+        result = x.constant(0)
+        for case in range(8):
+            if table >> case & 1:
+                result = result | ((x if case & 4 else ~x) & (y if case & 2 else ~y) & (z if case & 1 else ~z))
+        return result
+
+    return traced
+
+
 @row("shf.{l|r}.{clamp|wrap}.b32", "t", "t t u32", "9.7.8.7")
 def _funnel(opcode: Opcode, lower: Vector, upper: Vector, n: Vector) -> Vector:
     by = n & 31 if opcode[2] == "wrap" else n.call("umin", 32)
@@ -760,12 +773,14 @@ def _widen(opcode: Opcode, x: Vector) -> Vector:
 
 
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f32|f16|bf16}.f64", "d", "t", "9.7.9.21")
+@row("cvt{|.rn|.rz|.rm|.rp}{|.sat}.{bf16.f16|f16.bf16}", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz}{.relu|.satfinite|.relu.satfinite}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
 @row("cvt.{rna|rn|rz}{|.relu}{|.satfinite}.tf32.f32", "d", "t", "9.7.9.21")
 def _narrow(opcode: Opcode, x: Vector) -> Vector:
-    target, source, direction = opcode[-2], opcode[-1], opcode[1]
+    target, source, direction = opcode[-2], opcode[-1], opcode[1] if opcode[1][0] == "r" else "rn"
     x = flush(x) if "ftz" in opcode and source == "f32" else x
+    x = _float_32(x, opcode) if source in ("f16", "bf16") else x
     if opcode == ("cvt", "rn", "bf16", "f32"):
         return f32_to_bf16(x)
     if "sat" in opcode:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
-from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum
+from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum, logic_of_three
 from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Module, Operand, Register, Symbol, width
 from fmtsim.machine.ptx.products import collect, flush, form, registers_of
 from fmtsim.machine.ptx.sass import Listing
@@ -353,7 +353,7 @@ def _handlers() -> dict[str, Callable[[Builder, Instruction], None]]:
         "trap": _trap, "brkpt": _trap, "bar": _bar, "barrier": _bar, "shfl": _shuffle, "vote": _vote, "match": _match, "redux": _redux,
         "elect": _elect, "activemask": _active, "ldmatrix": _matrix, "stmatrix": _matrix, "atom": _atomic, "red": _atomic,
         "mbarrier": _mbarrier, "cp": _copy, "call": _call, "cvta": _window, "isspacep": _is_space, "mapa": _map_shared,
-        "getctarank": _rank, "createpolicy": _policy, "tensormap": _tensor_map,
+        "getctarank": _rank, "createpolicy": _policy, "tensormap": _tensor_map, "lop3": _logic,
     }  # fmt: skip
 
 
@@ -670,12 +670,11 @@ _ATOMS = {
 
 def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
     """Return the number of an atomic operation on a type."""
-    if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|f32|f64|b16", kind) or (kind == "b16" and operation != "cas"):
+    floats = {"f32": b.A_ADD_F32, "f64": b.A_ADD_F64, "f16": b.A_ADD_F16, "bf16": b.A_ADD_BF16, "f16x2": b.A_ADD_F16, "bf16x2": b.A_ADD_BF16}
+    if operation == "add" and kind in floats:
+        return floats[kind]
+    if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|b16", kind) or (kind == "b16" and operation != "cas"):
         raise unknown(instruction)
-    if kind[0] == "f":
-        if operation != "add":
-            raise unknown(instruction)
-        return b.A_ADD_F32 if kind == "f32" else b.A_ADD_F64
     if kind[0] == "s" and operation in ("min", "max"):
         return b.A_MIN_S if operation == "min" else b.A_MAX_S
     return _ATOMS[operation]
@@ -777,7 +776,7 @@ def _copy(builder: Builder, instruction: Instruction) -> None:
     if any(text.startswith(prefix) for prefix in _NOTHING):
         builder.add(instruction, b.NOTHING)
         return
-    if text.startswith("cp.async.bulk"):
+    if text.startswith(("cp.async.bulk", "cp.reduce.async.bulk")):
         from fmtsim.machine.ptx.tensor_map import prepare_bulk_copy
 
         builder.host(instruction, prepare_bulk_copy(instruction, builder))
@@ -851,6 +850,15 @@ def _rank(builder: Builder, instruction: Instruction) -> None:
 def _policy(builder: Builder, instruction: Instruction) -> None:
     """createpolicy: caches change no value."""
     builder.compute(instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),))
+
+
+def _logic(builder: Builder, instruction: Instruction) -> None:
+    """lop3 with its table as an immediate operand."""
+    target, *operands, table = instruction.operands
+    if instruction.opcode != ("lop3", "b32") or not isinstance(table, Immediate):
+        raise unknown(instruction)
+    builder.compute(instruction, f"lop3/{table.value}", logic_of_three(table.value), ((target, "b32"),),
+                    tuple((operand, "b32") for operand in operands))  # fmt: skip
 
 
 def _tensor_map(builder: Builder, instruction: Instruction) -> None:
