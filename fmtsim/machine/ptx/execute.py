@@ -150,6 +150,7 @@ class Block:
         self.shared = _aligned(self.shared_bytes + -self.shared_bytes % 16, 1024)  # whole pieces of 16 bytes
         self.local = _aligned(max(program.local_bytes * threads, 8), 64)
         self.state = np.zeros(16, np.int64)
+        self._fragments: dict[tuple[str, ...], np.ndarray | None] = {}
         self.pending: list[Any] = []  # products that were collected (``products``)
         self.notes: list[tuple[Instruction, str, np.ndarray, np.ndarray]] = []  # of watched lines: register, values, who ran
         starts = np.array([r.start for r in memory.ranges], np.int64)
@@ -178,6 +179,18 @@ class Block:
     def register(self, name: str) -> np.ndarray:
         """Return a register of all threads, to read and to write."""
         return self.array(*self.program.offsets[name])
+
+    def fragment(self, names: tuple[str, ...]) -> np.ndarray | None:
+        """Return registers as [registers, threads], to read and to write; None where they do not lie side by side."""
+        if names not in self._fragments:
+            places = [self.program.offsets[name] for name in names]
+            offset, size = places[0]
+            step = size * self.threads
+            whole = all(place == (offset + i * step, size) for i, place in enumerate(places))
+            kind = {4: np.uint32, 8: np.uint64}[size]
+            raw = self.registers[offset : offset + step * len(names)]
+            self._fragments[names] = raw.view(kind).reshape(len(names), self.threads) if whole else None
+        return self._fragments[names]
 
     def wake(self) -> None:
         """Let threads look again at the mbarriers that they wait for."""

@@ -16,7 +16,7 @@ from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
 from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum, logic_of_three
 from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Module, Operand, Register, Symbol, width
-from fmtsim.machine.ptx.products import collect, flush, form, registers_of
+from fmtsim.machine.ptx.products import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
 from fmtsim.support.errors import ArgumentError
@@ -374,11 +374,15 @@ def build(
     targets: dict[int, list[str]] = {}
     for label, number in function.labels.items():
         targets.setdefault(number, []).append(label)
+    for instruction in function.body:  # registers of a fragment lie side by side
+        if _is_product(instruction):
+            for register in _registers(instruction.operands):
+                builder.place(register)
     pending: set[str] = set()  # registers of products that were collected
     for number, instruction in enumerate(function.body):
         # products that wait are computed before their registers are read, and where another way joins or begins
         name = instruction.opcode[0]
-        is_product = name == "mma" or instruction.opcode[:2] == ("wgmma", "mma_async")
+        is_product = _is_product(instruction)
         asked = bool(pending) and not is_product and (
             name in ("bra", "brx", "ret", "exit", "bar", "barrier") or instruction.opcode[:2] == ("wgmma", "commit_group")
             or not pending.isdisjoint(_registers(instruction.operands)))  # fmt: skip
@@ -389,10 +393,7 @@ def build(
             builder.labels[label] = len(builder.rows)
         try:
             if is_product:
-                form(instruction.opcode)  # refuses what is not known
-                for register in _registers(instruction.operands):
-                    builder.place(register)
-                builder.host(instruction, partial(collect, instruction=instruction))
+                builder.host(instruction, prepare_product(instruction))
                 pending |= set(registers_of(instruction.operands[0]))
             elif name in _handlers():
                 _handlers()[name](builder, instruction)
@@ -433,6 +434,10 @@ def _registers(operands: tuple[Operand, ...]) -> list[str]:
         elif isinstance(operand, Address):
             names += _registers((operand.base, *operand.coordinates))
     return names
+
+
+def _is_product(instruction: Instruction) -> bool:
+    return instruction.opcode[0] == "mma" or instruction.opcode[:2] == ("wgmma", "mma_async")
 
 
 def _results(instruction: Instruction) -> list[str]:
