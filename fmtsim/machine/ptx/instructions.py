@@ -90,9 +90,8 @@ _FTZ = "{|.ftz}"
 # Integers (9.7.1)
 
 
-@row("{add|sub|mul.lo|min|max|and|or|xor}." + _ANY_INT, "t", "t t", "9.7.1")
+@row("{add|sub|mul.lo|min|max}." + _ANY_INT, "t", "t t", "9.7.1")
 @row("{and|or|xor}." + _BITS, "t", "t t", "9.7.8")
-@row("{add|sub}.{b32|b64|b16}", "t", "t t", "9.7.1")
 @row("{and|or|xor}.pred", "pred", "pred pred", "9.7.8")
 def _two_integers(opcode: Opcode, x: Vector, y: Vector) -> Vector:
     match opcode[0]:
@@ -190,7 +189,7 @@ def _quotient(opcode: Opcode, x: Vector, y: Vector) -> Vector:
     zero, minus = y == 0, (y == -1) if x.kind[0] == "s" else (y == 0)
     by = where(zero | minus, y.constant(1), y)
     if opcode[0] == "rem":
-        return where(zero, x if bits(x.kind) != 64 else x.constant(-1), where(minus, x.constant(0), x % by))
+        return where(zero, x.constant(-1), where(minus, x.constant(0), x % by))
     return where(zero, x.constant(-1), where(minus, -x, x // by))
 
 
@@ -387,8 +386,9 @@ def _set_predicates(opcode: Opcode, x: Vector, y: Vector, third: Vector | None =
 @row("set.{eq|ne|lt|le|gt|ge}" + _JOINS + ".{u32|s32|f32}.{u32|s32|u64|s64|u16|s16}", "d", "t t p", "9.7.6.1")
 @row("set.{lo|ls|hi|hs}" + _JOINS + ".{u32|s32|f32}.{u16|u32|u64}", "d", "t t p", "9.7.6.1")
 @row("set.{eq|ne}" + _JOINS + ".{u32|s32|f32}." + _BITS, "d", "t t p", "9.7.6.1")
-@row("set." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{u32|s32|f32}.{f32|f16}", "d", "t t p", "9.7.6.1")
-@row("set." + _FLOAT_RELATIONS + _JOINS + ".{u32|s32|f32}.{f64|bf16}", "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{u32|s32}.{f32|f16}", "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + ".{u32|s32}.{f64|bf16}", "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + "{.f32.f64|.f32.f32|.ftz.f32.f32}", "d", "t t p", "9.7.6.1")
 def _set_number(opcode: Opcode, x: Vector, y: Vector, third: Vector | None = None) -> Vector:
     """Return all bits set (1.0 of float32) where a comparison holds, else 0."""
     holds, _ = _set_predicates(opcode, x, y, third)
@@ -408,7 +408,8 @@ def _select(opcode: Opcode, x: Vector, y: Vector, condition: Vector) -> Vector:
     return where(condition, x, y)
 
 
-@row("slct{|.ftz}.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}.{s32|f32}", "d", "d d t", "9.7.6.4")
+@row("slct.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}{.s32|.f32}", "d", "d d t", "9.7.6.4")
+@row("slct.ftz.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}.f32", "d", "d d t", "9.7.6.4")
 def _select_by_sign(opcode: Opcode, x: Vector, y: Vector, z: Vector) -> Vector:
     return where((flush(z) if "ftz" in opcode else z) >= 0, x, y)
 
@@ -439,21 +440,28 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
 
 @row("{add|sub|mul}{|.rn}.f64", "t", "t t", "9.7.3.3")
 @row("{fma|mad}.rn.f64", "t", "t t t", "9.7.3.6")
-@row("div.rn.f64", "t", "t t", "9.7.3.8")
 def _arithmetic_64(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -> Vector:
     if z is not None:
         return canonical(x.call("fma", y, z))
-    return canonical({"add": x + y, "sub": x - y, "mul": x * y, "div": x / y}[opcode[0]])
+    return canonical({"add": x + y, "sub": x - y, "mul": x * y}[opcode[0]])
 
 
 @row("div.rn" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
 @row("{rcp|sqrt}.rn" + _FTZ + ".f32", "t", "t", "9.7.3.13")
+@row("div.rn.f64", "t", "t t", "9.7.3.8")
 @row("{rcp|sqrt}.rn.f64", "t", "t", "9.7.3.13")
 def _ieee(opcode: Opcode, x: Vector, y: Vector | None = None) -> Vector:
     if "ftz" in opcode:
         x, y = flush(x), None if y is None else flush(y)
     result = x.call("sqrt") if opcode[0] == "sqrt" else x.constant(1.0) / x if y is None else x / y
-    return finish(result, opcode)
+    # ptxas's routines: a NaN of their own, and of float64 quotients an operand's, made quiet
+    result = canonical(result)
+    invalid = x < 0.0 if opcode[0] == "sqrt" else result.isnan()
+    result = where(invalid, result.constant(0x7FFFFFFF if opcode[-1] == "f32" else 0xFFF8 << 48), result)
+    if opcode[-1] == "f64" and opcode[0] != "sqrt":
+        for operand in (x,) if y is None else (y, x):
+            result = where(operand.isnan(), (operand.view("u64") | (1 << 51)).view("f64"), result)
+    return finish(result, opcode) if opcode[-1] == "f32" else result
 
 
 @row("div.{rz|rm|rp}" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
@@ -471,6 +479,7 @@ def _directed_quotient(opcode: Opcode, x: Vector, y: Vector | None = None) -> Ve
         result = top / bottom
         lost = (-result).call("fma", bottom, top)
         lost = where(bottom < 0.0, -lost, lost)
+    lost = where(lost.isnan(), 0.0, lost)  # of Inf nothing is lost
     # 2. rounded to odd, then once to float32
     return finish(encode(to_odd(result, lost), "f32", opcode[1]).view("f32"), opcode)
 
@@ -543,6 +552,8 @@ def _extremum(opcode: Opcode, x: Vector, y: Vector) -> Vector:
         result = where(x.isnan() | y.isnan(), result.constant(-1), result)
     else:
         result = where(x.isnan(), b, where(y.isnan(), a, result))
+    if x.kind == "f64":  # ptxas: of two NaN the second, made quiet
+        return where(x.isnan() & y.isnan(), b | (1 << 51), result).view(x.kind)
     result = canonical(result.view(x.kind))
     return (result.view(word) | signs).view(x.kind) if "xorsign" in opcode else result
 
@@ -560,7 +571,7 @@ def _test(opcode: Opcode, x: Vector) -> Vector:
     infinity, normal = ((1 << (bits(x.kind) - 1 - fraction)) - 1) << fraction, 1 << fraction
     return {
         "finite": magnitude < infinity, "infinite": magnitude == infinity, "number": magnitude <= infinity,
-        "notanumber": magnitude > infinity, "normal": (magnitude >= normal) & (magnitude < infinity),
+        "notanumber": magnitude > infinity, "normal": (magnitude == 0) | ((magnitude >= normal) & (magnitude < infinity)),  # zeros count
         "subnormal": (magnitude != 0) & (magnitude < normal),
     }[opcode[1]]  # fmt: skip
 
@@ -671,7 +682,8 @@ def _extremum_16(opcode: Opcode, x: Vector, y: Vector) -> Vector:
         return _halves(_extremum_16, opcode, x, y)
     a, b = (_value_16(v, opcode).to("f32") for v in (x, y))
     result = _extremum(tuple(m for m in opcode if m != "ftz"), a, b)
-    return encode(result.to("f64"), opcode[-1], "rn").to("u16")
+    code = encode(result.to("f64"), opcode[-1], "rn").to("u16")
+    return (code & 0x7FFF) | ((x ^ y) & 0x8000).view("u16") if "xorsign" in opcode else code
 
 
 # Conversions (9.7.9.21)
@@ -697,7 +709,7 @@ def _resize(opcode: Opcode, x: Vector) -> Vector:
 
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz|.rm|.rp}.f16.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
-@row("cvt.rn.bf16.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
+@row("cvt.rn.bf16.{u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
 @row("cvt.rn.f64.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
 def _integer_to_float(opcode: Opcode, x: Vector) -> Vector:
     target, direction = opcode[-2], opcode[1]
@@ -719,7 +731,9 @@ def _integer_to_float(opcode: Opcode, x: Vector) -> Vector:
     return code.to("u16")
 
 
-@row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.{u8|s8|u16|s16|u32|s32|u64|s64}.{f32|f64|f16|bf16}", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.{u8|s8|u16|s16|u32|s32|u64|s64}.f32", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}{|.sat}.{u8|s8|u16|s16|u32|s32|u64|s64}.{f64|f16}", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}.{u32|s32|u64|s64}.bf16", "d", "t", "9.7.9.21")
 def _float_to_integer(opcode: Opcode, x: Vector) -> Vector:
     target, source = opcode[-2:]
     wide = x if source == "f64" else _float_32(x, opcode).to("f64")
@@ -731,7 +745,7 @@ def _float_to_integer(opcode: Opcode, x: Vector) -> Vector:
     limits = [((1 << (size - 1)) - 1, -(1 << (size - 1))), ((1 << size) - 1, 0)][not signed]
     number = where(whole >= most, number.constant(limits[0]), number)
     number = where(whole < least, number.constant(limits[1]), number)
-    nan = number.constant(0 if size < 64 else 1 << 63)
+    nan = number.constant(1 << (size - 1) if size == 64 or source == "f64" else 0)
     return where(wide.isnan(), nan, number).to(target)
 
 
@@ -745,7 +759,7 @@ def _float_32(x: Vector, opcode: Opcode) -> Vector:
 
 @row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.f32.f32", "d", "t", "9.7.9.21")
 @row("cvt.{rni|rzi|rmi|rpi}{|.sat}.f64.f64", "d", "t", "9.7.9.21")
-@row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.f16.f16", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}{|.sat}.f16.f16", "d", "t", "9.7.9.21")
 @row("cvt.{rni|rzi|rmi|rpi}.bf16.bf16", "d", "t", "9.7.9.21")
 def _to_whole(opcode: Opcode, x: Vector) -> Vector:
     if opcode[-1] in ("f16", "bf16"):
@@ -758,12 +772,15 @@ def _to_whole(opcode: Opcode, x: Vector) -> Vector:
 
 @row("cvt{|.ftz}{|.sat}.f32.f32", "d", "t", "9.7.9.21")
 @row("cvt{|.sat}.f64.f64", "d", "t", "9.7.9.21")
-@row("cvt{|.ftz}{|.sat}.{f32|f64}.f16", "d", "t", "9.7.9.21")
+@row("cvt{|.ftz}{|.sat}.f32.f16", "d", "t", "9.7.9.21")
+@row("cvt{|.sat}.f64.f16", "d", "t", "9.7.9.21")
 @row("cvt{|.ftz}{|.sat}.f64.f32", "d", "t", "9.7.9.21")
-@row("cvt{|.ftz}{|.sat}.f32.bf16", "d", "t", "9.7.9.21")
+@row("cvt{|.ftz}.f32.bf16", "d", "t", "9.7.9.21")
 @row("cvt.f64.bf16", "d", "t", "9.7.9.21")
 def _widen(opcode: Opcode, x: Vector) -> Vector:
     target, source = opcode[-2:]
+    if target == source and len(opcode) == 3:
+        return x  # a copy, which keeps NaN
     if source == "f64":
         return finish(x, opcode)
     number = _float_32(x, opcode)
@@ -772,11 +789,12 @@ def _widen(opcode: Opcode, x: Vector) -> Vector:
     return finish(number, opcode) if target == "f32" else finish(number.to("f64"), tuple(m for m in opcode if m != "ftz"))
 
 
-@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f32|f16|bf16}.f64", "d", "t", "9.7.9.21")
-@row("cvt{|.rn|.rz|.rm|.rp}{|.sat}.{bf16.f16|f16.bf16}", "d", "t", "9.7.9.21")
-@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
+@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32.f64", "d", "t", "9.7.9.21")
+@row("cvt{.rn|.rz|.rm|.rp}{.f16|.sat.f16|.bf16}.f64", "d", "t", "9.7.9.21")
+@row("cvt{|.rn|.rz|.rm|.rp}.{bf16.f16|f16.bf16}", "d", "t", "9.7.9.21")
+@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{.f16|.sat.f16|.bf16}.f32", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz}{.relu|.satfinite|.relu.satfinite}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
-@row("cvt.{rna|rn|rz}{|.relu}{|.satfinite}.tf32.f32", "d", "t", "9.7.9.21")
+@row("cvt.{rna|rna.satfinite|rn|rn.relu|rz|rz.relu}.tf32.f32", "d", "t", "9.7.9.21")
 def _narrow(opcode: Opcode, x: Vector) -> Vector:
     target, source, direction = opcode[-2], opcode[-1], opcode[1] if opcode[1][0] == "r" else "rn"
     x = flush(x) if "ftz" in opcode and source == "f32" else x

@@ -29,7 +29,8 @@ SMALL = {
 
 def canonical(x: Vector) -> Vector:
     """Replace every NaN by the GPU's."""
-    return where(x.isnan(), x.constant((1 << (bits(x.kind) - 1)) - 1), x)
+    word = x.view(f"u{bits(x.kind)}")  # integers: of floats LLVM may take one NaN for another
+    return where(x.isnan(), word.constant((1 << (bits(x.kind) - 1)) - 1), word).view(x.kind)
 
 
 def flush(x: Vector) -> Vector:
