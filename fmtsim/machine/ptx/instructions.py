@@ -455,8 +455,12 @@ def _ieee(opcode: Opcode, x: Vector, y: Vector | None = None) -> Vector:
         x, y = flush(x), None if y is None else flush(y)
     result = x.call("sqrt") if opcode[0] == "sqrt" else x.constant(1.0) / x if y is None else x / y
     # ptxas's routines: a NaN of their own, and of float64 quotients an operand's, made quiet
-    result = canonical(result)
-    invalid = x < 0.0 if opcode[0] == "sqrt" else result.isnan()
+    if opcode[0] == "sqrt":
+        invalid = x < 0.0
+        word, double_infinity = x.view(f"u{bits(x.kind)}"), {32: 0xFF << 24, 64: 0x7FF << 53}[bits(x.kind)]
+        result = where((word << 1) > double_infinity, result.constant((1 << (bits(x.kind) - 1)) - 1), result)
+    else:
+        invalid = result.isnan()
     result = where(invalid, result.constant(0x7FFFFFFF if opcode[-1] == "f32" else 0xFFF8 << 48), result)
     if opcode[-1] == "f64" and opcode[0] != "sqrt":
         for operand in (x,) if y is None else (y, x):
