@@ -301,9 +301,9 @@ def _read_values(reader: _Reader, kind: str) -> tuple[int | str, ...]:
         elif token == "}":
             depth -= 1
         elif token == "-":
-            values.append(-_number(reader.take(), reader.line).value & ((1 << width(kind)) - 1))
+            values.append(_element(_negative(_number(reader.take(), reader.line)), kind))
         elif token[0].isdigit():
-            values.append(_number(token, reader.line).value)
+            values.append(_element(_number(token, reader.line), kind))
         elif token not in (",", "(", ")") and not token.startswith("generic"):
             values.append(token)
         if depth == 0 and reader.next in (";", ","):
@@ -475,8 +475,7 @@ def _read_operand(reader: _Reader, named: _Named) -> Operand:
     if token == "!":
         return Register(named(reader.take()).name, True)
     if token == "-":
-        number = _number(reader.take(), reader.line)
-        return Immediate(-number.value, number.kind)
+        return _negative(_number(reader.take(), reader.line))
     if token[0].isdigit():
         return _number(token, reader.line)
     operand: Operand = named(token)
@@ -495,6 +494,18 @@ def _read_list(reader: _Reader, end: str, named: _Named) -> Iterator[Operand]:
     while not reader.skip(end):
         yield _read_operand(reader, named)
         reader.skip(",")
+
+
+def _negative(number: Immediate) -> Immediate:
+    """Return minus a constant; of a float the sign bit changes."""
+    return Immediate(-number.value if number.kind == "int" else number.value ^ 1 << int(number.kind[1:]) - 1, number.kind)
+
+
+def _element(number: Immediate, kind: str) -> int:
+    """Return the code of a constant as an element of an array: a decimal one of float32 is rounded."""
+    if number.kind == "f64" and kind == "f32":
+        return int.from_bytes(struct.pack("<f", *struct.unpack("<d", number.value.to_bytes(8, "little"))), "little")
+    return number.value & ((1 << width(kind)) - 1)
 
 
 def _number(token: str, line: int) -> Immediate:
