@@ -115,7 +115,7 @@ class Module:
     target: str  # "sm_90a"
     functions: dict[str, Function]
     variables: dict[str, Variable]  # of the module
-    programs: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False)  # what ``execute`` has made of entries
+    programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # what ``execute`` has made of entries
 
     @property
     def entries(self) -> list[str]:

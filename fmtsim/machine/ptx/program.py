@@ -449,7 +449,8 @@ def _results(instruction: Instruction) -> list[str]:
 
 def _note(block: Any, running: np.ndarray, *, instruction: Instruction, register: str) -> None:
     """Note what an instruction of a watched line wrote."""
-    block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
+    if block.notes is not None:
+        block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
 
 
 def unknown(instruction: Instruction) -> ArgumentError:
