@@ -183,8 +183,8 @@ def place(memory, space, address, size, thread, align):
                 return address
         return int64(-1)
     if space == SHARED:
-        return memory.shared + address if 0 <= address and address + size <= memory.shared_bytes else int64(-1)
-    if 0 <= address and address + size <= memory.local_bytes:
+        return memory.shared + address if address >= 0 and address + size <= memory.shared_bytes else int64(-1)
+    if address >= 0 and address + size <= memory.local_bytes:
         return memory.local + int64(thread) * memory.local_bytes + address
     return int64(-1)
 
@@ -376,7 +376,9 @@ def atomic(memory, row, running, threads, state):
             at = place(memory, space, address + i * size, size, t, size)
             if not found(state, at, row, t, address):
                 return False
-            if A_ADD_F32 <= kind <= A_ADD_BF16 and at == address + i * size:  # global: a second addition has no fixed order
+            if (
+                A_ADD_F32 <= kind <= A_ADD_BF16 and at == address + i * size
+            ):  # global: a second addition has no fixed order
                 for j in range(len(memory.starts)):
                     if memory.starts[j] <= at < memory.ends[j]:
                         cell = memory.touched_starts[j] + (at - memory.starts[j]) // 2

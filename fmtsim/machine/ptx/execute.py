@@ -21,7 +21,6 @@ from fmtsim.machine.ptx.sass import Listing
 from fmtsim.support.errors import ArgumentError
 
 
-
 class Encodes(Protocol):
     """An argument by value that is made for a launch: a tensor map."""
 
@@ -90,7 +89,9 @@ def bind(module: Module, parameters: Sequence[Variable], arguments: Sequence[Arg
     """
     memory = GlobalMemory()
     if len(arguments) != len(parameters):
-        raise ArgumentError(f"{len(arguments)} arguments; the kernel has {len(parameters)}: {', '.join(p.name for p in parameters)}")
+        raise ArgumentError(
+            f"{len(arguments)} arguments; the kernel has {len(parameters)}: {', '.join(p.name for p in parameters)}"
+        )
     for variable in module.variables.values():
         if variable.space in ("global", "const"):
             raw = np.zeros(max(variable.nbytes, 1) + 256, np.uint8)
@@ -227,7 +228,11 @@ class Block:
         match status:
             case b.OUT_OF_RANGE:
                 shared = place < b.SHARED_WINDOW and any("shared" in part for part in instruction.opcode)
-                what = f"byte {place} of shared memory, which has {self.shared_bytes}" if shared else self.memory.describe(place)
+                what = (
+                    f"byte {place} of shared memory, which has {self.shared_bytes}"
+                    if shared
+                    else self.memory.describe(place)
+                )
                 return f"an address is out of range ({what}), {where}"
             case b.MISALIGNED:
                 return f"an address is not aligned ({self.memory.describe(place)}), {where}"
@@ -247,7 +252,9 @@ def _aligned(nbytes: int, align: int) -> np.ndarray:
     return whole[start : start + nbytes]
 
 
-def _fill_special(block: Block, index: Sequence[int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int) -> None:
+def _fill_special(
+    block: Block, index: Sequence[int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int
+) -> None:
     """Write the special registers that a kernel reads (PTX ISA, chapter 10)."""
     thread = np.arange(block.threads)
     lane = thread % 32

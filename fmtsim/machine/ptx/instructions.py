@@ -19,7 +19,6 @@ from numba import types
 
 from fmtsim.machine import mufu as mufu_unit
 from fmtsim.machine.ptx.block import c_address, lanes_of
-
 from fmtsim.machine.ptx.numbers import (
     bf16_to_f32,
     canonical,
@@ -255,7 +254,9 @@ def _insert_bits(opcode: Opcode, x: Vector, y: Vector, start: Vector, length: Ve
     size = bits(x.kind)
     start, length = start & 0xFF, (length & 0xFF).call("umin", size)
     wide = (lambda v: v.to(x.kind)) if size == 64 else (lambda v: v.view(x.kind))
-    ones = x.constant(-1).view(f"u{size}") >> wide(start.constant(size - 1) - (length.call("umax", 1) - 1)).view(f"u{size}")
+    ones = x.constant(-1).view(f"u{size}") >> wide(start.constant(size - 1) - (length.call("umax", 1) - 1)).view(
+        f"u{size}"
+    )
     mask = (ones << wide(start.call("umin", size - 1)).view(f"u{size}")).view(x.kind)
     moved = x << wide(start.call("umin", size - 1))
     return where((length == 0) | (start >= size), y, (moved & mask) | (y & ~mask))
@@ -349,7 +350,18 @@ def _permute(opcode: Opcode, a: Vector, b: Vector, c: Vector) -> Vector:
 
 # Comparison and selection (9.7.6, 9.7.7)
 
-_RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_RELATIONS = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 
 
 def _compared(relation: str, x: Vector, y: Vector) -> Vector:
@@ -689,7 +701,7 @@ def _resize(opcode: Opcode, x: Vector) -> Vector:
             wide = x.to("s64")
             if size < 64:
                 wide = wide.call("smin", most)
-            x = (wide.call("smax", least) if size < 64 or least == 0 else wide)
+            x = wide.call("smax", least) if size < 64 or least == 0 else wide
         else:
             x = x.to("u64").call("umin", min(most, (1 << 64) - 1))
     return x.to(target)
@@ -769,7 +781,9 @@ def _widen(opcode: Opcode, x: Vector) -> Vector:
     number = _float_32(x, opcode)
     if source == "bf16" and target == "f32" and len(opcode) == 3:
         return number  # a shift, which keeps NaN
-    return finish(number, opcode) if target == "f32" else finish(number.to("f64"), tuple(m for m in opcode if m != "ftz"))
+    return (
+        finish(number, opcode) if target == "f32" else finish(number.to("f64"), tuple(m for m in opcode if m != "ftz"))
+    )
 
 
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f32|f16|bf16}.f64", "d", "t", "9.7.9.21")

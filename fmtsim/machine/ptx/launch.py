@@ -59,7 +59,9 @@ class Launch:
             f"  {self.instructions:,} instructions; {self.contractions} products fused into sums ({how})",
         ]
         lines += [f"  configuration: {self.config}"] * bool(self.config)
-        return "\n".join([*lines, *(f"  {reason}" for reason in self.reasons), *(f"  {value}" for value in self.watched)])
+        return "\n".join(
+            [*lines, *(f"  {reason}" for reason in self.reasons), *(f"  {value}" for value in self.watched)]
+        )
 
 
 def launch(
@@ -102,7 +104,9 @@ def launch(
     if target not in TARGETS:
         what = "whose PTX is refused until a GPU has recorded it" if target == "b200" else "which is not known"
         raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
-    seen = Watch(places(kernel, watch), (*watch_block, 0, 0)[:3], tuple(watch_threads)) if watch is not None else Watch()
+    seen = (
+        Watch(places(kernel, watch), (*watch_block, 0, 0)[:3], tuple(watch_threads)) if watch is not None else Watch()
+    )
     if triton.is_triton(kernel):
         given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
         named |= {name: value for name, value in given.items() if value is not None}
@@ -174,7 +178,9 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.repeated_atomics:
-        reasons += (f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the order",)
+        reasons += (
+            f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the order",
+        )
     return Launch(
         kernel=program.name, target=target, grid=grid, block=program.block, shared_bytes=program.shared_bytes,
         config=program.config, instructions=done.instructions, contractions=len(done.contraction.fusions),

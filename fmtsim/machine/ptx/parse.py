@@ -218,7 +218,9 @@ def parse(text: str) -> Module:
     reader = _Reader(text)
     module = Module(version="", target="", functions={}, variables={})
     # ".file 1 "/tmp/kernels.py"" stands behind the functions that name it
-    files = {number: name.rpartition("/")[2] for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
+    files = {
+        number: name.rpartition("/")[2] for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)
+    }
     while reader:
         token = reader.take()
         if token == ".version":
@@ -447,7 +449,12 @@ def _read_instruction(reader: _Reader, token: str, line: int, source: str, named
     reader.take(";")
     text = reader.lines[line - 1].partition("//")[0].strip()
     return Instruction(
-        opcode=tuple(opcode.split(".")), operands=tuple(operands), predicate=predicate, line=line, source=source, text=text
+        opcode=tuple(opcode.split(".")),
+        operands=tuple(operands),
+        predicate=predicate,
+        line=line,
+        source=source,
+        text=text,
     )
 
 

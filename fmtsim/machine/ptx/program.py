@@ -15,7 +15,18 @@ import numpy as np
 from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
 from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum, logic_of_three
-from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Module, Operand, Register, Symbol, width
+from fmtsim.machine.ptx.parse import (
+    Address,
+    Function,
+    Group,
+    Immediate,
+    Instruction,
+    Module,
+    Operand,
+    Register,
+    Symbol,
+    width,
+)
 from fmtsim.machine.ptx.products import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
@@ -31,11 +42,7 @@ _SPACES = {
     "global": b.GLOBAL, "const": b.GLOBAL, "param": b.GLOBAL, "param::entry": b.GLOBAL, "shared": b.SHARED, "shared::cta": b.SHARED,
     "shared::cluster": b.SHARED, "local": b.LOCAL, "param::func": b.LOCAL,
 }  # fmt: skip
-_NOTHING = (
-    "fence|membar|wgmma.fence|wgmma.commit_group|wgmma.wait_group|cp.async.commit_group|cp.async.wait_group|cp.async.wait_all|"
-    "cp.async.bulk.commit_group|cp.async.bulk.wait_group|prefetch|prefetchu|setmaxnreg|griddepcontrol|nanosleep|pmevent|"
-    "applypriority|discard|bar.warp|barrier.cluster|mbarrier.inval"
-).split("|")  # fmt: skip
+_NOTHING = ["fence", "membar", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all", "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep", "pmevent", "applypriority", "discard", "bar.warp", "barrier.cluster", "mbarrier.inval"]  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +73,9 @@ def storage(kind: str) -> str:
 
 def inlined(module: Module, function: Function) -> Function:
     """Return a function whose calls of functions with a body are written out."""
-    result = replace(function, body=[], labels={}, registers=dict(function.registers), variables=list(function.variables))
+    result = replace(
+        function, body=[], labels={}, registers=dict(function.registers), variables=list(function.variables)
+    )
     targets, count = dict(function.branch_targets), 0
 
     def write(source: Function, suffix: str, names: Mapping[str, str], depth: int) -> None:
@@ -74,7 +83,9 @@ def inlined(module: Module, function: Function) -> Function:
         if depth > 20:
             raise ArgumentError(f"{source.name} calls itself; a GPU's stack is not simulated")
         ends = f"$end{suffix}"
-        places = {number: [label for label, at in source.labels.items() if at == number] for number in source.labels.values()}
+        places = {
+            number: [label for label, at in source.labels.items() if at == number] for number in source.labels.values()
+        }
         for i, instruction in enumerate(source.body):
             for label in places.get(i, ()):
                 result.labels[label + suffix] = len(result.body)
@@ -86,8 +97,14 @@ def inlined(module: Module, function: Function) -> Function:
                 given = [group for group in instruction.operands if isinstance(group, Group)]
                 returned, passed = (given[0].items, given[-1].items) if len(given) == 2 else (
                     (given[0].items, ()) if callee.results and given else ((), given[0].items if given else ()))  # fmt: skip
-                bound = {v.name: _name(renamed_operand(o, suffix, names)) for v, o in zip(callee.results, returned, strict=True)}
-                bound |= {v.name: _name(renamed_operand(o, suffix, names)) for v, o in zip(callee.parameters, passed, strict=True)}
+                bound = {
+                    v.name: _name(renamed_operand(o, suffix, names))
+                    for v, o in zip(callee.results, returned, strict=True)
+                }
+                bound |= {
+                    v.name: _name(renamed_operand(o, suffix, names))
+                    for v, o in zip(callee.parameters, passed, strict=True)
+                }
                 result.registers.update({f"{r}{inner}": kind for r, kind in callee.registers.items()})
                 bound |= {v.name: f"{v.name}{inner}" for v in callee.variables}
                 result.variables += [replace(v, name=f"{v.name}{inner}") for v in callee.variables]
@@ -98,7 +115,9 @@ def inlined(module: Module, function: Function) -> Function:
                                            predicate=_renamed_predicate(instruction, suffix)))  # fmt: skip
             else:
                 operands = tuple(renamed_operand(o, suffix, names) for o in instruction.operands)
-                result.body.append(replace(instruction, operands=operands, predicate=_renamed_predicate(instruction, suffix)))
+                result.body.append(
+                    replace(instruction, operands=operands, predicate=_renamed_predicate(instruction, suffix))
+                )
         for label in places.get(len(source.body), ()):
             result.labels[label + suffix] = len(result.body)
         if suffix:
@@ -284,7 +303,9 @@ class Builder:
             row[b.ADDRESS] = self.place(operand.base.name)
             row[b.ADDRESS_BITS] = bits(storage(self.kind(operand.base.name))) // 8
 
-    def compute(self, instruction: Instruction, key: str, semantics: Callable, results: tuple, operands: tuple) -> list[int]:
+    def compute(
+        self, instruction: Instruction, key: str, semantics: Callable, results: tuple, operands: tuple
+    ) -> list[int]:
         """Append a row of compiled code; results and operands are pairs of an operand and its kind."""
         row = self.add(instruction, b.COMPUTE)
         places, kinds = [], []
@@ -293,7 +314,9 @@ class Builder:
             places.append(self.place(register, kind))
             kinds.append(storage(kind if register.startswith("#") else self.kind(register)))
         for operand, kind in operands:
-            at, kept = (self.place(operand, kind), storage(kind)) if isinstance(operand, str) else self.operand(operand, kind)
+            at, kept = (
+                (self.place(operand, kind), storage(kind)) if isinstance(operand, str) else self.operand(operand, kind)
+            )
             places.append(at)
             kinds.append(kept)
         if len(places) > b.COLUMNS - b.DATA:
@@ -308,7 +331,9 @@ class Builder:
         return row
 
 
-def _adapted(semantics: Callable, kept: list[str], wanted: tuple[str, ...], negated: tuple[bool, ...], count: int) -> Callable:
+def _adapted(
+    semantics: Callable, kept: list[str], wanted: tuple[str, ...], negated: tuple[bool, ...], count: int
+) -> Callable:
     """Return semantics on registers as they are kept: operands cut to their kinds, results extended to the register's bits."""
 
     def traced(*values: Vector) -> tuple[Vector, ...]:
@@ -341,7 +366,9 @@ def _immediate(operand: Immediate, kind: str) -> int:
     if operand.kind == "f64" and kind in ("f32", "b32"):
         return int(np.float32(np.uint64(operand.value).view(np.float64)).view(np.uint32))
     if operand.kind == "int" and kind in ("f32", "f64") and operand.value != 0:
-        number = np.float32(operand.value).view(np.uint32) if kind == "f32" else np.float64(operand.value).view(np.uint64)
+        number = (
+            np.float32(operand.value).view(np.uint32) if kind == "f32" else np.float64(operand.value).view(np.uint64)
+        )
         return int(number)
     return operand.value
 
@@ -443,7 +470,15 @@ def _is_product(instruction: Instruction) -> bool:
 def _results(instruction: Instruction) -> list[str]:
     """Return the registers of numbers that an instruction writes."""
     first = instruction.operands[0] if instruction.operands else None
-    writes = isinstance(first, Register | Group) and instruction.opcode[0] not in ("setp", "bra", "ret", "bar", "red", "mov", "cvta")
+    writes = isinstance(first, Register | Group) and instruction.opcode[0] not in (
+        "setp",
+        "bra",
+        "ret",
+        "bar",
+        "red",
+        "mov",
+        "cvta",
+    )
     return [r for r in _registers((first,)) if not r.startswith("%p")] if writes and first is not None else []
 
 
@@ -547,7 +582,11 @@ def _store(builder: Builder, instruction: Instruction) -> None:
 def _address(builder: Builder, instruction: Instruction, row: list[int], operand: Operand) -> None:
     """Write a memory operand; parameters of calls lie in local memory."""
     builder.memory(row, operand)
-    if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.name in builder.local_parameters:
+    if (
+        isinstance(operand, Address)
+        and isinstance(operand.base, Symbol)
+        and operand.base.name in builder.local_parameters
+    ):
         row[b.SPACE] = b.LOCAL
 
 
@@ -561,7 +600,13 @@ def _move(builder: Builder, instruction: Instruction) -> None:
         row = TABLE.get(".".join(instruction.opcode))
         if row is None:
             raise unknown(instruction)
-        builder.compute(instruction, ".".join(instruction.opcode), row.semantics, ((target, row.results[0]),), ((source, row.operands[0]),))
+        builder.compute(
+            instruction,
+            ".".join(instruction.opcode),
+            row.semantics,
+            ((target, row.results[0]),),
+            ((source, row.operands[0]),),
+        )
         return
     if kind not in ("b32", "b64", "u32", "u64"):
         raise unknown(instruction)
@@ -676,7 +721,14 @@ _ATOMS = {
 
 def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
     """Return the number of an atomic operation on a type."""
-    floats = {"f32": b.A_ADD_F32, "f64": b.A_ADD_F64, "f16": b.A_ADD_F16, "bf16": b.A_ADD_BF16, "f16x2": b.A_ADD_F16, "bf16x2": b.A_ADD_BF16}
+    floats = {
+        "f32": b.A_ADD_F32,
+        "f64": b.A_ADD_F64,
+        "f16": b.A_ADD_F16,
+        "bf16": b.A_ADD_BF16,
+        "f16x2": b.A_ADD_F16,
+        "bf16x2": b.A_ADD_BF16,
+    }
     if operation == "add" and kind in floats:
         return floats[kind]
     if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|b16", kind) or (kind == "b16" and operation != "cas"):
@@ -741,7 +793,9 @@ def _atomic(builder: Builder, instruction: Instruction) -> None:
             if _name(item) != "_":
                 row[b.DATA + i], _ = builder.operand(item, kind)
     builder.memory(row, operands[0])
-    values = [item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))]
+    values = [
+        item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))
+    ]
     values = values[: count + (operation == "cas")]  # behind them a cache policy
     for i, item in enumerate(values):
         row[b.DATA + 4 + i], _ = builder.operand(item, kind)
@@ -762,7 +816,11 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
     if tuple(parts) not in kinds:
         raise unknown(instruction)
     row = builder.add(instruction, b.MBARRIER)
-    row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = kinds[tuple(parts)], b.SHARED if "shared" in str(instruction.opcode) else b.GENERIC, 4
+    row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = (
+        kinds[tuple(parts)],
+        b.SHARED if "shared" in str(instruction.opcode) else b.GENERIC,
+        4,
+    )
     row[b.FLAGS] = int("expect_tx" in parts)
     waits = "wait" in parts[0]
     if parts[0] == "arrive" or waits:
@@ -828,7 +886,13 @@ def _window(builder: Builder, instruction: Instruction) -> None:
     if not space or instruction.opcode[-1] != "u64":
         raise unknown(instruction)
     start = -start if "to" in instruction.opcode else start
-    builder.compute(instruction, f"cvta{start}", lambda x: x + start, ((instruction.operands[0], "u64"),), ((instruction.operands[1], "u64"),))
+    builder.compute(
+        instruction,
+        f"cvta{start}",
+        lambda x: x + start,
+        ((instruction.operands[0], "u64"),),
+        ((instruction.operands[1], "u64"),),
+    )
 
 
 def _is_space(builder: Builder, instruction: Instruction) -> None:
@@ -846,16 +910,26 @@ def _is_space(builder: Builder, instruction: Instruction) -> None:
 def _map_shared(builder: Builder, instruction: Instruction) -> None:
     """mapa of a cluster of one block: the address itself."""
     kind = instruction.opcode[-1]
-    builder.compute(instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),))
+    builder.compute(
+        instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),)
+    )
 
 
 def _rank(builder: Builder, instruction: Instruction) -> None:
-    builder.compute(instruction, "getctarank", lambda x: x.to("u32") & 0, ((instruction.operands[0], "u32"),), ((instruction.operands[1], "u64"),))
+    builder.compute(
+        instruction,
+        "getctarank",
+        lambda x: x.to("u32") & 0,
+        ((instruction.operands[0], "u32"),),
+        ((instruction.operands[1], "u64"),),
+    )
 
 
 def _policy(builder: Builder, instruction: Instruction) -> None:
     """createpolicy: caches change no value."""
-    builder.compute(instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),))
+    builder.compute(
+        instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),)
+    )
 
 
 def _logic(builder: Builder, instruction: Instruction) -> None:

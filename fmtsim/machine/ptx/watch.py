@@ -28,7 +28,9 @@ class Watched:
 
     source: str  # "kernels.py:5"
     instruction: str
-    values: torch.Tensor  # [threads], of the instruction's type; bits without a type are float32 where they have 32 bits
+    values: (
+        torch.Tensor
+    )  # [threads], of the instruction's type; bits without a type are float32 where they have 32 bits
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{x:.9g}" if isinstance(x, float) else str(x) for x in self.values.tolist())
@@ -54,7 +56,9 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
         else:
             lines = _assignments(function, item) if inspect.isfunction(function) else []
             if not lines:
-                raise ArgumentError(f"watch={shown(item)} is not assigned in the kernel; give a variable, a line's number or 'file.py:5'")
+                raise ArgumentError(
+                    f"watch={shown(item)} is not assigned in the kernel; give a variable, a line's number or 'file.py:5'"
+                )
             found |= {f"{file}:{line}" for line in lines}
     return frozenset(found)
 
@@ -66,7 +70,13 @@ def _assignments(function: Any, name: str) -> list[int]:
     tree = ast.parse("".join(line[indent:] if line.strip() else line for line in lines))
     found = []
     for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AugAssign | ast.AnnAssign)
+            else []
+        )
         names = {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
         if name in names:
             found.append(start + node.lineno - 1)  # type: ignore[attr-defined]
@@ -76,7 +86,9 @@ def _assignments(function: Any, name: str) -> list[int]:
 _TYPES = {"f32": np.float32, "f64": np.float64, "s32": np.int32, "s64": np.int64, "b32": np.float32, "s16": np.int16}
 
 
-def watched(notes: Sequence[tuple[Instruction, str, np.ndarray, np.ndarray]], threads: Sequence[int]) -> tuple[Watched, ...]:
+def watched(
+    notes: Sequence[tuple[Instruction, str, np.ndarray, np.ndarray]], threads: Sequence[int]
+) -> tuple[Watched, ...]:
     """Return the notes of a block for the threads that were chosen."""
     result = []
     for instruction, _, words, running in notes:
