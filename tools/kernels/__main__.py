@@ -17,7 +17,7 @@ import time
 import zipfile
 from pathlib import Path
 
-GROUPS = ("triton", "cuda", "instruction", "range")
+GROUPS = ("triton", "cuda", "unit", "range", "instruction")
 
 
 def main(words: list[str] | None = None) -> int:
