@@ -4,6 +4,7 @@
 
     python -m tools.kernels OUT.zip                        # all, some minutes on an H100
     python -m tools.kernels OUT.zip --only triton --match flash
+    python -m tools.kernels OUT.zip --pack SMALL.zip       # what tests read
 
 Status 1 where a case failed; the others are in the record all the same.
 """
@@ -27,7 +28,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--match", default="", help="part of the names of the cases to run")
     parser.add_argument("--seconds", type=float, default=240.0, help="no case starts later")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--pack", type=Path, help="write OUT.zip's cases, shortened for tests, to this zip; needs no GPU"
+    )
     arguments = parser.parse_args(words)
+    if arguments.pack:
+        from tools.kernels.record import Records
+
+        Records(arguments.out).pack(arguments.pack, {"triton": 3072, "cuda": 3072, "ptx": 256})
+        return 0
     began, status = time.monotonic(), 0
     for group in arguments.only.split(","):
         left = arguments.seconds - (time.monotonic() - began)
@@ -35,7 +44,9 @@ def main(words: list[str] | None = None) -> int:
             for _ in range(4):
                 size = _count(arguments.out)
                 command = ["--only", group, "--match", arguments.match, "--seconds", f"{left:.0f}", "--child"]
-                done = subprocess.run([sys.executable, "-m", "tools.kernels", str(arguments.out), *command], check=False)
+                done = subprocess.run(
+                    [sys.executable, "-m", "tools.kernels", str(arguments.out), *command], check=False
+                )
                 status |= done.returncode
                 left = arguments.seconds - (time.monotonic() - began)
                 if done.returncode == 0 or _count(arguments.out) == size or left < 0:

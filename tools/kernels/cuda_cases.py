@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
+# ruff: noqa: E501 - kernels in strings, and a case a line
 """CUDA C++ kernels as their users write them, small, each with its operands."""
 
 import torch
@@ -13,7 +14,15 @@ _CASES: list[Case] = []
 def _case(name, source, grid, block, arguments, shared=0, flags=(), entry=None):
     options = dict(block=block, shared=shared, flags=flags)
     _CASES.append(
-        Case(name=f"cuda_{name}", kernel=source, grid=grid, make_arguments=arguments, options=options, kind="cuda", entry=entry or name)
+        Case(
+            name=f"cuda_{name}",
+            kernel=source,
+            grid=grid,
+            make_arguments=arguments,
+            options=options,
+            kind="cuda",
+            entry=entry or name,
+        )
     )
 
 
@@ -65,13 +74,47 @@ def _functions(name, *expressions, flags=(), scale=4.0):
 
 _functions("fast_math_1", "__expf(a)", "__logf(a)", "__sinf(a)", "__cosf(b)", "__fdividef(a, b)", "__powf(a, b)")
 _functions("fast_math_2", "rsqrtf(a)", "__frcp_rn(a)", "__log2f(a)", "__exp10f(a)", "__saturatef(a * b)", "__tanf(a)")
-_functions("rounding", "__fadd_rz(a, b)", "__fmul_ru(a, b)", "__fmaf_rd(a, b, a)", "__fdiv_rn(a, b)", "__fsqrt_rn(a)", "__fsub_rn(a, b)")
-_functions("rounding_2", "__fdiv_rz(a, b)", "__frcp_ru(a)", "__fsqrt_rd(a)", "__frsqrt_rn(a)", "__fdiv_ru(a, b)", "__fmaf_rz(a, b, b)")
+_functions(
+    "rounding",
+    "__fadd_rz(a, b)",
+    "__fmul_ru(a, b)",
+    "__fmaf_rd(a, b, a)",
+    "__fdiv_rn(a, b)",
+    "__fsqrt_rn(a)",
+    "__fsub_rn(a, b)",
+)
+_functions(
+    "rounding_2",
+    "__fdiv_rz(a, b)",
+    "__frcp_ru(a)",
+    "__fsqrt_rd(a)",
+    "__frsqrt_rn(a)",
+    "__fdiv_ru(a, b)",
+    "__fmaf_rz(a, b, b)",
+)
 _functions("libm_1", "expf(a)", "logf(a)", "powf(a, b)", "tanhf(a)", "erff(a)", "a / b")
 _functions("libm_2", "log1pf(a)", "expm1f(a)", "asinf(a)", "atan2f(a, b)", "cbrtf(a)", "fmodf(a, b)")
 _functions("libm_3", "erfcf(a)", "lgammaf(a)", "sinhf(a)", "exp2f(a) + log2f(b)", "hypotf(a, b)", "remainderf(a, b)")
-_functions("use_fast_math", "expf(a)", "logf(a)", "powf(a, b)", "tanhf(a)", "a / b + sqrtf(a)", "sinf(a) * cosf(b)", flags=("--use_fast_math",))
-_functions("no_contraction", "a * b + a", "a * a - b * b", "(a + b) * (a - b)", "a / b", "sqrtf(a)", "fmaf(a, b, a)", flags=("--fmad=false",))
+_functions(
+    "use_fast_math",
+    "expf(a)",
+    "logf(a)",
+    "powf(a, b)",
+    "tanhf(a)",
+    "a / b + sqrtf(a)",
+    "sinf(a) * cosf(b)",
+    flags=("--use_fast_math",),
+)
+_functions(
+    "no_contraction",
+    "a * b + a",
+    "a * a - b * b",
+    "(a + b) * (a - b)",
+    "a / b",
+    "sqrtf(a)",
+    "fmaf(a, b, a)",
+    flags=("--fmad=false",),
+)
 _functions("contraction", "a * b + a", "a * a - b * b", "a * b + b * a + a * 0.5f", "1.f / (1.f + __expf(-a))", "fminf(fmaxf(a * b, 0.f), 1.f)",
            "a - truncf(a / b) * b")  # fmt: skip
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
+# ruff: noqa: E501 - kernels in strings, and a case a line
 """Single PTX instructions on operands that meet every branch: pairs of 400 values each, triples, all of 2^16, all of 2^32.
 
 A case is a kernel that loads operands, runs the instruction and stores its result. ``RANGES`` names instructions of one
@@ -8,7 +9,6 @@ A case is a kernel that loads operands, runs the instruction and stores its resu
 
 import concurrent.futures
 import functools
-import zipfile
 from itertools import product
 from pathlib import Path
 
@@ -63,7 +63,15 @@ def _fill() -> None:
         _range(f"cvt.{mode}{ftz}.f32.f32", "f32")
     for rest in ("cvt.rzi.ftz.s32.f32", "cvt.rni.ftz.u32.f32"):
         _range(rest, "b32")
-    for rest in ("cvt.sat.f32.f32", "cvt.ftz.f32.f32", "cvt.ftz.sat.f32.f32", "neg.f32", "neg.ftz.f32", "abs.f32", "abs.ftz.f32"):
+    for rest in (
+        "cvt.sat.f32.f32",
+        "cvt.ftz.f32.f32",
+        "cvt.ftz.sat.f32.f32",
+        "neg.f32",
+        "neg.ftz.f32",
+        "abs.f32",
+        "abs.ftz.f32",
+    ):
         _range(rest, "f32")
     _range("cvt.f64.f32", "f64")
     _range("cvt.ftz.f64.f32", "f64")
@@ -77,12 +85,23 @@ def _fill() -> None:
     for packed in ("ex2.approx.f16x2", "ex2.approx.ftz.bf16x2", "tanh.approx.f16x2", "tanh.approx.bf16x2", "neg.f16x2", "neg.ftz.f16x2",
                    "neg.bf16x2", "abs.f16x2", "abs.bf16x2"):  # fmt: skip
         _range(packed, "b32")
-    for packed in ("cvt.rn.satfinite.e4m3x2.f16x2", "cvt.rn.satfinite.relu.e4m3x2.f16x2", "cvt.rn.satfinite.e5m2x2.f16x2"):
+    for packed in (
+        "cvt.rn.satfinite.e4m3x2.f16x2",
+        "cvt.rn.satfinite.relu.e4m3x2.f16x2",
+        "cvt.rn.satfinite.e5m2x2.f16x2",
+    ):
         _range(packed, "b16")
     for integer in ("popc.b32", "clz.b32", "brev.b32", "bfind.u32", "bfind.s32", "bfind.shiftamt.u32", "bfind.shiftamt.s32", "cnot.b32", "not.b32",
                     "neg.s32", "abs.s32"):  # fmt: skip
         _range(integer, "b32")
-    for integer in ("cvt.sat.s8.s32", "cvt.sat.u8.s32", "cvt.sat.u16.s32", "cvt.sat.s16.u32", "cvt.s8.s32", "cvt.u8.s32"):
+    for integer in (
+        "cvt.sat.s8.s32",
+        "cvt.sat.u8.s32",
+        "cvt.sat.u16.s32",
+        "cvt.sat.s16.u32",
+        "cvt.s8.s32",
+        "cvt.u8.s32",
+    ):
         _range(integer, "s16")
     # 2. one operand of 16 bits: all 2^16; of 64 bits: chosen ones
     for form in ("f16", "bf16"):
@@ -135,7 +154,13 @@ def _fill() -> None:
         _add(integer, "u32", "u64")
     for integer in ("brev.b64", "cnot.b64", "neg.s64", "abs.s64", "not.b64"):
         _add(integer, "u64", "u64")
-    for to, frm in (("sat.s32.s64", "s64"), ("sat.u32.s64", "s64"), ("sat.s8.s64", "s64"), ("u32.u64", "u64"), ("s8.s64", "s64")):
+    for to, frm in (
+        ("sat.s32.s64", "s64"),
+        ("sat.u32.s64", "s64"),
+        ("sat.s8.s64", "s64"),
+        ("u32.u64", "u64"),
+        ("s8.s64", "s64"),
+    ):
         _add(f"cvt.{to}", to.split(".")[-2], frm)
     # 3. two operands: 400 by 400
     for op, mode, ftz in product(("add", "sub", "mul"), (*rounding, ""), ("", ".ftz", ".sat", ".ftz.sat")):
@@ -147,10 +172,16 @@ def _fill() -> None:
             _add(f"{op}.{mode}.ftz.f32", "f32", "f32", "f32")
     for mode, ftz in product(("approx", "full"), ("", ".ftz")):
         _add(f"div.{mode}{ftz}.f32", "f32", "f32", "f32")
-    for op, form, rest in product(("add", "sub", "mul"), ("f16", "bf16", "f16x2", "bf16x2"), ("", ".rn", ".ftz", ".sat", ".rn.ftz.sat")):
+    for op, form, rest in product(
+        ("add", "sub", "mul"), ("f16", "bf16", "f16x2", "bf16x2"), ("", ".rn", ".ftz", ".sat", ".rn.ftz.sat")
+    ):
         if form[0] == "f" or rest in ("", ".rn"):
             _add(f"{op}{rest}.{form}", form, form, form)
-    for op, form, rest in product(("min", "max"), ("f32", "f16", "bf16", "f16x2", "bf16x2"), ("", ".NaN", ".ftz", ".xorsign.abs", ".NaN.xorsign.abs", ".ftz.NaN")):
+    for op, form, rest in product(
+        ("min", "max"),
+        ("f32", "f16", "bf16", "f16x2", "bf16x2"),
+        ("", ".NaN", ".ftz", ".xorsign.abs", ".NaN.xorsign.abs", ".ftz.NaN"),
+    ):
         if form[0] == "f" or "ftz" not in rest:
             _add(f"{op}{rest}.{form}", form, form, form)
     for op in ("min", "max"):
@@ -161,15 +192,27 @@ def _fill() -> None:
         _add(f"setp.{test}.{form} %p1, %a, %b; selp.b32 %d, 1, 0, %p1;", "pred", form, form)
     for test in ("eq", "lt", "leu", "nan"):
         _add(f"setp.{test}.ftz.f32 %p1, %a, %b; selp.b32 %d, 1, 0, %p1;", "pred", "f32", "f32")
-        _add(f"setp.{test}.f16x2 %p1|%p2, %a, %b; selp.b32 %d, 1, 0, %p1; @%p2 add.s32 %d, %d, 2;", "pred", "f16x2", "f16x2")
-        _add(f"setp.{test}.bf16x2 %p1|%p2, %a, %b; selp.b32 %d, 1, 0, %p1; @%p2 add.s32 %d, %d, 2;", "pred", "bf16x2", "bf16x2")
+        _add(
+            f"setp.{test}.f16x2 %p1|%p2, %a, %b; selp.b32 %d, 1, 0, %p1; @%p2 add.s32 %d, %d, 2;",
+            "pred",
+            "f16x2",
+            "f16x2",
+        )
+        _add(
+            f"setp.{test}.bf16x2 %p1|%p2, %a, %b; selp.b32 %d, 1, 0, %p1; @%p2 add.s32 %d, %d, 2;",
+            "pred",
+            "bf16x2",
+            "bf16x2",
+        )
         _add(f"set.{test}.f32.f32", "f32", "f32", "f32")
         _add(f"set.{test}.u32.f32", "u32", "f32", "f32")
         _add(f"set.{test}.f16.f16", "f16", "f16", "f16")
         _add(f"set.{test}.bf16.bf16", "bf16", "bf16", "bf16")
         _add(f"set.{test}.f16x2.f16x2", "f16x2", "f16x2", "f16x2")
     _add("setp.lt.and.f32 %p1|%p2, %a, %b, %p3; selp.b32 %d, 1, 0, %p1; @%p2 add.s32 %d, %d, 2;", "pred", "f32", "f32")
-    for test, form in product(("eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs"), ("s32", "u32", "s64", "u64", "s16", "u16")):
+    for test, form in product(
+        ("eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs"), ("s32", "u32", "s64", "u64", "s16", "u16")
+    ):
         if test in ("eq", "ne", "lt", "le", "gt", "ge") or form[0] == "u":
             _add(f"setp.{test}.{form} %p1, %a, %b; selp.b32 %d, 1, 0, %p1;", "pred", form, form)
     for mode, form in product(("rn", "rz"), ("f16x2", "bf16x2")):
@@ -177,7 +220,9 @@ def _fill() -> None:
         _add(f"cvt.{mode}.relu.{form}.f32", form, "f32", "f32")
     for form, relu in product(("e4m3x2", "e5m2x2"), ("", ".relu")):
         _add(f"cvt.rn.satfinite{relu}.{form}.f32", form, "f32", "f32")
-    for op, form in product(("add", "sub", "mul.lo", "mul.hi", "div", "rem", "min", "max"), ("s16", "u16", "s32", "u32", "s64", "u64")):
+    for op, form in product(
+        ("add", "sub", "mul.lo", "mul.hi", "div", "rem", "min", "max"), ("s16", "u16", "s32", "u32", "s64", "u64")
+    ):
         _add(f"{op}.{form}", form, form, form)
     for op, form in product(("mul.wide", "mul24.lo", "mul24.hi"), ("s32", "u32")):
         _add(f"{op}.{form}", form[0] + "64" if op == "mul.wide" else form, form, form)
@@ -193,7 +238,14 @@ def _fill() -> None:
         _add(op, "u32", "u32", "u32")
     for op in ("shl.b64", "shr.s64", "shr.u64"):
         _add(op, "u64", "u64", "u32")
-    for op in ("bmsk.clamp.b32", "bmsk.wrap.b32", "szext.clamp.s32", "szext.wrap.s32", "szext.clamp.u32", "szext.wrap.u32"):
+    for op in (
+        "bmsk.clamp.b32",
+        "bmsk.wrap.b32",
+        "szext.clamp.s32",
+        "szext.wrap.s32",
+        "szext.clamp.u32",
+        "szext.wrap.u32",
+    ):
         _add(op, "u32", "u32", "u32")
     for bits, op in product(("b16", "b32", "b64"), ("and", "or", "xor")):
         _add(f"{op}.{bits}", bits, bits, bits)
@@ -203,7 +255,9 @@ def _fill() -> None:
         _add(f"fma.{mode}{rest}.f32", "f32", "f32", "f32", "f32")
     for mode in rounding:
         _add(f"fma.{mode}.f64", "f64", "f64", "f64", "f64")
-    for form, rest in product(("f16", "f16x2", "bf16", "bf16x2"), ("", ".ftz", ".sat", ".relu", ".ftz.relu", ".ftz.sat")):
+    for form, rest in product(
+        ("f16", "f16x2", "bf16", "bf16x2"), ("", ".ftz", ".sat", ".relu", ".ftz.relu", ".ftz.sat")
+    ):
         if form[0] == "f" or rest in ("", ".relu"):
             _add(f"fma.rn{rest}.{form}", form, form, form, form)
     for op, form in product(("mad.lo", "mad.hi"), ("s16", "u16", "s32", "u32", "s64", "u64")):
@@ -235,7 +289,13 @@ def _fill() -> None:
         _add(f"shf.{direction}.{mode}.b32", "u32", "u32", "u32", "u32")
     for table in (0x1B, 0x96, 0xE8):
         _add(f"lop3.b32 %d, %a, %b, %c, {table};", "u32", "u32", "u32", "u32")
-    for op in ("vadd4.u32.u32.u32", "vsub4.s32.s32.s32.sat", "vabsdiff4.u32.u32.u32", "vmax2.s32.s32.s32", "vabsdiff4.u32.u32.u32.add"):
+    for op in (
+        "vadd4.u32.u32.u32",
+        "vsub4.s32.s32.s32.sat",
+        "vabsdiff4.u32.u32.u32",
+        "vmax2.s32.s32.s32",
+        "vabsdiff4.u32.u32.u32.add",
+    ):
         _add(op, "u32", "u32", "u32", "u32")
     _add("add.cc.u32 %r1, %a, %b; addc.cc.u32 %r2, %b, %c; addc.u32 %r3, 0, 0; xor.b32 %d, %r1, %r2; shf.l.wrap.b32 %d, %d, %r3, %r3;", "u32",
          "u32", "u32", "u32")  # fmt: skip
@@ -244,7 +304,12 @@ def _fill() -> None:
     _add("mad.lo.cc.u32 %r1, %a, %b, %c; madc.hi.cc.u32 %r2, %a, %b, %c; madc.lo.u32 %r3, %a, %c, 0; xor.b32 %d, %r1, %r2; add.u32 %d, %d, %r3;",
          "u32", "u32", "u32", "u32")  # fmt: skip
     # 5. a warp together
-    for mode in ("ballot.sync.b32 %d, %p1", "any.sync.pred %p2, %p1", "all.sync.pred %p2, %p1", "uni.sync.pred %p2, !%p1"):
+    for mode in (
+        "ballot.sync.b32 %d, %p1",
+        "any.sync.pred %p2, %p1",
+        "all.sync.pred %p2, %p1",
+        "uni.sync.pred %p2, !%p1",
+    ):
         tail = "" if "b32" in mode else "; selp.b32 %d, 1, 0, %p2"
         _add(f"setp.lt.s32 %p1, %a, 100; vote.{mode}, -1{tail};", "u32", "s32")
     for mode in ("up", "down", "bfly", "idx"):
@@ -272,7 +337,9 @@ def pairs_ptx(instruction: str, result: str, operands: tuple[str, ...]) -> str:
     lines = []
     for name, kind in zip("abc", operands, strict=False):
         bits = _BITS[kind]
-        lines += [f"shl.b64 %q2, %q1, {_SHIFT[bits]}; ld.param.u64 %q3, [{name}]; add.s64 %q3, %q3, %q2; ld.global.b{bits} %{name}, [%q3];"]
+        lines += [
+            f"shl.b64 %q2, %q1, {_SHIFT[bits]}; ld.param.u64 %q3, [{name}]; add.s64 %q3, %q3, %q2; ld.global.b{bits} %{name}, [%q3];"
+        ]
     kinds = " ".join(f".reg .b{_BITS[kind]} %{name};" for name, kind in zip("abc", operands, strict=False))
     bits = _BITS[result]
     return f"""{_HEAD}.visible .entry probe(.param .u64 a, .param .u64 b, .param .u64 c, .param .u64 y, .param .u32 n)
@@ -332,8 +399,54 @@ def _values(kind: str, seed: int, count: int) -> Tensor:
         low, high = special(seed, count, dtype), special(seed + 50, count, dtype)
         high = high[torch.from_numpy(np.argsort(words(seed, count), kind="stable"))]
         return torch.stack([low, high], 1).view(torch.int32).reshape(-1)
-    near = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 30, 31, 32, 33, 40, 47, 48, 62, 63, 64, 65, 100, 127, 128, 255, 256, 1000, 32767, 32768, 65535]
-    near += [65536, (1 << 23) - 1, 1 << 23, 1 << 24, (1 << 24) + 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 53) + 1, (1 << 63) - 1, 1 << 63]
+    near = [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+        8,
+        15,
+        16,
+        17,
+        24,
+        30,
+        31,
+        32,
+        33,
+        40,
+        47,
+        48,
+        62,
+        63,
+        64,
+        65,
+        100,
+        127,
+        128,
+        255,
+        256,
+        1000,
+        32767,
+        32768,
+        65535,
+    ]
+    near += [
+        65536,
+        (1 << 23) - 1,
+        1 << 23,
+        1 << 24,
+        (1 << 24) + 1,
+        (1 << 31) - 1,
+        1 << 31,
+        (1 << 32) - 1,
+        1 << 32,
+        (1 << 53) + 1,
+        (1 << 63) - 1,
+        1 << 63,
+    ]
     edges = sorted({v & (1 << bits) - 1 for base in near for v in (base, -base)})
     signed = torch.tensor([v - (1 << bits) if v >> (bits - 1) else v for v in edges], dtype=_TORCH[bits])[:count]
     rest = max(count - len(signed), 0)
@@ -391,7 +504,11 @@ def record_ranges(path: Path, have: set[str], match: str, seconds: float) -> int
 
     from tools.kernels.record import _launch, assemble, write
 
-    rows = [(name(i) + "_range", i, range_ptx(i, r)) for i, r in RANGES if match in i and f"{name(i)}_range.json" not in have]
+    rows = [
+        (name(i) + "_range", i, range_ptx(i, r))
+        for i, r in RANGES
+        if match in i and f"{name(i)}_range.json" not in have
+    ]
     failed, began = 0, time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         cubins = [(label, instruction, pool.submit(assemble, ptx)) for label, instruction, ptx in rows]
@@ -401,7 +518,15 @@ def record_ranges(path: Path, have: set[str], match: str, seconds: float) -> int
                 return 1
             try:
                 sums = torch.zeros(256, dtype=torch.int64, device="cuda")
-                case = Case(name=label, kernel="", grid=(1 << 16,), make_arguments=list, options=dict(block=(256,)), kind="ptx", entry="probe")
+                case = Case(
+                    name=label,
+                    kernel="",
+                    grid=(1 << 16,),
+                    make_arguments=list,
+                    options=dict(block=(256,)),
+                    kind="ptx",
+                    entry="probe",
+                )
                 _launch(cubin.result(), case, [sums])
                 body = sums.cpu().numpy().tobytes()
                 write(path, (label, dict(kind="range", instruction=instruction), "", body))
@@ -412,7 +537,8 @@ def record_ranges(path: Path, have: set[str], match: str, seconds: float) -> int
     return int(failed > 0)
 
 
-def known(path: Path) -> dict[str, np.ndarray]:
-    """Return the sums of every recorded range by instruction: 256 uint64 each."""
-    with zipfile.ZipFile(path) as file:
-        return {i: np.frombuffer(file.read(f"{name(i)}_range.out"), np.uint64) for i, _ in RANGES if f"{name(i)}_range.out" in file.namelist()}
+def known(records: object) -> dict[str, np.ndarray]:
+    """Return the sums of every range of a record by instruction: 256 uint64 each."""
+    have = set(records.names)
+    found = ((instruction, f"{name(instruction)}_range") for instruction, _ in RANGES)
+    return {instruction: np.frombuffer(records.kept(label), np.uint64) for instruction, label in found if label in have}

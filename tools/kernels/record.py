@@ -34,7 +34,9 @@ def outcome(before: list[torch.Tensor], after: list[torch.Tensor], kept: int) ->
         whole = raw(new)
         if whole == raw(old):
             continue
-        fact = dict(tensor=i, dtype=str(new.dtype)[6:], shape=list(new.shape), sha256=hashlib.sha256(whole).hexdigest()[:16])
+        fact = dict(
+            tensor=i, dtype=str(new.dtype)[6:], shape=list(new.shape), sha256=hashlib.sha256(whole).hexdigest()[:16]
+        )
         if len(whole) > CHUNKED:
             width = -(-new.numel() // CHUNKS) * new.element_size()
             parts = [hashlib.sha256(whole[k : k + width]).hexdigest()[:8] for k in range(0, len(whole), width)]
@@ -56,13 +58,55 @@ class Records:
 
     def __init__(self, path: str | Path) -> None:
         self._zip = zipfile.ZipFile(path)
-        self.names = [name[:-5] for name in self._zip.namelist() if name.endswith(".json") and name != "machine.json"]
+        names = self._zip.namelist()
+        self._packed = json.loads(self._zip.read("index.json")) if "index.json" in names else {}
+        self.names = list(self._packed) or [
+            name[:-5] for name in names if name.endswith(".json") and name != "machine.json"
+        ]
+        self._blobs = {end: self._zip.read(end) for end in ("ptx", "out") if self._packed}
 
     def facts(self, name: str) -> dict:
-        return json.loads(self._zip.read(f"{name}.json"))
+        return self._packed[name] if self._packed else json.loads(self._zip.read(f"{name}.json"))
+
+    def _part(self, name: str, end: str) -> bytes:
+        if self._packed:
+            start, size = self._packed[name].get(end, (0, 0))
+            return self._blobs[end][start : start + size]
+        return self._zip.read(f"{name}.{end}") if f"{name}.{end}" in self._zip.namelist() else b""
 
     def ptx(self, name: str) -> str:
-        return self._zip.read(f"{name}.ptx").decode()
+        return self._part(name, "ptx").decode()
+
+    def kept(self, name: str) -> bytes:
+        return self._part(name, "out")
+
+    def pack(self, path: Path, kept: dict[str, int]) -> None:
+        """Write the record anew as three entries, with at most ``kept`` bytes of a tensor of a case of each kind."""
+        index, blobs = {}, {"ptx": b"", "out": b""}
+        for name in self.names:
+            facts, body = dict(self.facts(name)), self.kept(name)
+            if facts["kind"] == "machine":
+                continue
+            if facts["kind"] != "range":
+                shorter, changed = b"", []
+                for fact in facts.get("changed", ()):
+                    whole, size = (
+                        body[fact["offset"] : fact["offset"] + fact["nbytes"]],
+                        getattr(torch, fact["dtype"]).itemsize,
+                    )
+                    factor = 1 if len(whole) <= kept[facts["kind"]] else -(-len(whole) // kept[facts["kind"]]) | 1
+                    picked = every(whole, size, factor)
+                    changed.append(fact | dict(step=fact["step"] * factor, offset=len(shorter), nbytes=len(picked)))
+                    shorter += picked
+                facts, body = facts | dict(changed=changed), shorter
+            for end, part in (("ptx", self._part(name, "ptx")), ("out", body)):
+                facts[end] = (len(blobs[end]), len(part))
+                blobs[end] += part
+            index[name] = facts
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as file:
+            file.writestr("index.json", json.dumps(index, separators=(",", ":")))
+            for end, blob in blobs.items():
+                file.writestr(end, blob)
 
     def differences(self, name: str, before: list[object], after: list[object]) -> list[str]:
         """Return what differs from the record, one sentence each: operands, tensors, elements."""
@@ -72,7 +116,7 @@ class Records:
         if digest(before) != facts["operands"]:
             return ["the operands are not those of the record"]
         found, _ = outcome(tensors(before), tensors(after), 0x7FFFFFFF)
-        theirs, kept = facts["changed"], self._zip.read(f"{name}.out")
+        theirs, kept = facts["changed"], self.kept(name)
         lines = []
         if [fact["tensor"] for fact in found] != [fact["tensor"] for fact in theirs]:
             lines.append(f"changed tensors: {[f['tensor'] for f in found]}, recorded {[f['tensor'] for f in theirs]}")
@@ -139,7 +183,8 @@ def compile_cuda(case: Case) -> tuple[str, bytes]:
     """Return (PTX, cubin) of CUDA C++: by NVRTC, or by nvcc where there is no NVRTC."""
     flags = list(case.options.get("flags", ()))
     include = next(
-        (p for p in (Path("/usr/local/cuda/include"), Path("/usr/local/cuda-13.0/include")) if p.is_dir()), Path(assembler()).parents[1] / "include"
+        (p for p in (Path("/usr/local/cuda/include"), Path("/usr/local/cuda-13.0/include")) if p.is_dir()),
+        Path(assembler()).parents[1] / "include",
     )
     try:
         from cuda.bindings import nvrtc
@@ -164,7 +209,9 @@ def _compile_by_nvcc(case: Case, flags: list[str]) -> tuple[str, bytes]:
         source = Path(folder) / "a.cu"
         source.write_text(case.kernel)
         for kind in ("ptx", "cubin"):
-            subprocess.run(["nvcc", f"-{kind}", "-arch=sm_90a", *flags, str(source), "-o", f"{folder}/a.{kind}"], check=True)
+            subprocess.run(
+                ["nvcc", f"-{kind}", "-arch=sm_90a", *flags, str(source), "-o", f"{folder}/a.{kind}"], check=True
+            )
         return (Path(folder) / "a.ptx").read_text(), (Path(folder) / "a.cubin").read_bytes()
 
 
@@ -226,7 +273,9 @@ def run(case: Case, compiled: tuple[str, bytes] | None) -> tuple[dict, str, byte
         else:
             ptx, cubin = compiled
             _launch(cubin, case, arguments)
-            more = dict(shared=case.options.get("shared", 0), block=list(case.options.get("block", (128,))), entry=case.entry)
+            more = dict(
+                shared=case.options.get("shared", 0), block=list(case.options.get("block", (128,))), entry=case.entry
+            )
         torch.cuda.synchronize()
         results.append([tensor.cpu() for tensor in tensors(arguments)])
     same = all(raw(a) == raw(b) for a, b in zip(*results, strict=True))
@@ -252,7 +301,11 @@ def record(path: Path, cases: list[Case], seconds: float) -> int:
     """Record cases until the time is over: the number of those that failed; a failure is recorded, too."""
     began = flushed = time.monotonic()
     failed, entries = 0, []
-    build = {"cuda": compile_cuda, "ptx": lambda case: (case.kernel, assemble(case.kernel)), "triton": lambda case: None}
+    build = {
+        "cuda": compile_cuda,
+        "ptx": lambda case: (case.kernel, assemble(case.kernel)),
+        "triton": lambda case: None,
+    }
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiled = [pool.submit(build[case.kind], case) for case in cases]
         for case, ready in zip(cases, compiled, strict=True):
@@ -266,10 +319,15 @@ def record(path: Path, cases: list[Case], seconds: float) -> int:
                 entries.append((case.name, facts, ptx if case.kind != "ptx" else "", body))
                 state = "" if facts["twice"] else "  TWO RUNS DIFFER"
                 if state or case.kind != "ptx":
-                    print(f"{case.name}: {time.monotonic() - start:.2f} s, {len(facts['changed'])} changed{state}", flush=True)
+                    print(
+                        f"{case.name}: {time.monotonic() - start:.2f} s, {len(facts['changed'])} changed{state}",
+                        flush=True,
+                    )
             except Exception as error:  # noqa: BLE001 - whatever it is, the other cases go on
                 failed += 1
-                entries.append((case.name, dict(kind=case.kind, error=f"{type(error).__name__}: {error}"[:500]), "", b""))
+                entries.append(
+                    (case.name, dict(kind=case.kind, error=f"{type(error).__name__}: {error}"[:500]), "", b"")
+                )
                 print(f"{case.name}: FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
                 try:
                     torch.cuda.synchronize()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
+# ruff: noqa: E501 - kernels in strings, and a case a line
 """Triton kernels as their users write them, small, each with its operands."""
 
 import torch
@@ -17,7 +18,9 @@ _CASES: list[Case] = []
 
 def _case(name, kernel, grid, arguments, constexprs=None, **options):
     _CASES.append(
-        Case(name=name, kernel=kernel, grid=grid, make_arguments=arguments, constexprs=constexprs or {}, options=options)
+        Case(
+            name=name, kernel=kernel, grid=grid, make_arguments=arguments, constexprs=constexprs or {}, options=options
+        )
     )
 
 
@@ -41,8 +44,12 @@ def matmul(a, b, c, bias, residual, M, N, K, sam, sak, sbk, sbn, BM: tl.constexp
     rk = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), ACC)
     for k in range(0, K, BK):
-        x = tl.load(a + rm[:, None] * sam + (k + rk)[None, :] * sak, mask=(rm < M)[:, None] & (k + rk < K)[None, :], other=0.0)
-        y = tl.load(b + (k + rk)[:, None] * sbk + rn[None, :] * sbn, mask=(k + rk < K)[:, None] & (rn < N)[None, :], other=0.0)
+        x = tl.load(
+            a + rm[:, None] * sam + (k + rk)[None, :] * sak, mask=(rm < M)[:, None] & (k + rk < K)[None, :], other=0.0
+        )
+        y = tl.load(
+            b + (k + rk)[:, None] * sbk + rn[None, :] * sbn, mask=(k + rk < K)[:, None] & (rn < N)[None, :], other=0.0
+        )
         acc = tl.dot(x, y, acc, input_precision=PREC, out_dtype=ACC)
     inside = (rm < M)[:, None] & (rn < N)[None, :]
     place = rm[:, None] * N + rn[None, :]
@@ -56,7 +63,21 @@ def matmul(a, b, c, bias, residual, M, N, K, sam, sak, sbk, sbn, BM: tl.constexp
     tl.store(c + place, acc.to(c.dtype.element_ty), mask=inside)
 
 
-def _matmul(name, m, n, k, a_dtype, c_dtype, blocks, prec="tf32", acc=tl.float32, epi=0, b_dtype=None, transposed=False, **options):
+def _matmul(
+    name,
+    m,
+    n,
+    k,
+    a_dtype,
+    c_dtype,
+    blocks,
+    prec="tf32",
+    acc=tl.float32,
+    epi=0,
+    b_dtype=None,
+    transposed=False,
+    **options,
+):
     def draw(seed, shape, dtype):
         if dtype == torch.int8:
             return integers(seed, *shape, low=-128, high=128, dtype=dtype)
@@ -89,7 +110,9 @@ _matmul("bf16x6_mma", 32, 32, 40, _F32, _F32, (32, 32, 16), prec="bf16x6", num_w
 _matmul("fp16_acc", 64, 64, 128, _FP16, _FP16, (64, 64, 32), acc=tl.float16, num_warps=4, num_stages=3)
 _matmul("fp16_acc_mma", 32, 32, 64, _FP16, _FP16, (16, 16, 32), acc=tl.float16, num_warps=1, num_stages=2)
 _matmul("f64", 32, 32, 40, _F64, _F64, (16, 32, 16), acc=tl.float64, prec="ieee", num_warps=2, num_stages=2)
-_matmul("int8", 64, 64, 160, torch.int8, torch.int32, (64, 64, 32), acc=tl.int32, transposed=True, num_warps=4, num_stages=2)
+_matmul(
+    "int8", 64, 64, 160, torch.int8, torch.int32, (64, 64, 32), acc=tl.int32, transposed=True, num_warps=4, num_stages=2
+)
 _matmul("int8_mma", 32, 32, 96, torch.int8, torch.int32, (16, 32, 32), acc=tl.int32, num_warps=2, num_stages=2)
 _matmul("bf16_transposed", 128, 64, 128, _BF16, _F32, (64, 64, 64), transposed=True, num_warps=4, num_stages=4)
 _matmul("bf16_wide", 64, 256, 64, _BF16, _BF16, (64, 256, 32), num_warps=8, num_stages=2)
@@ -118,7 +141,9 @@ def _block_scaled():
     return [a, b, torch.zeros(80, 144, dtype=_BF16), *scales, 80, 144, 384]
 
 
-_case("fp8_block_scaled", fp8_block_scaled, (2, 3), _block_scaled, dict(BM=64, BN=64, BK=128), num_warps=4, num_stages=3)
+_case(
+    "fp8_block_scaled", fp8_block_scaled, (2, 3), _block_scaled, dict(BM=64, BN=64, BK=128), num_warps=4, num_stages=3
+)
 
 
 @triton.jit
@@ -144,7 +169,9 @@ _case("int8_dequant", int8_dequant, (1, 2), _int8_dequant, dict(BM=64, BN=32, BK
 
 
 @triton.jit
-def w4a16(x, packed, scales, zeros, y, M, N, K, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def w4a16(
+    x, packed, scales, zeros, y, M, N, K, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     rm = tl.program_id(0) * BM + tl.arange(0, BM)
     rn = tl.program_id(1) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
@@ -215,12 +242,14 @@ _case("grouped", grouped, (6, 2), _grouped, dict(G=4, BM=32, BN=32, BK=32), num_
 
 
 @triton.jit
-def split_k(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ATOMIC: tl.constexpr):
+def split_k(
+    a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, ATOMIC: tl.constexpr
+):
     rm, rn = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     part = tl.program_id(1)
     rk = part * BK + tl.arange(0, BK)
     acc = tl.zeros((BM, BN), c.dtype.element_ty)
-    for k in range(0, tl.cdiv(K, BK * SPLIT)):
+    for _ in range(0, tl.cdiv(K, BK * SPLIT)):
         x = tl.load(a + rm[:, None] * K + rk[None, :])
         acc = tl.dot(x, tl.load(b + rk[:, None] * N + rn[None, :]), acc, out_dtype=c.dtype.element_ty)
         rk += BK * SPLIT
@@ -240,7 +269,9 @@ _case("split_k_float_one_place", split_k, (2, 1), lambda: [normal(1, 32, 64), no
 
 
 @triton.jit
-def persistent(a, b, c, M, N, K, SMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLATTEN: tl.constexpr):
+def persistent(
+    a, b, c, M, N, K, SMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLATTEN: tl.constexpr
+):
     tiles_n, kt = tl.cdiv(N, BN), tl.cdiv(K, BK)
     rk = tl.arange(0, BK)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tiles_n, SMS, flatten=FLATTEN):
@@ -251,7 +282,9 @@ def persistent(a, b, c, M, N, K, SMS: tl.constexpr, BM: tl.constexpr, BN: tl.con
             x = tl.load(a + rm[:, None] * K + (k * BK + rk)[None, :], mask=rm[:, None] < M, other=0.0)
             y = tl.load(b + (k * BK + rk)[:, None] * N + rn[None, :], mask=rn[None, :] < N, other=0.0)
             acc = tl.dot(x, y, acc)
-        tl.store(c + rm[:, None] * N + rn[None, :], acc.to(c.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :])
+        tl.store(
+            c + rm[:, None] * N + rn[None, :], acc.to(c.dtype.element_ty), mask=(rm < M)[:, None] & (rn < N)[None, :]
+        )
 
 
 for _flat in (False, True):
@@ -260,12 +293,14 @@ for _flat in (False, True):
 
 
 @triton.jit
-def tma_host(a, b, c, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSED: tl.constexpr, SPECIAL: tl.constexpr):
+def tma_host(
+    a, b, c, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSED: tl.constexpr, SPECIAL: tl.constexpr
+):
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     acc = tl.zeros((BM, BN), tl.float32)
     for k in tl.range(0, K, BK, warp_specialize=SPECIAL):
         x = a.load([m, k])
-        if TRANSPOSED:
+        if TRANSPOSED:  # noqa: SIM108 - no ternary of two layouts in Triton
             y = b.load([n, k]).T
         else:
             y = b.load([k, n])
@@ -276,7 +311,10 @@ def tma_host(a, b, c, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, T
 def _tma(name, m, n, k, dtype, c_dtype, blocks, transposed, special_warps=False, **options):
     def arguments():
         bm, bn, bk = blocks
-        a, b = normal(1, m, k, dtype=_F32).to(dtype), normal(2, *((n, k) if transposed else (k, n)), dtype=_F32).to(dtype)
+        a, b = (
+            normal(1, m, k, dtype=_F32).to(dtype),
+            normal(2, *((n, k) if transposed else (k, n)), dtype=_F32).to(dtype),
+        )
         c = torch.zeros(m, n, dtype=c_dtype)
         return [TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk] if transposed else [bk, bn]),
                 TensorDescriptor.from_tensor(c, [bm, bn]), k]  # fmt: skip
@@ -314,7 +352,9 @@ for _bm, _warps in ((64, 4), (128, 4), (128, 8)):
 
 
 @triton.jit
-def tma_device(a, b, c, M, N, K, SMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPECIAL: tl.constexpr):
+def tma_device(
+    a, b, c, M, N, K, SMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPECIAL: tl.constexpr
+):
     da = tl.make_tensor_descriptor(a, shape=[M, K], strides=[K, 1], block_shape=[BM, BK])
     db = tl.make_tensor_descriptor(b, shape=[N, K], strides=[K, 1], block_shape=[BN, BK])
     dc = tl.make_tensor_descriptor(c, shape=[M, N], strides=[N, 1], block_shape=[BM, BN])
@@ -374,7 +414,10 @@ def _mx(name, a_format, b_format, blocks, **options):
         return normal(seed, rows, 128, dtype=_F32).to(_E4M3 if form == "e4m3" else _E5M2)
 
     def arguments():
-        scales = integers(3, 64, 4, low=120, high=135, dtype=torch.uint8), integers(4, 64, 4, low=120, high=135, dtype=torch.uint8)
+        scales = (
+            integers(3, 64, 4, low=120, high=135, dtype=torch.uint8),
+            integers(4, 64, 4, low=120, high=135, dtype=torch.uint8),
+        )
         return [element(1, 64, a_format), element(2, 64, b_format), torch.zeros(64, 64), *scales, 64, 64, 128]
 
     constexprs = dict(BM=blocks[0], BN=blocks[1], BK=blocks[2], AF=a_format, BF=b_format)
@@ -412,7 +455,9 @@ def flash_forward(q, k, v, o, lse, T, scale, D: tl.constexpr, BM: tl.constexpr, 
         value = tl.load(v + base + n[:, None] * D + rd[None, :], mask=n[:, None] < T, other=0.0)
         acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None])
         m = m_new
-    tl.store(o + base + rm[:, None] * D + rd[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=rm[:, None] < T)
+    tl.store(
+        o + base + rm[:, None] * D + rd[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=rm[:, None] < T
+    )
     tl.store(lse + tl.program_id(1) * T + rm, m + tl.math.log2(total), mask=rm < T)
 
 
@@ -481,13 +526,49 @@ def _flash_backward(outputs):
     return arguments
 
 
-_case("flash_backward_kv", flash_backward_kv, (2, 2), _flash_backward(2), dict(D=64, BM=32, BN=64), num_warps=4, num_stages=2)
-_case("flash_backward_kv_w8", flash_backward_kv, (1, 2), _flash_backward(2), dict(D=64, BM=64, BN=128), num_warps=8, num_stages=2)
-_case("flash_backward_q", flash_backward_q, (2, 2), _flash_backward(1), dict(D=64, BM=64, BN=32), num_warps=4, num_stages=3)
+_case(
+    "flash_backward_kv",
+    flash_backward_kv,
+    (2, 2),
+    _flash_backward(2),
+    dict(D=64, BM=32, BN=64),
+    num_warps=4,
+    num_stages=2,
+)
+_case(
+    "flash_backward_kv_w8",
+    flash_backward_kv,
+    (1, 2),
+    _flash_backward(2),
+    dict(D=64, BM=64, BN=128),
+    num_warps=8,
+    num_stages=2,
+)
+_case(
+    "flash_backward_q",
+    flash_backward_q,
+    (2, 2),
+    _flash_backward(1),
+    dict(D=64, BM=64, BN=32),
+    num_warps=4,
+    num_stages=3,
+)
 
 
 @triton.jit
-def paged_decode(q, cache_k, cache_v, table, lengths, o, scale, PAGES: tl.constexpr, PAGE: tl.constexpr, H: tl.constexpr, D: tl.constexpr):
+def paged_decode(
+    q,
+    cache_k,
+    cache_v,
+    table,
+    lengths,
+    o,
+    scale,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+):
     seq = tl.program_id(0)
     rh, rd, rp = tl.arange(0, H), tl.arange(0, D), tl.arange(0, PAGE)
     length = tl.load(lengths + seq)
@@ -715,7 +796,7 @@ def search(x, values, indices, N, B: tl.constexpr):
     low, low_at = tl.min(tl.where(i < N, v, float("inf")), 0, return_indices=True)
     tl.store(values + row * 4, top)
     tl.store(values + row * 4 + 1, low)
-    tl.store(values + row * 4 + 2, tl.max(v, 0, propagate_nan=tl.PropagateNan.ALL) if False else tl.max(v, 0))
+    tl.store(values + row * 4 + 2, tl.max(v, 0))
     tl.store(values + row * 4 + 3, tl.xor_sum(v.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
     tl.store(indices + row * 4, at)
     tl.store(indices + row * 4 + 1, low_at)
@@ -833,7 +914,7 @@ def integer_arithmetic(x, z, y, B: tl.constexpr):
     i = tl.arange(0, B)
     a, b = tl.load(x + i), tl.load(z + i)
     b = tl.where(b == 0, 7, b)
-    b = tl.where((b == -1) & (a == a << 0), 3, b)
+    b = tl.where(b == -1, 3, b)  # the quotient of the lowest integer by -1 is undefined
     tl.store(y + i, a // b)
     tl.store(y + B + i, a % b)
     tl.store(y + 2 * B + i, a * b + (a ^ b))
@@ -864,7 +945,9 @@ def unsigned_arithmetic(x, z, y, m, B: tl.constexpr):
     a = a * 0x85EBCA6B
     a = a ^ (a >> 13)
     tl.store(y + 5 * B + i, a.to(tl.int32, bitcast=True))
-    tl.store(y + 6 * B + i, libdevice.popc(a.to(tl.int32, bitcast=True)) + libdevice.clz(a.to(tl.int32, bitcast=True)) * 64)
+    tl.store(
+        y + 6 * B + i, libdevice.popc(a.to(tl.int32, bitcast=True)) + libdevice.clz(a.to(tl.int32, bitcast=True)) * 64
+    )
     tl.store(y + 7 * B + i, libdevice.brev(a.to(tl.int32, bitcast=True)) ^ libdevice.ffs(a.to(tl.int32, bitcast=True)))
     tl.store(m + i, (a.to(tl.uint64) * b.to(tl.uint64) + (a.to(tl.uint64) << 32)).to(tl.int64, bitcast=True) // 1000003)
     tl.store(m + B + i, tl.umulhi(a.to(tl.uint64) << 20, b.to(tl.uint64) << 30).to(tl.int64, bitcast=True))
@@ -886,7 +969,14 @@ def random_numbers(y, z, seed, B: tl.constexpr):
     tl.store(z + n + i, tl.randint(seed, i.to(tl.int64) + (1 << 33)))
 
 
-_case("random", random_numbers, (2,), lambda: [torch.zeros(3, 512), torch.zeros(2, 512, dtype=torch.int32), 123456789], dict(B=256), num_warps=4)
+_case(
+    "random",
+    random_numbers,
+    (2,),
+    lambda: [torch.zeros(3, 512), torch.zeros(2, 512, dtype=torch.int32), 123456789],
+    dict(B=256),
+    num_warps=4,
+)
 
 
 # --- casts and quantisation ---
@@ -929,11 +1019,20 @@ def cast(x, y, n, B: tl.constexpr):
 @triton.jit
 def cast_rtz(x, y, n, B: tl.constexpr):
     i = tl.program_id(0) * B + tl.arange(0, B)
-    tl.store(y + i, tl.load(x + i, mask=i < n, other=0.0).to(y.dtype.element_ty, fp_downcast_rounding="rtz"), mask=i < n)
+    tl.store(
+        y + i, tl.load(x + i, mask=i < n, other=0.0).to(y.dtype.element_ty, fp_downcast_rounding="rtz"), mask=i < n
+    )
 
 
 _FLOATS = {"f64": _F64, "f32": _F32, "fp16": _FP16, "bf16": _BF16, "e4m3": _E4M3, "e5m2": _E5M2}
-_INTEGERS = {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "bool": torch.bool}
+_INTEGERS = {
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "bool": torch.bool,
+}
 
 
 def _cast(kernel, x, x_dtype, y, y_dtype, suffix=""):
@@ -954,9 +1053,22 @@ def _cast(kernel, x, x_dtype, y, y_dtype, suffix=""):
 for _x, _xd in _FLOATS.items():
     for _y, _yd in _FLOATS.items():
         # Triton 3.6 has no conversion between FP8 and float64 and none between the two FP8 formats
-        if _x != _y and not (_xd.itemsize == 1 and _yd.itemsize in (1, 8)) and not (_xd.itemsize == 8 and _yd.itemsize == 1):
+        if (
+            _x != _y
+            and not (_xd.itemsize == 1 and _yd.itemsize in (1, 8))
+            and not (_xd.itemsize == 8 and _yd.itemsize == 1)
+        ):
             _cast(cast, _x, _xd, _y, _yd)
-for _x, _y in (("f32", "i32"), ("f32", "i64"), ("f32", "i8"), ("f32", "u8"), ("f64", "i64"), ("bf16", "i32"), ("fp16", "i16"), ("f32", "bool")):
+for _x, _y in (
+    ("f32", "i32"),
+    ("f32", "i64"),
+    ("f32", "i8"),
+    ("f32", "u8"),
+    ("f64", "i64"),
+    ("bf16", "i32"),
+    ("fp16", "i16"),
+    ("f32", "bool"),
+):
     _cast(cast, _x, _FLOATS[_x], _y, _INTEGERS[_y])
 for _x, _y in (("i32", "f32"), ("i64", "f32"), ("i64", "f64"), ("i8", "bf16"), ("u8", "fp16"), ("i16", "f32"), ("bool", "f32"), ("i32", "bf16"),
                ("i64", "fp16")):  # fmt: skip
@@ -1022,7 +1134,13 @@ def _ordinary(seed, count, dtype):
 
 
 for _which in range(6):
-    _case(f"functions_{_which}", one_operand, (4,), lambda: [_ordinary(1, 900, _F32), torch.zeros(6, 900), 900], dict(B=256, WHICH=_which))
+    _case(
+        f"functions_{_which}",
+        one_operand,
+        (4,),
+        lambda: [_ordinary(1, 900, _F32), torch.zeros(6, 900), 900],
+        dict(B=256, WHICH=_which),
+    )
 
 
 @triton.jit
@@ -1096,7 +1214,7 @@ def atomics(x, counts, y, n, B: tl.constexpr):
     tl.atomic_max(counts + 16 + bin, v, mask=m)
     tl.atomic_min(counts + 32 + bin, v, mask=m, sem="release")
     tl.atomic_and(counts + 48 + bin, v | 15, mask=m)
-    tl.atomic_or(counts + 64 + bin, v, mask=m, scope="cta" if False else "gpu")
+    tl.atomic_or(counts + 64 + bin, v, mask=m)
     tl.atomic_xor(counts + 80 + bin, v, mask=m, sem="acquire")
     tl.store(y + i, tl.atomic_xchg(y + n + i, v, mask=m), mask=m)
     tl.store(y + 2 * n + i, tl.atomic_cas(y + 3 * n + i, tl.where(v % 2 == 0, 5, v), v), mask=m)
@@ -1124,7 +1242,13 @@ def atomics_float_top(x, y, n, B: tl.constexpr):
 for _name, _dtype in (("f32", _F32), ("fp16", _FP16), ("bf16", _BF16), ("f64", _F64), ("i64", torch.int64)):
     _case(f"atomics_{_name}", atomics_float, (2,), lambda d=_dtype: [patterns(1, 500, dtype=d) if d == torch.int64 else special(1, 500, d),
           patterns(2, 500, dtype=d) if d == torch.int64 else normal(2, 500, dtype=d), torch.zeros(500, dtype=d), 500], dict(B=256))  # fmt: skip
-_case("atomics_float_top", atomics_float_top, (2,), lambda: [normal(1, 500, dtype=_F32), normal(2, 32, dtype=_F32), 500], dict(B=256))
+_case(
+    "atomics_float_top",
+    atomics_float_top,
+    (2,),
+    lambda: [normal(1, 500, dtype=_F32), normal(2, 32, dtype=_F32), 500],
+    dict(B=256),
+)
 
 
 @triton.jit
@@ -1137,7 +1261,9 @@ def counter_loop(ticket, y, B: tl.constexpr):
     tl.atomic_xchg(ticket, 0)
 
 
-_case("spin_lock", counter_loop, (4,), lambda: [torch.zeros(1, dtype=torch.int32), integers(1, 128, high=99)], dict(B=128))
+_case(
+    "spin_lock", counter_loop, (4,), lambda: [torch.zeros(1, dtype=torch.int32), integers(1, 128, high=99)], dict(B=128)
+)
 
 
 # --- shapes, control flow, calls ---
@@ -1154,7 +1280,9 @@ def shapes(x, y, R: tl.constexpr, C: tl.constexpr):
     tl.store(y + 2 * size + flat, tl.ravel(tl.interleave(right, left)))
     tl.store(y + 3 * size + flat, tl.ravel(tl.join(left * 2, right)))
     tl.store(y + 4 * size + flat, tl.ravel(tl.flip(v, 0)))
-    tl.store(y + 5 * size + flat, tl.ravel(tl.broadcast_to(tl.sum(v, 1, keep_dims=True), (R, C)) + tl.max(v, 0)[None, :]))
+    tl.store(
+        y + 5 * size + flat, tl.ravel(tl.broadcast_to(tl.sum(v, 1, keep_dims=True), (R, C)) + tl.max(v, 0)[None, :])
+    )
     tl.store(y + 6 * size + flat, tl.cat(tl.sum(cube, 1).reshape(size // 2), tl.ravel(left), can_reorder=True))
 
 
@@ -1167,14 +1295,31 @@ for _warps, _dtype in ((1, _F32), (4, _F32), (4, _BF16), (8, torch.int32)):
 def assembly(x, z, y, B: tl.constexpr):
     i = tl.arange(0, B)
     a, b = tl.load(x + i), tl.load(z + i)
-    tl.store(y + i, tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1))
+    tl.store(
+        y + i,
+        tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        ),
+    )
     low, high = tl.inline_asm_elementwise(
-        "{ .reg .b64 %w; mul.wide.u32 %w, $2, $3; mov.b64 {$0, $1}, %w; }", "=r,=r,r,r", [a, b], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        "{ .reg .b64 %w; mul.wide.u32 %w, $2, $3; mov.b64 {$0, $1}, %w; }",
+        "=r,=r,r,r",
+        [a, b],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
     )
     tl.store(y + B + i, low)
     tl.store(y + 2 * B + i, high)
-    tl.store(y + 3 * B + i, tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, 0x55, 0x96;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1))
-    tiny = tl.inline_asm_elementwise("vadd4.u32.u32.u32 $0, $1, $1, $1;", "=r,r", [a.to(tl.int8)], dtype=tl.int8, is_pure=True, pack=4)
+    tl.store(
+        y + 3 * B + i,
+        tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, 0x55, 0x96;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        ),
+    )
+    tiny = tl.inline_asm_elementwise(
+        "vadd4.u32.u32.u32 $0, $1, $1, $1;", "=r,r", [a.to(tl.int8)], dtype=tl.int8, is_pure=True, pack=4
+    )
     tl.store(y + 4 * B + i, tiny.to(tl.int32))
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: ignore-errors
+# ruff: noqa: E501 - kernels in strings, and a case a line
 """The product units from PTX: each type and form of wgmma and mma.sync on operands as they lie, and other PTX by hand."""
-
-import functools
 
 import torch
 
-from tools.kernels.cases import Case, integers, normal, patterns, special
+from tools.kernels.cases import Case, normal, patterns, special
 from tools.kernels.instruction_cases import _HEAD
 
 _TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "tf32": torch.float32, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
@@ -29,14 +28,18 @@ def _operands(seed: int, nbytes: int, kind: str, wild: bool) -> torch.Tensor:
         return patterns(seed, nbytes // 4, dtype=torch.int32)
     dtype = _TYPES[kind]
     size = nbytes // dtype.itemsize
-    return (normal(seed, size, dtype=dtype) if dtype == torch.float64 else normal(seed, size, dtype=torch.float32).to(dtype)).view(torch.int32)
+    return (
+        normal(seed, size, dtype=dtype) if dtype == torch.float64 else normal(seed, size, dtype=torch.float32).to(dtype)
+    ).view(torch.int32)
 
 
 def _accumulators(seed: int, count: int, kind: str, wild: bool) -> torch.Tensor:
     if kind == "s32":
         return patterns(seed, count, dtype=torch.int32) >> (0 if wild else 12)
     if kind == "f16":
-        return (special(seed, 2 * count, torch.float16) if wild else normal(seed, 2 * count, dtype=torch.float16)).view(torch.int32)
+        return (special(seed, 2 * count, torch.float16) if wild else normal(seed, 2 * count, dtype=torch.float16)).view(
+            torch.int32
+        )
     if kind == "f64":
         return normal(seed, count, dtype=torch.float64)
     return special(seed, count) if wild else normal(seed, count, dtype=torch.float32)
@@ -49,7 +52,9 @@ _SWIZZLE = {0: 0, 128: 1, 64: 2, 32: 3}
 _TILE = 49152  # bytes of shared memory; A begins at 0, B at 8192
 
 
-def _wgmma(n, d, a, b, swizzle=128, registers=False, trans=(0, 0), scale=(1, 1), fresh=False, satfinite=False, wild=False):
+def _wgmma(
+    n, d, a, b, swizzle=128, registers=False, trans=(0, 0), scale=(1, 1), fresh=False, satfinite=False, wild=False
+):
     k = {"tf32": 8, "bf16": 16, "f16": 16}.get(a, 32)
     count = n // 2 if d != "f16" else n // 4
     unit = "r" if d in ("s32", "f16") else "f"
@@ -88,8 +93,15 @@ wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 ret;
 }}
 """
-    words = [f"n{n}", d, a, b, f"s{swizzle}"] + ["registers"] * registers + [f"t{trans[0]}{trans[1]}"] * (trans != (0, 0))
-    words += [f"scale{scale[0]}{scale[1]}".replace("-", "m")] * (scale != (1, 1)) + ["fresh"] * fresh + ["satfinite"] * satfinite + ["wild"] * wild
+    words = (
+        [f"n{n}", d, a, b, f"s{swizzle}"] + ["registers"] * registers + [f"t{trans[0]}{trans[1]}"] * (trans != (0, 0))
+    )
+    words += (
+        [f"scale{scale[0]}{scale[1]}".replace("-", "m")] * (scale != (1, 1))
+        + ["fresh"] * fresh
+        + ["satfinite"] * satfinite
+        + ["wild"] * wild
+    )
 
     def arguments():
         x = _operands(1, _TILE, a, wild)
@@ -144,7 +156,9 @@ def _mma(shape, d, a, b, counts, rest="", wild=False, code=None):
     loads += [f"ld.global.{bits} %rb{i}, [%q2+{i * 32 * size}];" for i in range(nb)]
     loads += [f"ld.global.{entry} %c{i}, [%q3+{i * 32 * size}];" for i in range(nd)]
     stores = [f"st.global.{entry} [%q4+{i * 32 * size}], %d{i};" for i in range(nd)]
-    listed = [", ".join(f"%{n}{i}" for i in range(count)) for n, count in (("d", nd), ("ra", na), ("rb", nb), ("c", nd))]
+    listed = [
+        ", ".join(f"%{n}{i}" for i in range(count)) for n, count in (("d", nd), ("ra", na), ("rb", nb), ("c", nd))
+    ]
     ptx = f"""
 .visible .entry unit(.param .u64 a, .param .u64 b, .param .u64 c, .param .u64 y)
 {{
@@ -161,7 +175,12 @@ ret;
 
     def arguments():
         left, right = _operands(1, na * 32 * size, a, wild), _operands(2, nb * 32 * size, b, wild)
-        return [left, right, _accumulators(3, nd * 32, d, wild), torch.zeros(nd * 32, dtype=torch.int64 if wide else torch.int32)]
+        return [
+            left,
+            right,
+            _accumulators(3, nd * 32, d, wild),
+            torch.zeros(nd * 32, dtype=torch.int64 if wide else torch.int32),
+        ]
 
     name = "_".join(["mma", shape, d, a, b, *rest.split(".")[1:], *(code or "").split(".")[1:]] + ["wild"] * wild)
     _case(name, ptx, arguments, block=(32,))
@@ -229,7 +248,7 @@ and.b32 %r6, %r5, 1;
 wait:
 mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], %r6; @!%p2 bra wait;
 shl.b32 %r3, %r0, 4; add.s32 %r3, %r3, %r1; ld.shared.v4.f32 {%f0, %f1, %f2, %f3}, [%r3];
-add.f32 %f0, %f0, %f3; mul.f32 %f1, %f1, %f2; st.shared.v2.f32 [%r3+2048], {%f1, %f0};
+add.f32 %f0, %f0, %f3; mul.f32 %f1, %f1, %f2; st.shared.v4.f32 [%r3+2048], {%f1, %f0, %f3, %f2};
 fence.proxy.async.shared::cta; bar.sync 0;
 add.s32 %r4, %r1, 2048;
 @%p1 cp.async.bulk.global.shared::cta.bulk_group [%q1], [%r4], 2048;
@@ -239,7 +258,7 @@ add.s64 %q0, %q0, 2048; add.s64 %q1, %q1, 2048; add.s32 %r5, %r5, 1; setp.lt.u32
 @%p1 cp.async.bulk.wait_group 0;
 ret;
 }
-""".replace("st.shared.v2.f32 [%r3+2048], {%f1, %f0};", "st.shared.v4.f32 [%r3+2048], {%f1, %f0, %f3, %f2};"), lambda: [normal(
+""", lambda: [normal(
     1, 2048, dtype=torch.float32), torch.zeros(2048)])  # fmt: skip
 
 _case("vector_reductions", """
