@@ -270,6 +270,7 @@ def run(case: Case, compiled: tuple[str, bytes] | None) -> tuple[dict, str, byte
             ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
             meta = kernel.metadata
             more = dict(shared=meta.shared, warps=meta.num_warps, entry=meta.name, scratch=meta.global_scratch_size)
+            more["descriptors"] = getattr(meta, "tensordesc_meta", None)
         else:
             ptx, cubin = compiled
             _launch(cubin, case, arguments)
@@ -291,7 +292,7 @@ def write(path: Path, *entries: tuple[str, dict, str, bytes]) -> None:
     """Add cases, (name, facts, PTX, kept bytes) each, to a record, which is whole after every call."""
     with zipfile.ZipFile(path, "a", zipfile.ZIP_LZMA) as file:
         for name, facts, ptx, body in entries:
-            file.writestr(f"{name}.json", json.dumps(facts))
+            file.writestr(f"{name}.json", json.dumps(facts, default=str))
             if ptx:
                 file.writestr(f"{name}.ptx", re.split(r"\n\s*\.section", ptx)[0])
             file.writestr(f"{name}.out", body)
