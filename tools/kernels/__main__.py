@@ -26,6 +26,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="zip to write; a case that it has is not run again")
     parser.add_argument("--only", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--match", default="", help="part of the names of the cases to run")
+    parser.add_argument("--without", default="", help="part of the names of cases that are left out")
     parser.add_argument("--seconds", type=float, default=240.0, help="no case starts later")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -43,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
         if not arguments.child:  # a process a group, again where a context was lost: a fault must not end the rest
             for _ in range(4):
                 size = _count(arguments.out)
-                command = ["--only", group, "--match", arguments.match, "--seconds", f"{left:.0f}", "--child"]
+                command = ["--only", group, "--match", arguments.match, "--without", arguments.without, "--seconds", f"{left:.0f}", "--child"]
                 done = subprocess.run(
                     [sys.executable, "-m", "tools.kernels", str(arguments.out), *command], check=False
                 )
@@ -53,7 +54,7 @@ def main(words: list[str] | None = None) -> int:
                     break
             print(f"{group}: {time.monotonic() - began:.0f} s", flush=True)
             continue
-        status |= _run(arguments.out, group, arguments.match, left)
+        status |= _run(arguments.out, group, arguments.match, arguments.without, left)
     return status
 
 
@@ -64,7 +65,7 @@ def _count(path: Path) -> int:
         return len(file.namelist())
 
 
-def _run(path: Path, group: str, match: str, seconds: float) -> int:
+def _run(path: Path, group: str, match: str, without: str, seconds: float) -> int:
     import torch
 
     from tools.kernels.record import record, write
@@ -86,6 +87,7 @@ def _run(path: Path, group: str, match: str, seconds: float) -> int:
         return record_ranges(path, have, match, seconds)
     cases = importlib.import_module(f"tools.kernels.{group}_cases").cases()
     chosen = [case for case in cases if match in case.name and f"{case.name}.json" not in have]
+    chosen = [case for case in chosen if not without or without not in case.name]
     return int(record(path, chosen, seconds) > 0)
 
 
