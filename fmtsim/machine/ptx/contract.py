@@ -21,8 +21,8 @@ _ONES = {("f32", 0x3F800000): 1, ("f32", 0xBF800000): -1, ("f64", 0x3FF0 << 48):
 # Instructions whose first operand is read, and those that read it and write it
 _STORES = frozenset("st red bar barrier stmatrix prefetch cp bra brx ret call membar fence".split())  # noqa: SIM905
 _UPDATES = {"wgmma"}
-# Predicated arithmetic stays in its basic block; a predicated access to memory, shuffle or barrier becomes a branch around
-# it within ptxas, and ends the block as what _ENDS names does.
+# Predicated arithmetic stays in its basic block; a predicated access to memory, shuffle or barrier becomes a branch
+# around it within ptxas, and ends the block as what _ENDS names does.
 _ARITHMETIC = frozenset(
     """abs add addc and bfe bfi bfind brev bmsk clz cnot copysign cos cvt cvta div dp2a dp4a ex2 fma fns lg2 lop3 mad
     mad24 max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub subc

@@ -2,8 +2,8 @@
 """What ptxas makes of a PTX text: the machine instructions that each PTX instruction became.
 
 Each PTX instruction gets a ``.loc`` of its own (the file is the function, the line is the instruction's number from
-1), ptxas assembles the text with ``-lineinfo`` as Triton does, and nvdisasm prints the machine instructions with their
-lines. Lines do not change the code that ptxas makes (tests/machine/ptx/test_contract.py compares it with and without them).
+1), ptxas assembles the text with ``-lineinfo`` as Triton does, and nvdisasm prints the machine instructions with these
+lines. Lines do not change the code (tests/machine/ptx/test_contract.py compares it with and without them).
 """
 
 import functools
