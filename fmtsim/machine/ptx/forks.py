@@ -82,6 +82,7 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         "get_device_name": lambda device=None: _NAMES[running().target],
         "get_device_properties": lambda device=None: SimpleNamespace(name=_NAMES[running().target], **vars(properties)),
         "device": lambda device: nullcontext(),
+        "_DeviceGuard": lambda device: nullcontext(),  # of Inductor's graphs
         "device_of": lambda x: nullcontext(),
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,

@@ -129,8 +129,8 @@ def launch(
     )  # fmt: skip
 
 
-def run(program: Program, target: str) -> Launch:
-    """Run a kernel that is ready, and return the record.
+def run(program: Program, target: str, doubts: tuple[str, ...] = ()) -> Launch:
+    """Run a kernel that is ready, and return the record; ``doubts`` are what was not certain before.
 
     Raises:
         ArgumentError: As ``launch``.
@@ -160,7 +160,7 @@ def run(program: Program, target: str) -> Launch:
     # 3. all blocks
     listing = disassembled(program.ptx, fuse=program.fuses)
     done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes, listing=listing)
-    reasons = done.reasons + done.contraction.doubts
+    reasons = doubts + done.reasons + done.contraction.doubts
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.repeated_atomics:
