@@ -15,6 +15,8 @@ from numba.extending import intrinsic
 from numpy import int32, int64, uint32, uint64
 
 from fmtsim.cpu.runtime.jit import bits32, bits64, device, float32_of, float64_of, kernel, subroutine
+from fmtsim.cpu.runtime.kernel_numbers import number
+from fmtsim.machine.arrays import put
 from fmtsim.machine.ptx.values import FIRST_OPERAND, LANES
 
 COLUMNS = 32  # of a row
@@ -181,8 +183,8 @@ def place(memory, space, address, size, thread, align):
                 return address
         return int64(-1)
     if space == SHARED:
-        return memory.shared + address if 0 <= address and address + size <= memory.shared_bytes else int64(-1)
-    if 0 <= address and address + size <= memory.local_bytes:
+        return memory.shared + address if address >= 0 and address + size <= memory.shared_bytes else int64(-1)
+    if address >= 0 and address + size <= memory.local_bytes:
         return memory.local + int64(thread) * memory.local_bytes + address
     return int64(-1)
 
@@ -290,9 +292,9 @@ def copy(memory, row, running, threads, state):
 
 
 (
-    A_ADD, A_ADD_F32, A_ADD_F64, A_MIN, A_MAX, A_MIN_S, A_MAX_S, A_AND, A_OR, A_XOR, A_EXCHANGE,
+    A_ADD, A_ADD_F32, A_ADD_F64, A_ADD_F16, A_ADD_BF16, A_MIN, A_MAX, A_MIN_S, A_MAX_S, A_AND, A_OR, A_XOR, A_EXCHANGE,
     A_COMPARE, A_INCREMENT, A_DECREMENT,
-) = range(14)  # fmt: skip
+) = range(16)  # fmt: skip
 
 
 @device
@@ -304,6 +306,19 @@ def _signed(value, size):
 @device
 def _flushed(x):
     return float32_of(bits32(x) & int32(-0x80000000)) if abs(x) < np.float32(2.0**-126) else x
+
+
+@device
+def _sum_16(kind, old, value):
+    """Return the sum of two codes of 16 bits: float32 has bits enough for a second rounding to be that of the exact sum."""
+    code = np.empty(1, np.uint16)
+    if kind == A_ADD_F16:
+        put(code, 0, number(np.uint16(old), np.float32(0.0)) + number(np.uint16(value), np.float32(0.0)))
+        return uint64(code[0])
+    total = float32_of(int32(uint32(old)) << int32(16)) + float32_of(int32(uint32(value)) << int32(16))
+    word = uint64(uint32(bits32(total)))
+    rounded = (word + uint64(0x7FFF) + ((word >> uint64(16)) & uint64(1))) >> uint64(16)
+    return rounded if total == total else uint64(0x7FFF)
 
 
 @device
@@ -321,6 +336,11 @@ def combined(kind, old, value, other, size, flush):
     if kind == A_ADD_F64:
         total = float64_of(int64(old)) + float64_of(int64(value))
         return uint64(bits64(total)) if total == total else uint64(0x7FFFFFFFFFFFFFFF)
+    if kind == A_ADD_F16 or kind == A_ADD_BF16:
+        total = _sum_16(kind, old & uint64(0xFFFF), value & uint64(0xFFFF))
+        if size == 4:
+            total |= _sum_16(kind, old >> uint64(16), value >> uint64(16)) << uint64(16)
+        return total
     if kind == A_MIN:
         return min(old, value)
     if kind == A_MAX:
@@ -356,7 +376,9 @@ def atomic(memory, row, running, threads, state):
             at = place(memory, space, address + i * size, size, t, size)
             if not found(state, at, row, t, address):
                 return False
-            if (kind == A_ADD_F32 or kind == A_ADD_F64) and at == address + i * size:  # global: a second addition has no fixed order
+            if (
+                A_ADD_F32 <= kind <= A_ADD_BF16 and at == address + i * size
+            ):  # global: a second addition has no fixed order
                 for j in range(len(memory.starts)):
                     if memory.starts[j] <= at < memory.ends[j]:
                         cell = memory.touched_starts[j] + (at - memory.starts[j]) // 2

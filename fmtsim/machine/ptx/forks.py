@@ -36,7 +36,9 @@ def asks_for_gpu(frame: FrameType | None) -> bool:
     return False
 
 
-def on_gpu(function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType | None) -> tuple[Any, Any, dict[str, Any]]:
+def on_gpu(
+    function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType | None
+) -> tuple[Any, Any, dict[str, Any]]:
     """Return a call of torch as a simulation makes it: what is wanted on a GPU is made and stays on the CPU.
 
     Args:
@@ -95,7 +97,11 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         yield torch.cuda, name, lambda host, _answer=answer: _answer if asks_for_gpu(sys._getframe(2)) else host()
     # a simulation's autocast is the CPU's
     yield torch, "is_autocast_enabled", lambda host, device="cuda": host("cpu" if device == "cuda" else device)
-    yield torch, "get_autocast_dtype", lambda host, device: host("cpu" if device == "cuda" and autocast[0]("cpu") else device)
+    yield (
+        torch,
+        "get_autocast_dtype",
+        lambda host, device: host("cpu" if device == "cuda" and autocast[0]("cpu") else device),
+    )
     yield torch, "get_autocast_gpu_dtype", lambda host: autocast[1]("cpu" if autocast[0]("cpu") else "cuda")
     if find_spec("triton") is not None:
         from triton.runtime import autotuner, driver

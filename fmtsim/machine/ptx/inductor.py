@@ -21,7 +21,7 @@ from fmtsim.machine.ptx import launch, triton
 from fmtsim.support.errors import ArgumentError, DataError, shown
 
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"(?:[^"]*/)?([^"/]+)"(?:\s+"([^"]+)")?', re.MULTILINE)
-_NO_CODE = re.compile(r"^\s*(\.(loc|file|version|section)\b.*|\$L__tmp\d+:)$|\s*//.*$", re.MULTILINE)
+_NO_CODE = re.compile(r"^\s*(\.(loc|file|version)\b.*|\$L__tmp\d+:|.*\bassertFile_.*\[\d+\] = .*)$|\s*//.*$", re.MULTILINE)
 
 
 class Graph:
@@ -115,8 +115,9 @@ class Kernel:
                     name=self.name, entry=facts["name"], ptx=ptx, grid=tuple(int(n) for n in grid),
                     block=(32 * facts["num_warps"], 1, 1), shared_bytes=facts["shared"], arguments=tuple(arguments),
                     scratch=(facts["global_scratch_size"], facts["profile_scratch_size"]), fuses=facts["enable_fp_fusion"],
+                    doubts=reasons,
                 ),
-                self._run.target, reasons,
+                self._run.target,
             )  # fmt: skip
         self._run.count(record)
 
@@ -177,7 +178,7 @@ def _same_code(text: str, tuner: Any, config: Any, facts: Mapping[str, Any]) -> 
 
 def _code(text: str) -> list[str]:
     """Return the lines of a PTX text that say what is computed."""
-    body = _NO_CODE.sub("", text).partition("\t.section")[0]
+    body = _NO_CODE.sub("", re.split(r"^\s*\.section", text, maxsplit=1, flags=re.MULTILINE)[0])
     return [line.strip() for line in body.splitlines() if line.strip()]
 
 

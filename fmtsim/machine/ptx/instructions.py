@@ -19,7 +19,6 @@ from numba import types
 
 from fmtsim.machine import mufu as mufu_unit
 from fmtsim.machine.ptx.block import c_address, lanes_of
-
 from fmtsim.machine.ptx.numbers import (
     bf16_to_f32,
     canonical,
@@ -255,7 +254,9 @@ def _insert_bits(opcode: Opcode, x: Vector, y: Vector, start: Vector, length: Ve
     size = bits(x.kind)
     start, length = start & 0xFF, (length & 0xFF).call("umin", size)
     wide = (lambda v: v.to(x.kind)) if size == 64 else (lambda v: v.view(x.kind))
-    ones = x.constant(-1).view(f"u{size}") >> wide(start.constant(size - 1) - (length.call("umax", 1) - 1)).view(f"u{size}")
+    ones = x.constant(-1).view(f"u{size}") >> wide(start.constant(size - 1) - (length.call("umax", 1) - 1)).view(
+        f"u{size}"
+    )
     mask = (ones << wide(start.call("umin", size - 1)).view(f"u{size}")).view(x.kind)
     moved = x << wide(start.call("umin", size - 1))
     return where((length == 0) | (start >= size), y, (moved & mask) | (y & ~mask))
@@ -303,6 +304,19 @@ def _shift(opcode: Opcode, x: Vector, n: Vector) -> Vector:
     return x >> by if x.kind[0] == "s" else where(n >= size, x.constant(0), x >> by)
 
 
+def logic_of_three(table: int) -> Callable[..., Vector]:
+    """Return lop3.b32 (9.7.8.6) of a truth table: bit 4 a + 2 b + c of it is the result of bits a, b, c."""
+
+    def traced(x: Vector, y: Vector, z: Vector) -> Vector:
+        result = x.constant(0)
+        for case in range(8):
+            if table >> case & 1:
+                result = result | ((x if case & 4 else ~x) & (y if case & 2 else ~y) & (z if case & 1 else ~z))
+        return result
+
+    return traced
+
+
 @row("shf.{l|r}.{clamp|wrap}.b32", "t", "t t u32", "9.7.8.7")
 def _funnel(opcode: Opcode, lower: Vector, upper: Vector, n: Vector) -> Vector:
     by = n & 31 if opcode[2] == "wrap" else n.call("umin", 32)
@@ -336,7 +350,18 @@ def _permute(opcode: Opcode, a: Vector, b: Vector, c: Vector) -> Vector:
 
 # Comparison and selection (9.7.6, 9.7.7)
 
-_RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_RELATIONS = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 
 
 def _compared(relation: str, x: Vector, y: Vector) -> Vector:
@@ -676,7 +701,7 @@ def _resize(opcode: Opcode, x: Vector) -> Vector:
             wide = x.to("s64")
             if size < 64:
                 wide = wide.call("smin", most)
-            x = (wide.call("smax", least) if size < 64 or least == 0 else wide)
+            x = wide.call("smax", least) if size < 64 or least == 0 else wide
         else:
             x = x.to("u64").call("umin", min(most, (1 << 64) - 1))
     return x.to(target)
@@ -756,16 +781,20 @@ def _widen(opcode: Opcode, x: Vector) -> Vector:
     number = _float_32(x, opcode)
     if source == "bf16" and target == "f32" and len(opcode) == 3:
         return number  # a shift, which keeps NaN
-    return finish(number, opcode) if target == "f32" else finish(number.to("f64"), tuple(m for m in opcode if m != "ftz"))
+    return (
+        finish(number, opcode) if target == "f32" else finish(number.to("f64"), tuple(m for m in opcode if m != "ftz"))
+    )
 
 
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f32|f16|bf16}.f64", "d", "t", "9.7.9.21")
+@row("cvt{|.rn|.rz|.rm|.rp}{|.sat}.{bf16.f16|f16.bf16}", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz}{.relu|.satfinite|.relu.satfinite}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
 @row("cvt.{rna|rn|rz}{|.relu}{|.satfinite}.tf32.f32", "d", "t", "9.7.9.21")
 def _narrow(opcode: Opcode, x: Vector) -> Vector:
-    target, source, direction = opcode[-2], opcode[-1], opcode[1]
+    target, source, direction = opcode[-2], opcode[-1], opcode[1] if opcode[1][0] == "r" else "rn"
     x = flush(x) if "ftz" in opcode and source == "f32" else x
+    x = _float_32(x, opcode) if source in ("f16", "bf16") else x
     if opcode == ("cvt", "rn", "bf16", "f32"):
         return f32_to_bf16(x)
     if "sat" in opcode:

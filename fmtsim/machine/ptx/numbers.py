@@ -74,7 +74,9 @@ def encode(x: Vector, name: str, direction: str, *, saturates: bool = False) -> 
     fmt = SMALL[name]
     word = x.view("u64")
     negative, magnitude = (word >> 63) != 0, word & 0x7FFFFFFFFFFFFFFF
-    lowest = 1024 - (1 << (fmt.exponent_bits - 1)) + 1  # float64's exponent field of the format's smallest normal number
+    lowest = (
+        1024 - (1 << (fmt.exponent_bits - 1)) + 1
+    )  # float64's exponent field of the format's smallest normal number
     # 1. significand with its leading 1, and the bits that go: more of them below the normal numbers
     field = magnitude >> 52
     significand = (magnitude & ((1 << 52) - 1)) | where(field != 0, word.constant(1 << 52), 0)
@@ -140,7 +142,11 @@ def small_to_f32(code: Vector, name: str) -> Vector:
     if name == "e4m3":
         word = where(magnitude == fmt.nan, code.constant(0x7FFFFFFF), word)
     elif name == "e5m2":
-        word = where(magnitude == 0x7C, (word & 0x80000000) | 0x7F800000, where(magnitude > 0x7C, code.constant(0x7FFFFFFF), word))
+        word = where(
+            magnitude == 0x7C,
+            (word & 0x80000000) | 0x7F800000,
+            where(magnitude > 0x7C, code.constant(0x7FFFFFFF), word),
+        )
     return word.view("f32")
 
 
@@ -157,4 +163,3 @@ def high(pair: Vector) -> Vector:
 def joined(lower: Vector, upper: Vector) -> Vector:
     """Return two u16 as one b32."""
     return lower.to("u32") | (upper.to("u32") << 16)
-

@@ -7,7 +7,7 @@ syntax; ``instructions`` says what an instruction means, and refuses what it doe
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,7 +115,7 @@ class Module:
     target: str  # "sm_90a"
     functions: dict[str, Function]
     variables: dict[str, Variable]  # of the module
-    programs: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False)  # what ``execute`` has made of entries
+    programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # what ``execute`` has made of entries
 
     @property
     def entries(self) -> list[str]:
@@ -137,6 +137,9 @@ _TOKEN = re.compile(r"""
   | (?P<mark>[-+{}()\[\]<>,;:=|!@*/&~])
 """, re.VERBOSE | re.DOTALL)  # fmt: skip
 _MODULE_SPACES = {".global", ".const", ".shared", ".extern", ".visible", ".weak", ".common"}
+
+
+_Named = Callable[[str], Register | Symbol]  # the register or symbol of a name where it stands
 
 
 @dataclass(slots=True)
@@ -215,7 +218,9 @@ def parse(text: str) -> Module:
     reader = _Reader(text)
     module = Module(version="", target="", functions={}, variables={})
     # ".file 1 "/tmp/kernels.py"" stands behind the functions that name it
-    files = {number: name.rpartition("/")[2] for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
+    files = {
+        number: name.rpartition("/")[2] for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)
+    }
     while reader:
         token = reader.take()
         if token == ".version":
@@ -356,6 +361,10 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
     def renamed(name: str) -> str:
         return next((scope[name] for scope in reversed(scopes) if name in scope), name)
 
+    def named(token: str) -> Register | Symbol:
+        name = renamed(token)
+        return Register(name) if token[0] == "%" or token == "_" or name in function.registers else Symbol(name)
+
     while True:
         line, token = reader.line, reader.take()
         if token == "{":
@@ -399,7 +408,7 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
                     scopes[-1][token] = label = f"{token}${blocks}"
                 function.labels[label] = len(function.body)
         else:
-            function.body.append(_read_instruction(reader, token, line, source, renamed))
+            function.body.append(_read_instruction(reader, token, line, source, named))
 
 
 def _read_registers(reader: _Reader, function: Function, scopes: list[dict[str, str]], block: int) -> None:
@@ -425,32 +434,37 @@ def _read_registers(reader: _Reader, function: Function, scopes: list[dict[str, 
     reader.take(";")
 
 
-def _read_instruction(reader: _Reader, token: str, line: int, source: str, renamed) -> Instruction:  # type: ignore[no-untyped-def]
+def _read_instruction(reader: _Reader, token: str, line: int, source: str, named: _Named) -> Instruction:
     """Read one instruction, whose first token was taken."""
     predicate = None
     if token == "@":
         negated = reader.skip("!")
-        predicate = Register(renamed(reader.take()), negated)
+        predicate = Register(named(reader.take()).name, negated)
         line, token = reader.line, reader.take()
     opcode, operands = token, []
     while reader.next != ";":
-        operands.append(_read_operand(reader, renamed))
+        operands.append(_read_operand(reader, named))
         if not reader.skip(",") and reader.next not in (";", "(") and not isinstance(operands[-1], Group):
             raise ArgumentError(f"line {line} of the PTX has {shown(reader.next)} after an operand of {opcode}")
     reader.take(";")
     text = reader.lines[line - 1].partition("//")[0].strip()
     return Instruction(
-        opcode=tuple(opcode.split(".")), operands=tuple(operands), predicate=predicate, line=line, source=source, text=text
+        opcode=tuple(opcode.split(".")),
+        operands=tuple(operands),
+        predicate=predicate,
+        line=line,
+        source=source,
+        text=text,
     )
 
 
-def _read_operand(reader: _Reader, renamed) -> Operand:  # type: ignore[no-untyped-def]
+def _read_operand(reader: _Reader, named: _Named) -> Operand:
     """Read one operand."""
     token = reader.take()
     if token in ("{", "("):
-        return Group(tuple(_read_list(reader, "}" if token == "{" else ")", renamed)))
+        return Group(tuple(_read_list(reader, "}" if token == "{" else ")", named)))
     if token == "[":
-        base = _read_operand(reader, renamed)
+        base = _read_operand(reader, named)
         offset, coordinates = 0, ()
         if isinstance(base, Address):
             base, offset = base.base, base.offset
@@ -461,23 +475,22 @@ def _read_operand(reader: _Reader, renamed) -> Operand:  # type: ignore[no-untyp
             sign = -sign if reader.skip("-") else sign
             offset += sign * _number(reader.take(), reader.line).value
         if reader.skip(","):
-            group = _read_operand(reader, renamed)
+            group = _read_operand(reader, named)
             coordinates = group.items if isinstance(group, Group) else (group,)
         reader.take("]")
         return Address(base, offset, coordinates)
     if token == "!":
-        return Register(renamed(reader.take()), True)
+        return Register(named(reader.take()).name, True)
     if token == "-":
         number = _number(reader.take(), reader.line)
         return Immediate(-number.value, number.kind)
     if token[0].isdigit():
         return _number(token, reader.line)
-    name = renamed(token)
-    operand: Operand = Register(name) if token[0] == "%" or name != token or token == "_" else Symbol(name)
+    operand: Operand = named(token)
     if reader.next == "|":
         items = [operand]
         while reader.skip("|"):
-            items.append(_read_operand(reader, renamed))
+            items.append(_read_operand(reader, named))
         return Group(tuple(items))
     if reader.next in ("+", "-") and isinstance(operand, Symbol):  # a variable's address and an offset
         sign = -1 if reader.take() == "-" else 1
@@ -485,9 +498,9 @@ def _read_operand(reader: _Reader, renamed) -> Operand:  # type: ignore[no-untyp
     return operand
 
 
-def _read_list(reader: _Reader, end: str, renamed) -> Iterator[Operand]:  # type: ignore[no-untyped-def]
+def _read_list(reader: _Reader, end: str, named: _Named) -> Iterator[Operand]:
     while not reader.skip(end):
-        yield _read_operand(reader, renamed)
+        yield _read_operand(reader, named)
         reader.skip(",")
 
 

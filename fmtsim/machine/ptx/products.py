@@ -7,7 +7,7 @@ those of all warps one batch. Source: PTX ISA 8.7, sections 9.7.14 (mma) and 9.7
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from fmtsim.cpu.gemm.engine import gemm_batch
+from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import gemm_call, resolve
-from fmtsim.formats.registry import get_format
 from fmtsim.machine.ptx.parse import Group, Immediate, Instruction, Operand, Register
 from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
@@ -69,16 +69,33 @@ def form(opcode: tuple[str, ...]) -> Form:
     refused = ArgumentError(f"{'.'.join(opcode)} is not an instruction that fmtsim runs")
     wide = parts[0] == "wgmma"
     types = parts[3:] if wide else parts[2:]
-    if len(types) != (3 if wide else 4) or (not wide and types[0] != types[3]) or "col" in opcode[:3] or opcode[-1] == "pred":
+    if (
+        len(types) != (3 if wide else 4)
+        or (not wide and types[0] != types[3])
+        or "col" in opcode[:3]
+        or opcode[-1] == "pred"
+    ):
         raise refused
     sums, a, b = types[:3]
     shape = parts[2] if wide else parts[1]
     if a not in _BITS or b not in _BITS or _BITS[a] != _BITS[b] or not shape.startswith("m"):
         raise refused
     mixed = {a, b} <= {"e4m3", "e5m2"} or {a, b} <= {"s8", "u8"} or a == b
-    allowed = {"s32"} if a in ("s8", "u8") else {"f64"} if a == "f64" else {"f32", "f16"} if a in ("f16", "e4m3", "e5m2") else {"f32"}
+    allowed = (
+        {"s32"}
+        if a in ("s8", "u8")
+        else {"f64"}
+        if a == "f64"
+        else {"f32", "f16"}
+        if a in ("f16", "e4m3", "e5m2")
+        else {"f32"}
+    )
     m, n, k = (int(x) for x in shape[1:].replace("n", "k").split("k"))
-    fits = (m == 64 and k == 256 // _BITS[a] and n % 8 == 0 and 8 <= n <= 256 and a != "f64") if wide else shape in _SHAPES[_BITS[a]]
+    fits = (
+        (m == 64 and k == 256 // _BITS[a] and n % 8 == 0 and 8 <= n <= 256 and a != "f64")
+        if wide
+        else shape in _SHAPES[_BITS[a]]
+    )
     if not mixed or sums not in allowed or not fits or (satfinite and sums != "s32"):
         raise refused
     return Form(unit="hopper.wgmma" if wide else "hopper.mma", m=m, n=n, k=k, a=a, b=b, sums=sums, satfinite=satfinite)
@@ -104,7 +121,6 @@ class Chain:
     c: np.ndarray  # codes [groups, M, N]
     a: list[np.ndarray] = field(default_factory=list)  # codes [groups, M, K], one an instruction
     b: list[np.ndarray] = field(default_factory=list)  # codes [groups, N, K]
-    names: list[Any] = field(default_factory=list)  # what a is made of: equal lists are equal operands
 
 
 def registers_of(operand: Operand) -> tuple[str, ...]:
@@ -116,9 +132,13 @@ def registers_of(operand: Operand) -> tuple[str, ...]:
 # Fragments: lane l holds row l // 4, and of each register the elements from ``per`` (l % 4) on
 
 
-def _gather(block: "Block", names: Sequence[str], groups: np.ndarray, lanes: int) -> np.ndarray:
-    """Return registers as [groups, lanes, registers]."""
-    return np.stack([block.register(name).reshape(-1, lanes)[groups] for name in names], -1)
+def _gather(block: "Block", names: tuple[str, ...], groups: np.ndarray, lanes: int) -> np.ndarray:
+    """Return registers as [groups, 32-thread warps of a group, lanes of a warp, registers]."""
+    words = block.fragment(names)
+    words = np.stack([block.register(name) for name in names]) if words is None else words
+    split = words.reshape(len(names), -1, lanes)
+    split = split if len(groups) == split.shape[1] else split[:, groups]
+    return split.reshape(len(names), -1, 32).transpose(1, 2, 0)
 
 
 def _a_fragment(words: np.ndarray, shape: Form) -> np.ndarray:
@@ -156,8 +176,8 @@ def _c_words(matrix: np.ndarray, shape: Form) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=8192)
-def _places(descriptor: int, rows: int, columns: int, size: int, transposed: bool) -> np.ndarray:
-    """Return where a matrix [rows, columns] lies in shared memory, in elements of ``size`` bytes.
+def _places(descriptor: int, rows: int, columns: int, size: int, transposed: bool) -> tuple[np.ndarray, int]:
+    """Return where a matrix [rows, columns] lies in shared memory, in elements of ``size`` bytes, and the last place.
 
     Bits 0 to 13 of a descriptor are the address, 16 to 29 the leading and 32 to 45 the stride offset, all in 16 bytes;
     62 and 63 the pattern by which address bits 4 to 6 are exchanged with bits 7 to 9.
@@ -169,7 +189,9 @@ def _places(descriptor: int, rows: int, columns: int, size: int, transposed: boo
     line = (16, 128, 64, 32)[mode]
     r, k = np.arange(rows)[:, None], np.arange(columns)[None]
     if transposed and mode == 0:
-        raise ArgumentError(f"a wgmma descriptor of a transposed matrix without a pattern ({descriptor:#x}) is not supported")
+        raise ArgumentError(
+            f"a wgmma descriptor of a transposed matrix without a pattern ({descriptor:#x}) is not supported"
+        )
     if transposed:  # lines run along the rows
         per = line // size
         place = start + r // per * leading + k // 8 * stride + k % 8 * line + r % per * size
@@ -177,58 +199,70 @@ def _places(descriptor: int, rows: int, columns: int, size: int, transposed: boo
         along = k * size
         place = start + r // 8 * stride + r % 8 * line + (along if mode else along // 16 * leading + along % 16)
     place = place ^ ((place >> 3) & (0, 0x70, 0x30, 0x10)[mode])
-    return place // size
+    return place // size, int(place.max()) // size
 
 
-def _described(block: "Block", descriptor: int, rows: int, shape: Form, kind: str, transposed: bool) -> np.ndarray:
-    """Return an operand that lies in shared memory, [rows, K]."""
-    size = _BITS[kind] // 8
-    memory = block.shared[: len(block.shared) // size * size].view(_WORDS[8 * size])
-    places = _places(descriptor, rows, shape.k, size, transposed)
-    if places.max() >= len(memory):
-        raise ArgumentError(f"a wgmma descriptor ({descriptor:#x}) is out of shared memory")
-    return memory[places]
+def _described(block: "Block", name: str, groups: np.ndarray, rows: int, shape: Form, transposed: bool) -> np.ndarray:
+    """Return operands that lie in shared memory, [warpgroups, rows, K], by the descriptors of a register."""
+    size = _BITS[shape.a] // 8
+    memory = block.shared.view(_WORDS[8 * size])
+    descriptors = block.register(name).reshape(-1, 128)[groups, 0].tolist()
+    found = []
+    for descriptor in descriptors:
+        places, last = _places(descriptor, rows, shape.k, size, transposed)
+        if last >= len(memory):
+            raise ArgumentError(f"a wgmma descriptor ({descriptor:#x}) is out of shared memory")
+        found.append(memory[places])
+    return np.stack(found) if len(found) > 1 else found[0][None]
 
 
 # Collecting and computing
 
 
-def collect(block: "Block", running: np.ndarray, instruction: Instruction) -> None:
-    """Note a product that runs now; its result is written by ``flush``."""
+def prepare_product(instruction: Instruction) -> Callable[["Block", np.ndarray], None]:
+    """Return what notes a product when it runs; its result is written by ``flush``.
+
+    Raises:
+        ArgumentError: A product that is not known.
+    """
     shape = form(instruction.opcode)
+    operands = instruction.operands
     wide = shape.unit == "hopper.wgmma"
     lanes = 128 if wide else 32
-    groups = np.flatnonzero(running.reshape(-1, lanes)[:, 0])
-    if not running.reshape(-1, lanes)[groups].all():
-        raise ArgumentError(f"not all threads of a {'warpgroup' if wide else 'warp'} run {instruction}")
-    pending: list[Chain] = block.pending
-    operands = instruction.operands
     result = registers_of(operands[0])
     sums = result if wide else registers_of(operands[3])
-    chain = pending[-1] if pending and pending[-1].result == result else None
-    chain = chain or next((p for p in pending if p.result == result), None)
-    keep = wide and _keeps(block, operands[3], groups)
-    follows = chain is not None and np.array_equal(chain.groups, groups) and chain.form == shape and sums == result
-    if chain is not None and not (follows and (keep or not wide) and not shape.satfinite):
-        flush(block)  # another product of the same registers
-        chain = None
-    elif chain is None and not wide and any(set(p.result) & set(sums) for p in pending):
-        flush(block)
-    if chain is None:
-        if wide and not keep:
-            c = np.zeros((len(groups), 64, shape.n), np.uint16 if shape.sums == "f16" else np.uint32)
-        elif sums:
-            words = _gather(block, sums, (groups[:, None] * 4 + np.arange(4)).ravel() if wide else groups, 32)
-            c = _c_matrix(words, shape)
-            c = c.reshape(len(groups), 64, shape.n) if wide else c
-        else:
-            raise ArgumentError(f"sums that are no registers: {instruction}")
-        chain = Chain(shape, result, groups, c)
-        pending.append(chain)
-    a, b, name = _wide_operands(block, instruction, shape, groups) if wide else _warp_operands(block, instruction, shape, groups)
-    chain.a.append(a)
-    chain.b.append(b)
-    chain.names.append(name)
+    constant = not wide and [item.value for item in getattr(operands[3], "items", ()) if isinstance(item, Immediate)]
+    if not sums and not constant:
+        raise ArgumentError("a product's sums are registers")
+    read = _prepare_wide(operands, shape) if wide else _prepare_warp(operands, shape)
+
+    def collect(block: "Block", running: np.ndarray) -> None:
+        by_group = running.reshape(-1, lanes)
+        groups = np.flatnonzero(by_group[:, 0])
+        if not by_group[groups].all():
+            raise ArgumentError(f"not all threads of a {'warpgroup' if wide else 'warp'} run {instruction}")
+        keeps = not wide or _keeps(block, operands[3], groups)
+        chain = next((p for p in block.pending if p.result == result), None)
+        follows = chain is not None and chain.form == shape and sums == result and np.array_equal(chain.groups, groups)
+        if chain is not None and not (follows and keeps and not shape.satfinite):
+            flush(block)  # another product of the same registers
+            chain = None
+        elif chain is None and not wide and any(set(p.result) & set(sums) for p in block.pending):
+            flush(block)  # it adds to another's result
+        if chain is None:
+            m = 64 if wide else shape.m
+            if keeps and sums:
+                c = _c_matrix(_gather(block, sums, groups, lanes), shape).reshape(len(groups), m, shape.n)
+            else:
+                word = {"f16": np.uint16, "f64": np.uint64}.get(shape.sums, np.uint32)
+                c = np.zeros((len(groups), m, shape.n), word)
+            chain = Chain(shape, result, groups, c)
+            block.pending.append(chain)
+        a, b = read(block, groups)
+        chain.a.append(a)
+        chain.b.append(b)
+
+    return collect
 
 
 def _keeps(block: "Block", scale_d: Operand, groups: np.ndarray) -> bool:
@@ -242,33 +276,44 @@ def _keeps(block: "Block", scale_d: Operand, groups: np.ndarray) -> bool:
     return bool(values[0, 0]) ^ scale_d.negated
 
 
-def _warp_operands(block: "Block", instruction: Instruction, shape: Form, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
-    names = registers_of(instruction.operands[1]), registers_of(instruction.operands[2])
-    a = _a_fragment(_gather(block, names[0], groups, 32), shape)
-    b = _b_fragment(_gather(block, names[1], groups, 32), shape)
-    return a, b, a.tobytes() if len(block.pending) < 2 else names[0]
+Reader = Callable[["Block", np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-def _wide_operands(block: "Block", instruction: Instruction, shape: Form, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, Any]:
-    _, first, second, _, *flags = instruction.operands
+def _prepare_warp(operands: tuple[Operand, ...], shape: Form) -> Reader:
+    """Return what reads the operands of mma.sync: [warps, M, K] and [warps, 8, K]."""
+    first, second = registers_of(operands[1]), registers_of(operands[2])
+
+    def read(block: "Block", groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return _a_fragment(_gather(block, first, groups, 32), shape), _b_fragment(
+            _gather(block, second, groups, 32), shape
+        )
+
+    return read
+
+
+def _prepare_wide(operands: tuple[Operand, ...], shape: Form) -> Reader:
+    """Return what reads the operands of wgmma: [warpgroups, 64, K] and [warpgroups, N, K]."""
+    _, first, second, _, *flags = operands
     numbers = [flag.value for flag in flags if isinstance(flag, Immediate)]
     signs = numbers[:2] if shape.sums != "s32" else [1, 1]
     turns = numbers[2:] if _BITS[shape.a] == 16 else []
     in_registers = isinstance(first, Group)
     turn_a, turn_b = (0, *turns) if in_registers else tuple(turns) or (0, 0)
-    if in_registers:
-        words = _gather(block, registers_of(first), (groups[:, None] * 4 + np.arange(4)).ravel(), 32)
-        a = _a_fragment(words, replace(shape, m=16)).reshape(len(groups), 64, shape.k)
-    else:
-        assert isinstance(first, Register)
-        descriptors = block.register(first.name).reshape(-1, 128)[groups, 0]
-        a = np.stack([_described(block, int(d), 64, shape, shape.a, bool(turn_a)) for d in descriptors])
+    warps, names = replace(shape, m=16), registers_of(first)
     assert isinstance(second, Register)
-    descriptors = block.register(second.name).reshape(-1, 128)[groups, 0]
-    b = np.stack([_described(block, int(d), shape.n, shape, shape.b, bool(turn_b)) for d in descriptors])
-    if signs[0] * signs[1] == -1:
-        a = a ^ a.dtype.type(1 << (_BITS[shape.a] - 1))
-    return a, b, None
+    second_name = second.name
+
+    def read(block: "Block", groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if in_registers:
+            a = _a_fragment(_gather(block, names, groups, 128), warps).reshape(len(groups), 64, shape.k)
+        else:
+            a = _described(block, names[0], groups, 64, shape, bool(turn_a))
+        b = _described(block, second_name, groups, shape.n, shape, bool(turn_b))
+        if signs[0] * signs[1] == -1:
+            a = a ^ a.dtype.type(1 << (_BITS[shape.a] - 1))
+        return a, b
+
+    return read
 
 
 def flush(block: "Block", running: Any = None) -> None:
@@ -279,17 +324,23 @@ def flush(block: "Block", running: Any = None) -> None:
         same.setdefault((chain.form, len(chain.a), chain.groups.tobytes()), []).append(chain)
     for chains in same.values():
         shape, count, warps = chains[0].form, len(chains), len(chains[0].groups)
-        a = np.stack([np.concatenate(chain.a, -1) for chain in chains]).reshape(count * warps, -1, shape.k * len(chains[0].a))
+        a = np.stack([np.concatenate(chain.a, -1) for chain in chains]).reshape(
+            count * warps, -1, shape.k * len(chains[0].a)
+        )
         b = np.stack([np.concatenate(chain.b, -1) for chain in chains]).reshape(count * warps, shape.n, -1)
         c = np.stack([chain.c for chain in chains]).reshape(count * warps, -1, shape.n)
         d = _product(a, b, c, shape).reshape(count, warps, -1, shape.n)
-        wide = shape.unit == "hopper.wgmma"
         for chain, matrix in zip(chains, d, strict=True):
+            wide = shape.unit == "hopper.wgmma"
             words = _c_words(matrix.reshape(-1, 16, shape.n) if wide else matrix, shape)
+            words = words.reshape(-1, words.shape[-1]).T  # [registers, threads that run]
             lanes = 128 if wide else 32
-            words = words.reshape(warps, lanes, -1)
-            for i, name in enumerate(chain.result):
-                block.register(name).reshape(-1, lanes)[chain.groups] = words[..., i]
+            target = block.fragment(chain.result)
+            if target is not None and words.shape[1] == block.threads:
+                target[...] = words
+                continue
+            for name, column in zip(chain.result, words, strict=True):
+                block.register(name).reshape(-1, lanes)[chain.groups] = column.reshape(-1, lanes)
 
 
 def _product(a: np.ndarray, b: np.ndarray, c: np.ndarray, shape: Form) -> np.ndarray:

@@ -14,9 +14,20 @@ import numpy as np
 
 from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
-from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum
-from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Module, Operand, Register, Symbol, width
-from fmtsim.machine.ptx.products import collect, flush, form, registers_of
+from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum, logic_of_three
+from fmtsim.machine.ptx.parse import (
+    Address,
+    Function,
+    Group,
+    Immediate,
+    Instruction,
+    Module,
+    Operand,
+    Register,
+    Symbol,
+    width,
+)
+from fmtsim.machine.ptx.products import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
 from fmtsim.support.errors import ArgumentError
@@ -31,11 +42,7 @@ _SPACES = {
     "global": b.GLOBAL, "const": b.GLOBAL, "param": b.GLOBAL, "param::entry": b.GLOBAL, "shared": b.SHARED, "shared::cta": b.SHARED,
     "shared::cluster": b.SHARED, "local": b.LOCAL, "param::func": b.LOCAL,
 }  # fmt: skip
-_NOTHING = (
-    "fence|membar|wgmma.fence|wgmma.commit_group|wgmma.wait_group|cp.async.commit_group|cp.async.wait_group|cp.async.wait_all|"
-    "cp.async.bulk.commit_group|cp.async.bulk.wait_group|prefetch|prefetchu|setmaxnreg|griddepcontrol|nanosleep|pmevent|"
-    "applypriority|discard|bar.warp|barrier.cluster|mbarrier.inval"
-).split("|")  # fmt: skip
+_NOTHING = ["fence", "membar", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all", "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep", "pmevent", "applypriority", "discard", "bar.warp", "barrier.cluster", "mbarrier.inval"]  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +73,9 @@ def storage(kind: str) -> str:
 
 def inlined(module: Module, function: Function) -> Function:
     """Return a function whose calls of functions with a body are written out."""
-    result = replace(function, body=[], labels={}, registers=dict(function.registers), variables=list(function.variables))
+    result = replace(
+        function, body=[], labels={}, registers=dict(function.registers), variables=list(function.variables)
+    )
     targets, count = dict(function.branch_targets), 0
 
     def write(source: Function, suffix: str, names: Mapping[str, str], depth: int) -> None:
@@ -74,7 +83,9 @@ def inlined(module: Module, function: Function) -> Function:
         if depth > 20:
             raise ArgumentError(f"{source.name} calls itself; a GPU's stack is not simulated")
         ends = f"$end{suffix}"
-        places = {number: [label for label, at in source.labels.items() if at == number] for number in source.labels.values()}
+        places = {
+            number: [label for label, at in source.labels.items() if at == number] for number in source.labels.values()
+        }
         for i, instruction in enumerate(source.body):
             for label in places.get(i, ()):
                 result.labels[label + suffix] = len(result.body)
@@ -86,8 +97,14 @@ def inlined(module: Module, function: Function) -> Function:
                 given = [group for group in instruction.operands if isinstance(group, Group)]
                 returned, passed = (given[0].items, given[-1].items) if len(given) == 2 else (
                     (given[0].items, ()) if callee.results and given else ((), given[0].items if given else ()))  # fmt: skip
-                bound = {v.name: _name(renamed_operand(o, suffix, names)) for v, o in zip(callee.results, returned, strict=True)}
-                bound |= {v.name: _name(renamed_operand(o, suffix, names)) for v, o in zip(callee.parameters, passed, strict=True)}
+                bound = {
+                    v.name: _name(renamed_operand(o, suffix, names))
+                    for v, o in zip(callee.results, returned, strict=True)
+                }
+                bound |= {
+                    v.name: _name(renamed_operand(o, suffix, names))
+                    for v, o in zip(callee.parameters, passed, strict=True)
+                }
                 result.registers.update({f"{r}{inner}": kind for r, kind in callee.registers.items()})
                 bound |= {v.name: f"{v.name}{inner}" for v in callee.variables}
                 result.variables += [replace(v, name=f"{v.name}{inner}") for v in callee.variables]
@@ -98,7 +115,9 @@ def inlined(module: Module, function: Function) -> Function:
                                            predicate=_renamed_predicate(instruction, suffix)))  # fmt: skip
             else:
                 operands = tuple(renamed_operand(o, suffix, names) for o in instruction.operands)
-                result.body.append(replace(instruction, operands=operands, predicate=_renamed_predicate(instruction, suffix)))
+                result.body.append(
+                    replace(instruction, operands=operands, predicate=_renamed_predicate(instruction, suffix))
+                )
         for label in places.get(len(source.body), ()):
             result.labels[label + suffix] = len(result.body)
         if suffix:
@@ -284,7 +303,9 @@ class Builder:
             row[b.ADDRESS] = self.place(operand.base.name)
             row[b.ADDRESS_BITS] = bits(storage(self.kind(operand.base.name))) // 8
 
-    def compute(self, instruction: Instruction, key: str, semantics: Callable, results: tuple, operands: tuple) -> list[int]:
+    def compute(
+        self, instruction: Instruction, key: str, semantics: Callable, results: tuple, operands: tuple
+    ) -> list[int]:
         """Append a row of compiled code; results and operands are pairs of an operand and its kind."""
         row = self.add(instruction, b.COMPUTE)
         places, kinds = [], []
@@ -293,7 +314,9 @@ class Builder:
             places.append(self.place(register, kind))
             kinds.append(storage(kind if register.startswith("#") else self.kind(register)))
         for operand, kind in operands:
-            at, kept = (self.place(operand, kind), storage(kind)) if isinstance(operand, str) else self.operand(operand, kind)
+            at, kept = (
+                (self.place(operand, kind), storage(kind)) if isinstance(operand, str) else self.operand(operand, kind)
+            )
             places.append(at)
             kinds.append(kept)
         if len(places) > b.COLUMNS - b.DATA:
@@ -308,7 +331,9 @@ class Builder:
         return row
 
 
-def _adapted(semantics: Callable, kept: list[str], wanted: tuple[str, ...], negated: tuple[bool, ...], count: int) -> Callable:
+def _adapted(
+    semantics: Callable, kept: list[str], wanted: tuple[str, ...], negated: tuple[bool, ...], count: int
+) -> Callable:
     """Return semantics on registers as they are kept: operands cut to their kinds, results extended to the register's bits."""
 
     def traced(*values: Vector) -> tuple[Vector, ...]:
@@ -341,7 +366,9 @@ def _immediate(operand: Immediate, kind: str) -> int:
     if operand.kind == "f64" and kind in ("f32", "b32"):
         return int(np.float32(np.uint64(operand.value).view(np.float64)).view(np.uint32))
     if operand.kind == "int" and kind in ("f32", "f64") and operand.value != 0:
-        number = np.float32(operand.value).view(np.uint32) if kind == "f32" else np.float64(operand.value).view(np.uint64)
+        number = (
+            np.float32(operand.value).view(np.uint32) if kind == "f32" else np.float64(operand.value).view(np.uint64)
+        )
         return int(number)
     return operand.value
 
@@ -353,7 +380,7 @@ def _handlers() -> dict[str, Callable[[Builder, Instruction], None]]:
         "trap": _trap, "brkpt": _trap, "bar": _bar, "barrier": _bar, "shfl": _shuffle, "vote": _vote, "match": _match, "redux": _redux,
         "elect": _elect, "activemask": _active, "ldmatrix": _matrix, "stmatrix": _matrix, "atom": _atomic, "red": _atomic,
         "mbarrier": _mbarrier, "cp": _copy, "call": _call, "cvta": _window, "isspacep": _is_space, "mapa": _map_shared,
-        "getctarank": _rank, "createpolicy": _policy, "tensormap": _tensor_map,
+        "getctarank": _rank, "createpolicy": _policy, "tensormap": _tensor_map, "lop3": _logic,
     }  # fmt: skip
 
 
@@ -374,11 +401,15 @@ def build(
     targets: dict[int, list[str]] = {}
     for label, number in function.labels.items():
         targets.setdefault(number, []).append(label)
+    for instruction in function.body:  # registers of a fragment lie side by side
+        if _is_product(instruction):
+            for register in _registers(instruction.operands):
+                builder.place(register)
     pending: set[str] = set()  # registers of products that were collected
     for number, instruction in enumerate(function.body):
         # products that wait are computed before their registers are read, and where another way joins or begins
         name = instruction.opcode[0]
-        is_product = name == "mma" or instruction.opcode[:2] == ("wgmma", "mma_async")
+        is_product = _is_product(instruction)
         asked = bool(pending) and not is_product and (
             name in ("bra", "brx", "ret", "exit", "bar", "barrier") or instruction.opcode[:2] == ("wgmma", "commit_group")
             or not pending.isdisjoint(_registers(instruction.operands)))  # fmt: skip
@@ -389,10 +420,7 @@ def build(
             builder.labels[label] = len(builder.rows)
         try:
             if is_product:
-                form(instruction.opcode)  # refuses what is not known
-                for register in _registers(instruction.operands):
-                    builder.place(register)
-                builder.host(instruction, partial(collect, instruction=instruction))
+                builder.host(instruction, prepare_product(instruction))
                 pending |= set(registers_of(instruction.operands[0]))
             elif name in _handlers():
                 _handlers()[name](builder, instruction)
@@ -435,16 +463,29 @@ def _registers(operands: tuple[Operand, ...]) -> list[str]:
     return names
 
 
+def _is_product(instruction: Instruction) -> bool:
+    return instruction.opcode[0] == "mma" or instruction.opcode[:2] == ("wgmma", "mma_async")
+
+
 def _results(instruction: Instruction) -> list[str]:
     """Return the registers of numbers that an instruction writes."""
     first = instruction.operands[0] if instruction.operands else None
-    writes = isinstance(first, Register | Group) and instruction.opcode[0] not in ("setp", "bra", "ret", "bar", "red", "mov", "cvta")
+    writes = isinstance(first, Register | Group) and instruction.opcode[0] not in (
+        "setp",
+        "bra",
+        "ret",
+        "bar",
+        "red",
+        "mov",
+        "cvta",
+    )
     return [r for r in _registers((first,)) if not r.startswith("%p")] if writes and first is not None else []
 
 
 def _note(block: Any, running: np.ndarray, *, instruction: Instruction, register: str) -> None:
     """Note what an instruction of a watched line wrote."""
-    block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
+    if block.notes is not None:
+        block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
 
 
 def unknown(instruction: Instruction) -> ArgumentError:
@@ -541,7 +582,11 @@ def _store(builder: Builder, instruction: Instruction) -> None:
 def _address(builder: Builder, instruction: Instruction, row: list[int], operand: Operand) -> None:
     """Write a memory operand; parameters of calls lie in local memory."""
     builder.memory(row, operand)
-    if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.name in builder.local_parameters:
+    if (
+        isinstance(operand, Address)
+        and isinstance(operand.base, Symbol)
+        and operand.base.name in builder.local_parameters
+    ):
         row[b.SPACE] = b.LOCAL
 
 
@@ -555,7 +600,13 @@ def _move(builder: Builder, instruction: Instruction) -> None:
         row = TABLE.get(".".join(instruction.opcode))
         if row is None:
             raise unknown(instruction)
-        builder.compute(instruction, ".".join(instruction.opcode), row.semantics, ((target, row.results[0]),), ((source, row.operands[0]),))
+        builder.compute(
+            instruction,
+            ".".join(instruction.opcode),
+            row.semantics,
+            ((target, row.results[0]),),
+            ((source, row.operands[0]),),
+        )
         return
     if kind not in ("b32", "b64", "u32", "u64"):
         raise unknown(instruction)
@@ -670,12 +721,18 @@ _ATOMS = {
 
 def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
     """Return the number of an atomic operation on a type."""
-    if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|f32|f64|b16", kind) or (kind == "b16" and operation != "cas"):
+    floats = {
+        "f32": b.A_ADD_F32,
+        "f64": b.A_ADD_F64,
+        "f16": b.A_ADD_F16,
+        "bf16": b.A_ADD_BF16,
+        "f16x2": b.A_ADD_F16,
+        "bf16x2": b.A_ADD_BF16,
+    }
+    if operation == "add" and kind in floats:
+        return floats[kind]
+    if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|b16", kind) or (kind == "b16" and operation != "cas"):
         raise unknown(instruction)
-    if kind[0] == "f":
-        if operation != "add":
-            raise unknown(instruction)
-        return b.A_ADD_F32 if kind == "f32" else b.A_ADD_F64
     if kind[0] == "s" and operation in ("min", "max"):
         return b.A_MIN_S if operation == "min" else b.A_MAX_S
     return _ATOMS[operation]
@@ -736,7 +793,9 @@ def _atomic(builder: Builder, instruction: Instruction) -> None:
             if _name(item) != "_":
                 row[b.DATA + i], _ = builder.operand(item, kind)
     builder.memory(row, operands[0])
-    values = [item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))]
+    values = [
+        item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))
+    ]
     values = values[: count + (operation == "cas")]  # behind them a cache policy
     for i, item in enumerate(values):
         row[b.DATA + 4 + i], _ = builder.operand(item, kind)
@@ -757,7 +816,11 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
     if tuple(parts) not in kinds:
         raise unknown(instruction)
     row = builder.add(instruction, b.MBARRIER)
-    row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = kinds[tuple(parts)], b.SHARED if "shared" in str(instruction.opcode) else b.GENERIC, 4
+    row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = (
+        kinds[tuple(parts)],
+        b.SHARED if "shared" in str(instruction.opcode) else b.GENERIC,
+        4,
+    )
     row[b.FLAGS] = int("expect_tx" in parts)
     waits = "wait" in parts[0]
     if parts[0] == "arrive" or waits:
@@ -777,7 +840,7 @@ def _copy(builder: Builder, instruction: Instruction) -> None:
     if any(text.startswith(prefix) for prefix in _NOTHING):
         builder.add(instruction, b.NOTHING)
         return
-    if text.startswith("cp.async.bulk"):
+    if text.startswith(("cp.async.bulk", "cp.reduce.async.bulk")):
         from fmtsim.machine.ptx.tensor_map import prepare_bulk_copy
 
         builder.host(instruction, prepare_bulk_copy(instruction, builder))
@@ -823,7 +886,13 @@ def _window(builder: Builder, instruction: Instruction) -> None:
     if not space or instruction.opcode[-1] != "u64":
         raise unknown(instruction)
     start = -start if "to" in instruction.opcode else start
-    builder.compute(instruction, f"cvta{start}", lambda x: x + start, ((instruction.operands[0], "u64"),), ((instruction.operands[1], "u64"),))
+    builder.compute(
+        instruction,
+        f"cvta{start}",
+        lambda x: x + start,
+        ((instruction.operands[0], "u64"),),
+        ((instruction.operands[1], "u64"),),
+    )
 
 
 def _is_space(builder: Builder, instruction: Instruction) -> None:
@@ -841,16 +910,35 @@ def _is_space(builder: Builder, instruction: Instruction) -> None:
 def _map_shared(builder: Builder, instruction: Instruction) -> None:
     """mapa of a cluster of one block: the address itself."""
     kind = instruction.opcode[-1]
-    builder.compute(instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),))
+    builder.compute(
+        instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),)
+    )
 
 
 def _rank(builder: Builder, instruction: Instruction) -> None:
-    builder.compute(instruction, "getctarank", lambda x: x.to("u32") & 0, ((instruction.operands[0], "u32"),), ((instruction.operands[1], "u64"),))
+    builder.compute(
+        instruction,
+        "getctarank",
+        lambda x: x.to("u32") & 0,
+        ((instruction.operands[0], "u32"),),
+        ((instruction.operands[1], "u64"),),
+    )
 
 
 def _policy(builder: Builder, instruction: Instruction) -> None:
     """createpolicy: caches change no value."""
-    builder.compute(instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),))
+    builder.compute(
+        instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),)
+    )
+
+
+def _logic(builder: Builder, instruction: Instruction) -> None:
+    """lop3 with its table as an immediate operand."""
+    target, *operands, table = instruction.operands
+    if instruction.opcode != ("lop3", "b32") or not isinstance(table, Immediate):
+        raise unknown(instruction)
+    builder.compute(instruction, f"lop3/{table.value}", logic_of_three(table.value), ((target, "b32"),),
+                    tuple((operand, "b32") for operand in operands))  # fmt: skip
 
 
 def _tensor_map(builder: Builder, instruction: Instruction) -> None:

@@ -246,9 +246,7 @@ def _machine() -> Any:
     return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
 
 
-def _write(
-    module: ir.Module, name: str, semantics: Semantics, results: Sequence[str], operands: Sequence[str]
-) -> None:
+def _write(module: ir.Module, name: str, semantics: Semantics, results: Sequence[str], operands: Sequence[str]) -> None:
     """Write the function of one row: a loop over vectors of threads, once with and once without a mask."""
     word = ir.IntType(64)
     kind = ir.FunctionType(ir.VoidType(), [_POINTER, word.as_pointer(), _POINTER, word])
