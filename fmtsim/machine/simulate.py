@@ -200,6 +200,17 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 self._operators.canonical(x)
         return result
 
+    def compile(self, function: Callable, **options: Any) -> Callable:
+        """Return what ``torch.compile`` makes of a function or module on the GPU, to be called inside.
+
+        Inductor's code is generated here for the GPU's description, as the installed torch generates it, in one graph;
+        Triton compiles its kernels. ``options`` are those of ``torch.compile`` (``dynamic``, ``mode``). Where a GPU
+        would time configurations of a reduction, the first is taken and its launches count as guesses.
+        """
+        from fmtsim.machine.ptx import inductor
+
+        return inductor.compiled(function, self, options)
+
     def count(self, launch: "Launch") -> None:
         """Count a launch of a kernel; with ``strict`` refuse one whose bits are not certain."""
         name = f"{launch.kernel} (kernel)"

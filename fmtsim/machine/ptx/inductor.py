@@ -8,16 +8,23 @@ as it does there: its kernels by their recorded PTX, other operators as ``simula
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+from torch.utils._triton import has_triton
 
 from fmtsim.machine.ptx import launch, triton
+from fmtsim.machine.ptx.forks import PROPERTIES
 from fmtsim.support.errors import ArgumentError, DataError, shown
 
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"(?:[^"]*/)?([^"/]+)"(?:\s+"([^"]+)")?', re.MULTILINE)
@@ -27,15 +34,16 @@ _NO_CODE = re.compile(r"^\s*(\.(loc|file|version)\b.*|\$L__tmp\d+:|.*\bassertFil
 class Graph:
     """A graph of a compiled model: ``graph(*inputs)`` returns its results, as Inductor orders both."""
 
-    def __init__(self, folder: Path, file: Path, run: Any) -> None:
-        self.file, self.text = file, file.read_text(encoding="utf-8")
-        self.name = (re.findall(r"# AOT ID: \['(\w+)'\]", self.text) or [file.stem])[0]
-        found = re.search(r"def call\(self, args\):\n\s+(.*?),? = args\n", self.text)
+    def __init__(self, text: str, file: str, run: Any, folder: Path | None = None, constants: Any = ()) -> None:
+        self.text, self.file = text, file
+        self.name = (re.findall(r"# AOT ID: \['(\w+)'\]", text) or [Path(file).stem])[0]
+        found = re.search(r"def call\(self, args\):\n\s+(.*?),? = args\n", text)
         self.inputs = tuple(found[1].split(", ")) if found else ()
-        self._folder, self._run, self._call = folder, run, None
+        self._folder, self._run, self._constants = folder, run, dict(constants)
+        self._call: Callable | None = None
 
     def __repr__(self) -> str:
-        return f"Graph({self.name!r}, {len(self.inputs)} inputs, {self.file.name})"
+        return f"Graph({self.name!r}, {len(self.inputs)} inputs, {Path(self.file).name})"
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         """Run the graph.
@@ -59,13 +67,14 @@ class Graph:
         made = SimpleNamespace(
             triton=lambda name, source, **_: Kernel(self._folder, name, source, self._run), wait=lambda scope: None
         )
-        scope: dict[str, Any] = {"__name__": f"fmtsim_{self.file.stem}", "__file__": str(self.file)}
+        scope: dict[str, Any] = {"__name__": f"fmtsim_{Path(self.file).stem}", "__file__": self.file}
         with (
             _disable_current_modes(),
             mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: made),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True),
         ):
-            exec(compile(self.text, str(self.file), "exec"), scope)
+            exec(compile(self.text, self.file, "exec"), scope)
+        scope |= self._constants
         scope["extern_kernels"] = _Extern(scope.get("extern_kernels"))
         for name in ("empty_strided_cuda", "empty_strided_cpu_pinned"):
             scope[name] = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
@@ -90,9 +99,9 @@ class _Extern:
 
 
 class Kernel:
-    """A kernel of Inductor: the recorded PTX, and the configuration that it was compiled with."""
+    """A kernel of Inductor: recorded PTX, or without a folder Triton's of here, and the configuration of its blocks."""
 
-    def __init__(self, folder: Path, name: str, source: str, run: Any) -> None:
+    def __init__(self, folder: Path | None, name: str, source: str, run: Any) -> None:
         self.name, self.source, self._folder, self._run = name, source, folder, run
         self._ready: tuple[Any, dict[str, Any], str, dict[str, Any], tuple[str, ...]] | None = None
 
@@ -102,7 +111,7 @@ class Kernel:
 
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             if self._ready is None:
-                self._ready = self._loaded()
+                self._ready = self._made() if self._folder is None else self._recorded(self._folder)
             tuner, config, ptx, facts, reasons = self._ready
             signature = tuner.triton_meta["signature"]
             # 1. arguments by name: blocks are the configuration's
@@ -121,28 +130,34 @@ class Kernel:
             )  # fmt: skip
         self._run.count(record)
 
-    def _loaded(self) -> tuple[Any, dict[str, Any], str, dict[str, Any], tuple[str, ...]]:
-        """Return Inductor's tuner of the kernel, its configuration, its PTX and facts, and what is not certain of them.
+    def _made(self) -> tuple[Any, dict[str, Any], str, dict[str, Any], tuple[str, ...]]:
+        """Return Inductor's tuner of the kernel, its configuration, its PTX and facts, and what is not certain of them."""
+        from torch._inductor.codecache import PyCodeCache
+
+        tuner = _tuner(Path(PyCodeCache.write(self.source)[1]), self.name)
+        made, kind = _compiled(tuner, tuner.configs[0]), tuner.heuristic_type.name
+        reason = f"{self.name}: a GPU times {len(tuner.configs)} or more configurations; the first was taken"
+        # elements are computed alike in blocks of any size, and rows that fit a block
+        certain = kind == "POINTWISE" or (kind == "PERSISTENT_REDUCTION" and len(tuner.configs) == 1)
+        facts = made.metadata._asdict()
+        return tuner, dict(tuner.configs[0].kwargs), made.asm["ptx"], facts, () if certain else (reason,)
+
+    def _recorded(self, folder: Path) -> tuple[Any, dict[str, Any], str, dict[str, Any], tuple[str, ...]]:
+        """Return the same of what a GPU ran.
 
         Raises:
             DataError: The folder has no PTX of the kernel.
         """
         # 1. Triton names the source file in the PTX: a kernel's name stands in many graphs, its file once
-        files = self._folder.rglob("*.py")
+        files = folder.rglob("*.py")
         file = next((f for f in files if f.read_text(encoding="utf-8").strip() == self.source.strip()), None)
-        texts = {path: path.read_text(encoding="utf-8") for path in self._folder.rglob(f"{self.name}.ptx")}
+        texts = {path: path.read_text(encoding="utf-8") for path in folder.rglob(f"{self.name}.ptx")}
         texts = {path: text for path, text in texts.items() if file and file.name in sum(_FILE.findall(text), ())}
         if file is None or not texts:
-            raise DataError(f"{self._folder} has no PTX of {self.name}; copy the whole TORCHINDUCTOR_CACHE_DIR, triton/ too")
+            raise DataError(f"{folder} has no PTX of {self.name}; copy the whole TORCHINDUCTOR_CACHE_DIR, triton/ too")
         facts = {path: json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in texts}
         # 2. the configurations that Inductor tries, by its own rules from the description of the GPU in the source
-        scope: dict[str, Any] = {"__name__": f"fmtsim_{file.stem}", "__file__": str(file)}
-        with (
-            mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu", lambda: None),
-            mock.patch.dict(os.environ),
-        ):
-            exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), scope)
-        tuner = scope[self.name]
+        tuner = _tuner(file, self.name)
         # 3. the one that won where several were timed
         for path in file.parent.glob("*.best_config"):
             best = json.loads(path.read_text(encoding="utf-8"))
@@ -152,28 +167,31 @@ class Kernel:
                 return tuner, config, texts[found], facts[found], ()
         # 4. else the one whose PTX Triton makes here, too
         pairs = [(path, config) for path in texts for config in tuner.configs if config.num_warps == facts[path]["num_warps"]]
-        same = [(path, config) for path, config in pairs if _same_code(texts[path], tuner, config, facts[path])]
+        same = [(path, config) for path, config in pairs if _code(_compiled(tuner, config).asm["ptx"]) == _code(texts[path])]
         found, config = (same or pairs or [(next(iter(texts)), tuner.configs[0])])[0]
-        reasons = () if same else (f"blocks of {self.name} by this torch's heuristics: its PTX is not Triton's of here",)
+        reasons = () if same else (f"{self.name}: its blocks are by this torch's heuristics, whose PTX is another",)
         if len(same) > 1:
-            reasons = (f"{len(same)} configurations of {self.name} were compiled, and no .best_config says which ran",)
+            reasons = (f"{self.name}: {len(same)} configurations were compiled, and no .best_config says which ran",)
         return tuner, dict(config.kwargs), texts[found], facts[found], reasons
 
 
-def _same_code(text: str, tuner: Any, config: Any, facts: Mapping[str, Any]) -> bool:
-    """Return True if Triton makes the recorded PTX of a kernel under a configuration, comments and lines aside."""
+def _tuner(file: Path, name: str) -> Any:
+    """Return what Inductor makes of a kernel's source: the function, the GPU's description, and configurations."""
+    scope: dict[str, Any] = {"__name__": f"fmtsim_{file.stem}", "__file__": str(file)}
+    helpers = "torch._inductor.runtime.triton_helpers.set_driver_to_gpu"
+    with mock.patch(helpers, lambda: None), mock.patch.dict(os.environ):
+        exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), scope)
+    return scope[name]
+
+
+def _compiled(tuner: Any, config: Any) -> Any:
+    """Return what Triton makes of a kernel under a configuration, as Inductor calls it."""
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import CUDAOptions
     from triton.compiler import ASTSource, compile
 
-    meta = tuner.triton_meta
-    constants = meta["constants"] | config.kwargs
-    source = ASTSource(tuner.fn, meta["signature"], constants, meta["configs"][0])
-    names = CUDAOptions.__dataclass_fields__.keys() - {"extern_libs", "arch"}
-    options = {name: facts[name] for name in names if isinstance(facts.get(name), int | str)}
-    options["num_stages"] = config.num_stages
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    return _code(made) == _code(text)
+    meta = tuner._create_compile_meta(config)
+    source = ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=tuner._create_compile_options(config, meta))
 
 
 def _code(text: str) -> list[str]:
@@ -192,8 +210,102 @@ def graphs(folder: str | os.PathLike[str], run: Any) -> dict[str, Graph]:
     found: dict[str, Graph] = {}
     for file in sorted(root.rglob("*.py"), key=lambda f: (f.stat().st_mtime, f.name)):
         if "async_compile = AsyncCompile()" in file.read_text(encoding="utf-8"):
-            graph = Graph(root, file, run)
+            graph = Graph(file.read_text(encoding="utf-8"), str(file), run, root)
             found[graph.name if graph.name not in found else f"{graph.name} {file.stem}"] = graph
     if not found:
         raise DataError(f"compiled={shown(str(folder))} has no graphs of torch.compile; give a TORCHINDUCTOR_CACHE_DIR")
     return found
+
+
+def compiled(function: Any, run: Any, options: dict[str, Any]) -> Callable:
+    """Return what ``torch.compile`` makes of a function or module on a GPU: its code is generated for the description.
+
+    Dynamo traces outside of the simulation, in one graph; what it made runs inside.
+    """
+    fast = torch.compile(function, backend=partial(_backend, run), fullgraph=True, **options)
+
+    def call(*args: Any, **named: Any) -> Any:
+        with _disable_current_modes(), ExitStack() as stack:
+            while torch._C._len_torch_function_stack():
+                stack.enter_context(_pop_mode_temporarily())
+            return fast(*args, **named)
+
+    return call
+
+
+def _backend(run: Any, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable:
+    """Compile a graph of Dynamo as for tensors on a GPU."""
+    from torch._inductor.compile_fx import compile_fx
+
+    # 1. the graph and its inputs on the GPU, which are the CPU's here
+    gpu = torch.device("cuda", 0)
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.args, node.kwargs = tree_map_only(torch.device, lambda _: gpu, (node.args, dict(node.kwargs)))
+    context = torch._guards.TracingContext.try_get()
+    mode = context.fake_mode if context is not None else FakeTensorMode()
+    with described(), mode:
+        placed = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu).requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor) else x for x in inputs
+        ]  # fmt: skip
+
+    # 2. Inductor's own compiler, up to the text of its code
+    def loaded(lowering: Any, code: Any) -> Any:
+        graph = Graph(code.value, "graph.py", run, constants=lowering.constants)
+
+        def call(values: list[Any]) -> Any:
+            taken = list(values)
+            values.clear()
+            with nullcontext() if run in _get_current_dispatch_mode_stack() else run:
+                return graph(*taken)
+
+        run.graphs[graph.name] = graph
+        return SimpleNamespace(call=call, __file__="graph.py")
+
+    lowering = "torch._inductor.graph.GraphLowering._compile_to_module_lines"
+    with described(), mock.patch(lowering, loaded):
+        return compile_fx(module, placed)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def described() -> Iterator[None]:
+    """Let torch's code generator see an H100 where there is none, or another GPU."""
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import config
+    from torch._inductor.fx_passes import misc_patterns, pad_mm
+
+    facts = SimpleNamespace(**PROPERTIES, name="NVIDIA H100 80GB HBM3", gcnArchName="")
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": facts,
+        "get_device_capability": (9, 0), "_exchange_device": 0, "_maybe_exchange_device": 0, "set_device": None,
+        "synchronize": None, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+    }  # fmt: skip
+    interface = answers | {"get_compute_capability": 90, "get_raw_stream": 0}
+    host = torch.tensor
+
+    def scalar(data: Any, *, dtype: Any = None, device: Any = None, **named: Any) -> torch.Tensor:
+        # a constant of a pattern, which torch would copy to the GPU
+        if device is None or torch.device(device).type != "cuda":
+            return host(data, dtype=dtype, device=device, **named)
+        return torch.full((), data, dtype=dtype or host(data).dtype, device=device)
+
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, _answer=answer, **__: _answer))
+        for name, answer in interface.items():
+            if hasattr(CudaInterface, name):
+                function = staticmethod(lambda *_, _answer=answer, **__: _answer)
+                stack.enter_context(mock.patch.object(CudaInterface, name, function))
+        for name in ("current_device", "get_device_properties"):
+            function = staticmethod(lambda *_, _answer=answers[name], **__: _answer)
+            stack.enter_context(mock.patch.object(CudaInterface.Worker, name, function))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(mock.patch.object(torch, "tensor", scalar))
+        stack.enter_context(mock.patch.object(misc_patterns, "_misc_patterns_init", lambda *_: None))
+        stack.enter_context(mock.patch.object(pad_mm, "should_pad_mm_bf16", lambda *_: False))
+        stack.enter_context(config.patch(fx_graph_cache=False, compile_threads=1, shape_padding=False))
+        stack.enter_context(mock.patch.object(torch._functorch.config, "enable_autograd_cache", False))
+        has_triton.cache_clear()
+        stack.callback(has_triton.cache_clear)
+        yield
