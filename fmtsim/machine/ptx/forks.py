@@ -84,9 +84,7 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: _NAMES[running().target],
         "get_device_properties": lambda device=None: SimpleNamespace(name=_NAMES[running().target], **PROPERTIES),
-        "device": lambda device: nullcontext(),
         "_DeviceGuard": lambda device: nullcontext(),  # of Inductor's graphs
-        "device_of": lambda x: nullcontext(),
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0, device=_GPU, synchronize=lambda: None),
@@ -96,6 +94,9 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         yield torch.cuda, name, lambda host, *args, _answer=answer, **kwargs: _answer(*args, **kwargs)
     for name, answer in (("is_available", True), ("device_count", 1)):
         yield torch.cuda, name, lambda host, _answer=answer: _answer if asks_for_gpu(sys._getframe(2)) else host()
+    for name in ("__init__", "__enter__", "__exit__"):
+        yield torch.cuda.device, name, lambda host, *args: None
+    yield torch.cuda.device_of, "__init__", lambda host, *args: None
     # a simulation's autocast is the CPU's
     yield torch, "is_autocast_enabled", lambda host, device="cuda": host("cpu" if device == "cuda" else device)
     yield (

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils._triton import has_triton
 
@@ -29,6 +29,14 @@ from fmtsim.support.errors import ArgumentError, DataError, shown
 
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"(?:[^"]*/)?([^"/]+)"(?:\s+"([^"]+)")?', re.MULTILINE)
 _NO_CODE = re.compile(r"^\s*(\.(loc|file|version)\b.*|\$L__tmp\d+:|.*\bassertFile_.*\[\d+\] = .*)$|\s*//.*$", re.MULTILINE)
+
+
+class _Here(TorchDispatchMode):
+    """Compute on the CPU what is meant for a GPU: constants that Inductor folds."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute one operator."""
+        return func(*args, **tree_map_only(torch.device, lambda _: torch.device("cpu"), kwargs or {}))
 
 
 class Graph:
@@ -222,13 +230,22 @@ def compiled(function: Any, run: Any, options: dict[str, Any]) -> Callable:
 
     Dynamo traces outside of the simulation, in one graph; what it made runs inside.
     """
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    from fmtsim.machine.patches import outside
+
     fast = torch.compile(function, backend=partial(_backend, run), fullgraph=True, **options)
 
     def call(*args: Any, **named: Any) -> Any:
-        with _disable_current_modes(), ExitStack() as stack:
+        if torch.is_autocast_enabled("cpu"):
+            raise ArgumentError("a compiled function is called under torch.autocast; enter it in the function")
+        with outside(), _disable_current_modes(), ExitStack() as stack:
             while torch._C._len_torch_function_stack():
                 stack.enter_context(_pop_mode_temporarily())
-            return fast(*args, **named)
+            try:
+                return fast(*args, **named)
+            except BackendCompilerFailed as error:
+                raise error.inner_exception from None
 
     return call
 
@@ -237,6 +254,11 @@ def _backend(run: Any, module: torch.fx.GraphModule, inputs: list[Any]) -> Calla
     """Compile a graph of Dynamo as for tensors on a GPU."""
     from torch._inductor.compile_fx import compile_fx
 
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        raise ArgumentError(
+            "a graph with gradients cannot be compiled for a described GPU: torch's autograd takes tensors on cuda only "
+            "where a GPU is (c10's device guard); call it under torch.no_grad(), or replay a GPU's graphs by compiled="
+        )
     # 1. the graph and its inputs on the GPU, which are the CPU's here
     gpu = torch.device("cuda", 0)
     for part in module.modules():
@@ -246,9 +268,9 @@ def _backend(run: Any, module: torch.fx.GraphModule, inputs: list[Any]) -> Calla
     mode = context.fake_mode if context is not None else FakeTensorMode()
     with described(), mode:
         placed = [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu).requires_grad_(x.requires_grad)
-            if isinstance(x, torch.Tensor) else x for x in inputs
-        ]  # fmt: skip
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu) if isinstance(x, torch.Tensor) else x
+            for x in inputs
+        ]
 
     # 2. Inductor's own compiler, up to the text of its code
     def loaded(lowering: Any, code: Any) -> Any:
@@ -273,16 +295,22 @@ def described() -> Iterator[None]:
     """Let torch's code generator see an H100 where there is none, or another GPU."""
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config
-    from torch._inductor.fx_passes import misc_patterns, pad_mm
+    from torch._inductor.fx_passes import misc_patterns
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder as Folder
+    from triton.runtime import driver
 
     facts = SimpleNamespace(**PROPERTIES, name="NVIDIA H100 80GB HBM3", gcnArchName="")
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": facts,
         "get_device_capability": (9, 0), "_exchange_device": 0, "_maybe_exchange_device": 0, "set_device": None,
-        "synchronize": None, "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+        "synchronize": None, "device": nullcontext(), "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
     }  # fmt: skip
     interface = answers | {"get_compute_capability": 90, "get_raw_stream": 0}
-    host = torch.tensor
+    host, deduced = torch.tensor, Folder._deduce_value
+
+    def folded(folder: Any, node: Any) -> Any:
+        with _Here():
+            return deduced(folder, node)
 
     def scalar(data: Any, *, dtype: Any = None, device: Any = None, **named: Any) -> torch.Tensor:
         # a constant of a pattern, which torch would copy to the GPU
@@ -300,10 +328,11 @@ def described() -> Iterator[None]:
         for name in ("current_device", "get_device_properties"):
             function = staticmethod(lambda *_, _answer=answers[name], **__: _answer)
             stack.enter_context(mock.patch.object(CudaInterface.Worker, name, function))
+        stack.enter_context(mock.patch.object(driver, "_active", triton.Driver()))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         stack.enter_context(mock.patch.object(torch, "tensor", scalar))
         stack.enter_context(mock.patch.object(misc_patterns, "_misc_patterns_init", lambda *_: None))
-        stack.enter_context(mock.patch.object(pad_mm, "should_pad_mm_bf16", lambda *_: False))
+        stack.enter_context(mock.patch.object(Folder, "_deduce_value", folded))
         stack.enter_context(config.patch(fx_graph_cache=False, compile_threads=1, shape_padding=False))
         stack.enter_context(mock.patch.object(torch._functorch.config, "enable_autograd_cache", False))
         has_triton.cache_clear()
