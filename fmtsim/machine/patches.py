@@ -281,6 +281,16 @@ def _running() -> bool:
     return getattr(_thread, "run", None) is not None
 
 
+@contextmanager
+def outside() -> Iterator[None]:
+    """Give this thread the host's functions again, for what traces them."""
+    run, _thread.run = getattr(_thread, "run", None), None
+    try:
+        yield
+    finally:
+        _thread.run = run
+
+
 def _fork(host: Callable, gpu: Callable) -> Callable:
     """Return a function that calls ``gpu`` in a thread that simulates, and elsewhere the host's own."""
     return lambda *args, **kwargs: (gpu if _running() else host)(*args, **kwargs)

@@ -19,6 +19,12 @@ from fmtsim.machine.ptx import triton
 
 _GPU = torch.device("cuda", 0)
 _NAMES = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+PROPERTIES = {
+    "major": 9, "minor": 0, "multi_processor_count": triton.MULTIPROCESSORS, "total_memory": 85_017_493_504,
+    "warp_size": 32, "shared_memory_per_block": 49_152, "shared_memory_per_block_optin": triton.SHARED_LIMIT,
+    "shared_memory_per_multiprocessor": 233_472, "regs_per_multiprocessor": 65_536, "L2_cache_size": 52_428_800,
+    "max_threads_per_multi_processor": 2_048, "max_threads_per_block": 1_024,
+}  # fmt: skip
 _OWN = ("torch", "triton", "fmtsim")  # packages that are told the truth
 _DEVICE, _IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.type)
@@ -73,18 +79,12 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         running: Returns the simulation that the thread is in.
     """
     autocast = torch.is_autocast_enabled, torch.get_autocast_dtype
-    properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=triton.MULTIPROCESSORS, total_memory=85_017_493_504, warp_size=32,
-        shared_memory_per_block=49_152, shared_memory_per_block_optin=triton.SHARED_LIMIT, L2_cache_size=52_428_800,
-        shared_memory_per_multiprocessor=233_472, regs_per_multiprocessor=65_536, max_threads_per_multi_processor=2_048,
-    )  # fmt: skip
     answers = {
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: _NAMES[running().target],
-        "get_device_properties": lambda device=None: SimpleNamespace(name=_NAMES[running().target], **vars(properties)),
-        "device": lambda device: nullcontext(),
-        "device_of": lambda x: nullcontext(),
+        "get_device_properties": lambda device=None: SimpleNamespace(name=_NAMES[running().target], **PROPERTIES),
+        "_DeviceGuard": lambda device: nullcontext(),  # of Inductor's graphs
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0, device=_GPU, synchronize=lambda: None),
@@ -94,6 +94,9 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         yield torch.cuda, name, lambda host, *args, _answer=answer, **kwargs: _answer(*args, **kwargs)
     for name, answer in (("is_available", True), ("device_count", 1)):
         yield torch.cuda, name, lambda host, _answer=answer: _answer if asks_for_gpu(sys._getframe(2)) else host()
+    for name in ("__init__", "__enter__", "__exit__"):
+        yield torch.cuda.device, name, lambda host, *args: None
+    yield torch.cuda.device_of, "__init__", lambda host, *args: None
     # a simulation's autocast is the CPU's
     yield torch, "is_autocast_enabled", lambda host, device="cuda": host("cpu" if device == "cuda" else device)
     yield (

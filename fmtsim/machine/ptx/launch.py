@@ -174,7 +174,7 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     listing = disassembled(program.ptx, fuse=program.fuses)
     done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes, listing=listing,
                    watched=seen.places, watched_block=seen.block)  # fmt: skip
-    reasons = done.reasons + done.contraction.doubts
+    reasons = program.doubts + done.reasons + done.contraction.doubts
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.repeated_atomics:

@@ -39,6 +39,7 @@ class Program:
     compiled: Any = None  # Triton's record
     cubin: bytes | None = None
     fuses: bool = True  # ptxas may fuse products into sums
+    doubts: tuple[str, ...] = ()  # what of the program is not certain
 
 
 class Driver:
