@@ -263,14 +263,14 @@ class _Program:
             return True
 
         for number, pair in self.sums.items():
-            # 3. of two eligible products the first operand's is fused
-            for k, product in enumerate(pair):
-                if product is not None and pair[0] != pair[1] and is_eligible(product):
-                    fused[number] = self.fusion(number, k)
-                    other = self.source(number, 2 - k)[0]
-                    if other is not None:
-                        addends.add(other)
-                    break
+            # 3. of two eligible products the one with fewer uses is fused, the first operand's if they have as many
+            uses = {k: len(self.all_uses[p]) for k, p in enumerate(pair) if p is not None and is_eligible(p)}
+            if uses and pair[0] != pair[1]:
+                k = min(uses, key=uses.__getitem__)
+                fused[number] = self.fusion(number, k)
+                other = self.source(number, 2 - k)[0]
+                if other is not None:
+                    addends.add(other)
         return fused
 
 

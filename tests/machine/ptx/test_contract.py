@@ -32,6 +32,11 @@ CASES = {
     "first of two products": (TWO + "add.f32 %r3, %r2, %r1;", {"%r3": "%r2 +"}),
     "used once goes first": (TWO + "add.f32 %r3, %r1, %r2; add.f32 %r4, %r1, %e;", {"%r3": "%r2 +"}),
     "addend stays": (TWO + "add.f32 %r3, %r1, %r2; sub.f32 %r4, %r1, %r2;", {"%r3": "%r1 +", "%r4": "%r1 -"}),
+    "fewer uses go first": (
+        TWO + "add.f32 %r3, %r1, %r2; add.f32 %r4, %r1, %e; add.f32 %r5, %r2, %f; sub.f32 %r6, %r1, %f;"
+        " st.global.b32 [%q+80], %r6;",
+        {"%r3": "%r2 +", "%r5": "%r2 +"},
+    ),
     "three in a circle": (
         TWO + "mul.f32 %r6, %e, %f; add.f32 %r3, %r1, %r2; add.f32 %r4, %r2, %r6; add.f32 %r5, %r6, %r1;",
         {"%r3": "%r1 +", "%r4": "%r6 +", "%r5": "%r6 +"},
