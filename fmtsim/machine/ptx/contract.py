@@ -76,7 +76,9 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
             fusions.pop(number, None)
         elif fused == {True}:
             options = [k for k in (0, 1) if program.source(number, k + 1, anywhere=True)[0] is not None]
-            gone = [k for k in options if not _multiplies(codes.get(program.fusion(number, k).product, ()))]
+            products = [program.fusion(number, k).product for k in options]
+            gone = [k for k, p in zip(options, products, strict=True)
+                    if not _multiplies(codes.get(p, ()), function.body[p].opcode[0])]  # fmt: skip
             if number in fusions and fusions[number].operand in (gone or options):
                 continue
             if len(gone or options) == 1:
@@ -110,9 +112,12 @@ def constant_divisors(function: Function) -> dict[int, int]:
     return found
 
 
-def _multiplies(codes: tuple[str, ...]) -> bool:
-    """Return True if a product's line still multiplies at its end: FMUL, or HFMA2 with -RZ as addend."""
-    return bool(codes) and bool(re.search(r"[FDH]MUL2?\b|HFMA2\S* .*, -RZ", codes[-1]))
+def _multiplies(codes: tuple[str, ...], opcode: str) -> bool:
+    """Return True if a product's line still multiplies: FMUL, or HFMA2 with -RZ as addend, beside the scaling steps."""
+    products = [code for code in codes if re.match(r"[FDH]MUL|HFMA2\S* .*, -RZ", code)]
+    if opcode == "div":
+        products = [code for code in products if not code.endswith((", 0.25", ", 16777216"))]
+    return len(products) > (opcode == "rcp")
 
 
 def _registers(operands: tuple[Operand, ...]) -> list[str]:
@@ -132,7 +137,7 @@ class _Program:
 
     def __init__(self, function: Function) -> None:
         self.body = function.body
-        self.uses: dict[int, list[int]] = defaultdict(list)  # instructions that read a value; -1: in other blocks
+        self.uses: dict[int, list[int]] = defaultdict(list)  # instructions that read a value; -1: others, which keep it
         self.reads: dict[tuple[int, int], int] = {}  # (instruction, operand) -> the instruction whose value it reads
         self._number_values(_block_begins(function))
         self.products = {i: key for i, x in enumerate(self.body) if (key := self._product(x)) is not None}
@@ -161,7 +166,8 @@ class _Program:
             for k, operand in enumerate(reads, len(x.operands) - len(reads)):
                 for name in _registers((operand,)):
                     if name in current:
-                        self.uses[current[name]].append(i)
+                        is_merge = k == 0 and not stores and opcode not in _UPDATES
+                        self.uses[current[name]].append(-1 if is_merge else i)
                         self.reads[i, k] = current[name]
                     else:
                         live_in.add(name)
