@@ -67,6 +67,15 @@ CASES = {
         {"%r3": "%r1 +"},
     ),
     "behind a branch": (IF + MUL + "@%p1 bra L; bar.sync 0; L: add.f32 %r3, %r1, %c;", {}),
+    "constant behind a branch": (
+        IF + "mul.f32 %r1, %a, 0f40400000; @%p1 bra L; bar.sync 0; L: add.f32 %r3, %r1, %c;",
+        {"%r3": "%r1 +"},
+    ),
+    "constant divisor into a loop": (
+        "mov.b32 %r2, 0f447A0000; div.full.f32 %r1, %a, %r2; mov.b32 %r3, 0; mov.b32 %r9, 0; L: sub.f32 %r3, %r3, %r1;"
+        " bar.sync 0; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, %f; @%p2 bra L;",
+        {"%r3": "-%r1 +"},
+    ),
     "written again": (
         MUL + "add.f32 %r1, %r1, %c; mul.f32 %r2, %r1, %d; add.f32 %r3, %r2, %e;",
         {"%r1": "%r1 +", "%r3": "%r2 +"},
