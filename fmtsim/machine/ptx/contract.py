@@ -51,7 +51,7 @@ class Contraction:
 
 
 def contracted(function: Function, listing: Listing | None = None) -> Contraction:
-    """Return the sums that ptxas makes fused multiply-adds (none are under ``--fmad=false``, which the rule does not see).
+    """Return the sums that ptxas makes fused multiply-adds (``--fmad=false`` makes none, which the rule does not see).
 
     Args:
         function: a function of the module.
