@@ -92,8 +92,8 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
     }
     for name, answer in answers.items():
         yield torch.cuda, name, lambda host, *args, _answer=answer, **kwargs: _answer(*args, **kwargs)
-    for name, answer in (("is_available", True), ("device_count", 1)):
-        yield torch.cuda, name, lambda host, _answer=answer: _answer if asks_for_gpu(sys._getframe(2)) else host()
+    for name, number in (("is_available", True), ("device_count", 1)):
+        yield torch.cuda, name, lambda host, _answer=number: _answer if asks_for_gpu(sys._getframe(2)) else host()
     for name in ("__init__", "__enter__", "__exit__"):
         yield torch.cuda.device, name, lambda host, *args: None
     yield torch.cuda.device_of, "__init__", lambda host, *args: None

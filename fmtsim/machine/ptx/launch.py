@@ -115,12 +115,12 @@ def launch(
         raise DtypeError(f"kernel is {type(kernel).__name__}; give a triton.jit function, PTX or CUDA C++ source")
     if config is not None:
         raise ArgumentError(f"config={shown(config)} is for @triton.autotune; PTX and CUDA C++ have none")
-    shared, label, cubin = named.pop("shared", 0), entry, None
+    shared, label = named.pop("shared", 0), entry
     if re.search(r"^\s*\.version\s", kernel, re.MULTILINE):
         if named:
             raise ArgumentError(f"{', '.join(named)}: PTX takes arguments by position, block=, entry= and shared=")
     elif "__global__" in kernel:
-        kernel, cubin, entry = nvrtc.compiled(kernel, entry, named)
+        kernel, entry = nvrtc.compiled(kernel, entry, named)
     else:
         raise ArgumentError("kernel is text without .version (PTX) and without __global__ (CUDA C++)")
     module = _parsed(kernel)
@@ -135,7 +135,7 @@ def launch(
     return run(
         Program(
             name=label or name, entry=name, ptx=kernel, grid=grid, block=_extent("block", threads, _MOST_THREADS),
-            shared_bytes=shared, arguments=args, cubin=cubin,
+            shared_bytes=shared, arguments=args,
         ),
         target,
         seen,

@@ -37,7 +37,6 @@ class Program:
     scratch: tuple[int, ...] = ()  # bytes a block of parameters behind the arguments, 0 of a null pointer
     config: str = ""
     compiled: Any = None  # Triton's record
-    cubin: bytes | None = None
     fuses: bool = True  # ptxas may fuse products into sums
     doubts: tuple[str, ...] = ()  # what of the program is not certain
 
@@ -265,7 +264,7 @@ def program(kernel: Any, grid: Any, args: tuple[Any, ...], named: dict[str, Any]
         arguments += _flat(name, kind, value, descriptors)
     return Program(
         name=function.__name__, entry=found.name, ptx=found.asm["ptx"], grid=grid, block=(32 * facts.num_warps, 1, 1),
-        shared_bytes=facts.shared, arguments=tuple(arguments), config=words, compiled=found, cubin=found.asm.get("cubin"),
+        shared_bytes=facts.shared, arguments=tuple(arguments), config=words, compiled=found,
         scratch=(facts.global_scratch_size, facts.profile_scratch_size), fuses=facts.enable_fp_fusion,
     )  # fmt: skip
 
@@ -313,6 +312,6 @@ class TensorMap:
         shape[-1] *= 2 if facts["fp4_padded"] else 1
         strides = [int(n) * facts["elem_size"] for n in tensor.strides]
         return encode(
-            address(tensor.base), shape[::-1], strides[-2::-1], facts["block_size"][::-1], facts["elem_type"], facts["swizzle"],
-            int(tensor.padding == "nan"),
+            address(tensor.base), shape[::-1], strides[-2::-1], facts["block_size"][::-1], facts["elem_type"],
+            facts["swizzle"], int(tensor.padding == "nan"),
         )  # fmt: skip
