@@ -83,16 +83,16 @@ class Graph:
 
     def _loaded(self) -> Callable:
         """Return the graph's function, with this machine's memory, and kernels that are launched here."""
-        made = SimpleNamespace(
-            triton=lambda name, source, **_: Kernel(self._folder, name, source, self._run), wait=lambda scope: None
-        )
-        scope: dict[str, Any] = {"__name__": f"fmtsim_{Path(self.file).stem}", "__file__": self.file}
-        with (
-            _disable_current_modes(),
-            mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: made),
-            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True),
-        ):
-            exec(compile(self.text, self.file, "exec"), scope)
+        text = self.text.replace("async_compile = AsyncCompile()", "")
+        text = text.replace("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "")
+        scope: dict[str, Any] = {
+            "__name__": f"fmtsim_{Path(self.file).stem}", "__file__": self.file, "get_raw_stream": lambda device: 0,
+            "async_compile": SimpleNamespace(
+                triton=lambda name, source, **_: Kernel(self._folder, name, source, self._run), wait=lambda scope: None
+            ),
+        }  # fmt: skip
+        with _disable_current_modes():
+            exec(compile(text, self.file, "exec"), scope)
         scope |= self._constants
         scope["extern_kernels"] = _Extern(scope.get("extern_kernels"))
         for name in ("empty_strided_cuda", "empty_strided_cpu_pinned"):
