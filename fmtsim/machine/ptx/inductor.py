@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -30,6 +31,7 @@ from fmtsim.machine.ptx.forks import PROPERTIES
 from fmtsim.machine.unknown import UnknownOrder
 from fmtsim.support.errors import ArgumentError, DataError, shown
 
+_lock = threading.Lock()
 _C10 = str(Path(torch.__file__).parent / "lib/libc10.so")
 # torch chooses the kernels of these as it traces, by what a GPU offers
 _CHOSEN = {"scaled_dot_product_attention", "batch_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss"}
@@ -303,7 +305,7 @@ def _backend(run: Any, module: torch.fx.GraphModule, inputs: list[Any]) -> Calla
         return SimpleNamespace(call=call, __file__="graph.py")
 
     lowering = "torch._inductor.graph.GraphLowering._compile_to_module_lines"
-    with described(), mock.patch(lowering, loaded):
+    with _lock, described(), mock.patch(lowering, loaded):
         return compile_fx(module, placed)  # type: ignore[return-value]
 
 
