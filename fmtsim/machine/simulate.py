@@ -223,7 +223,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         if launch.exact:
             self.exact[name] += 1
         else:
-            self._note(name, Guess("; ".join(launch.reasons)))
+            reason = "; ".join(launch.reasons)
+            self._note(name, Nondeterministic(reason) if "atomic sums" in reason else Guess(reason))
 
     def _note(self, name: str, reason: Exception) -> None:
         """Count an operator that is not exact; with ``strict`` refuse it."""

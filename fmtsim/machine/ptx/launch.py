@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.machine.ptx import nvrtc, triton
 from fmtsim.machine.ptx.execute import execute
@@ -172,14 +173,19 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
     listing = disassembled(program.ptx, fuse=program.fuses)
-    done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes, listing=listing,
-                   watched=seen.places, watched_block=seen.block)  # fmt: skip
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
+        done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
+                       listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
     reasons = program.doubts + done.reasons + done.contraction.doubts
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if program.compiled is not None and any(x.untyped_storage().data_ptr() % 16 for x in tensors):
+        reasons += ("a tensor's memory begins where 16 does not divide the address, as it does on a GPU: clone it",)
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.repeated_atomics:
         reasons += (
-            f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the order",
+            f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the "
+            "order",
         )
     return Launch(
         kernel=program.name, target=target, grid=grid, block=program.block, shared_bytes=program.shared_bytes,

@@ -125,7 +125,7 @@ def checked_tensor(what: str, x: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(f"{what} is a {type(x).__name__} of layout {x.layout}; give a plain strided tensor")
     if not x.is_cpu:
         raise ArgumentError(f"{what} is on {x.device}; kernels run on CPU tensors: move it with .cpu()")
-    return x.detach()
+    return x
 
 
 def configured(
@@ -289,9 +289,9 @@ def _flat(name: str, kind: Any, value: Any, descriptors: Any) -> list[Any]:
             return [value.base, *shape, *strides, int(value.padding == "nan"), *shape, *strides]
         return [TensorMap(value, facts), *shape, *strides]
     if kind in _FLOATS:
-        # as the launcher packs: a bfloat16 is truncated
+        # as the launcher packs, to a struct of 2 bytes: a bfloat16 is truncated
         code = struct.pack("<e", value) if kind == "fp16" else struct.pack("<f", value)[2:]
-        return [float(value) if kind in ("fp32", "fp64") else int.from_bytes(code, "little")]
+        return [float(value) if kind in ("fp32", "fp64") else code]
     return [int(value)]
 
 

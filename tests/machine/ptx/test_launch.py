@@ -176,6 +176,12 @@ if find_spec("triton") is not None:
         tl.store(xs[1] + i, value, i < n)
 
     @triton.jit
+    def scalars(y, a: tl.bfloat16, b: tl.float16, c: tl.float64, d, e, f):
+        values = (a, b, c, d, e, f)
+        for k in tl.static_range(6):
+            tl.store(y + k, values[k].to(tl.float32))
+
+    @triton.jit
     def boxes(source, y, SIZE: tl.constexpr):
         tile = source.load([SIZE, 0])
         i = tl.arange(0, SIZE)
@@ -256,6 +262,22 @@ def test_triton_refused(what):
     call, message = TRITON[what]
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+@needs_triton
+def test_scalars_and_memory_as_the_launcher_passes_them():
+    y = torch.zeros(100)
+    fmtsim.launch(scalars, 1, y, 1.01171875, 0.1, 0.1, -5, 2**40, True)
+    # a bfloat16 is truncated (1.015625 is nearest even), a float16 rounded
+    want = [1.0078125, float(torch.tensor(0.1, dtype=torch.float16)), float(torch.tensor(0.1)), -5.0, 2.0**40, 1.0]
+    assert y[:6].tolist() == want
+    odd = torch.frombuffer(bytearray(404)[4:], dtype=torch.float32, offset=4)
+    moved = torch.frombuffer(bytearray(400), dtype=torch.float32, count=90, offset=4)
+    reasons = fmtsim.launch(affine, 1, odd, moved, 90, 2.0).reasons
+    assert any("begins where 16 does not divide the address" in reason for reason in reasons)
+    with fmtsim.simulate() as run:
+        fmtsim.launch(affine, 1, X, y, 100, 2.0)
+    assert not run.exact  # its own operators are not the model's
 
 
 @needs_triton
