@@ -4,8 +4,8 @@
 LLVM has written ``fma.rn`` where it may. ptxas (-O3) then fuses a product without a rounding modifier (``mul``, the
 last product of ``div.full``, ``div.approx`` and ``rcp.approx``) into ``add`` and ``sub`` without one. The rule below
 was found from the machine code of ptxas 12.8 and 13.0 for small programs; tests/machine/ptx/test_contract.py holds it
-against ptxas on random programs: it is exact for straight code. In front of loops a later pass of ptxas fuses a few
-sums more and keeps the product as well. Where ptxas is installed, the machine code decides (``sass.disassembled``).
+against ptxas on random programs: it is exact for straight code. Where blocks share products, ptxas makes some of them
+again and fuses a few sums more. Where ptxas is installed, the machine code decides (``sass.disassembled``).
 """
 
 import re
@@ -51,7 +51,7 @@ class Contraction:
 
 
 def contracted(function: Function, listing: Listing | None = None) -> Contraction:
-    """Return the sums that ptxas makes fused multiply-adds.
+    """Return the sums that ptxas makes fused multiply-adds (``--fmad=false`` makes none, which the rule does not see).
 
     Args:
         function: a function of the module.
@@ -76,7 +76,9 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
             fusions.pop(number, None)
         elif fused == {True}:
             options = [k for k in (0, 1) if program.source(number, k + 1, anywhere=True)[0] is not None]
-            gone = [k for k in options if not _multiplies(codes.get(program.fusion(number, k).product, ()))]
+            products = [program.fusion(number, k).product for k in options]
+            gone = [k for k, p in zip(options, products, strict=True)
+                    if not _multiplies(codes.get(p, ()), function.body[p].opcode[0])]  # fmt: skip
             if number in fusions and fusions[number].operand in (gone or options):
                 continue
             if len(gone or options) == 1:
@@ -94,25 +96,34 @@ def constant_divisors(function: Function) -> dict[int, int]:
     ptxas replaces such a quotient by the product of the dividend and the divisor's correctly rounded reciprocal, which
     MUFU.RCP misses by one unit in the last place for 16 % of divisors.
     """
-    constants: dict[str, set[int | None]] = defaultdict(set)
-    for instruction in function.body:
-        for register in _registers(instruction.operands[:1]):
-            source = instruction.operands[1] if len(instruction.operands) == 2 else None  # noqa: PLR2004
-            is_constant = instruction.opcode[0] == "mov" and isinstance(source, Immediate)
-            constants[register].add(source.value if is_constant else None)  # type: ignore[union-attr]
+    constants = _constants(function)
     found = {}
     for number, instruction in enumerate(function.body):
         if instruction.opcode[0] == "div" and {"full", "approx"} & set(instruction.opcode):
             divisor = instruction.operands[2]
-            values = constants[divisor.name] if isinstance(divisor, Register) else {getattr(divisor, "value", None)}
-            if len(values) == 1 and (value := next(iter(values))) is not None:
+            value = constants.get(divisor.name) if isinstance(divisor, Register) else getattr(divisor, "value", None)
+            if value is not None:
                 found[number] = value
     return found
 
 
-def _multiplies(codes: tuple[str, ...]) -> bool:
-    """Return True if a product's line still multiplies at its end: FMUL, or HFMA2 with -RZ as addend."""
-    return bool(codes) and bool(re.search(r"[FDH]MUL2?\b|HFMA2\S* .*, -RZ", codes[-1]))
+def _constants(function: Function) -> dict[str, int]:
+    """Return the registers that only ever hold one constant."""
+    values: dict[str, set[int | None]] = defaultdict(set)
+    for x in function.body:
+        for name in _registers(x.operands[:1]):
+            source = x.operands[1] if x.opcode[0] == "mov" else None
+            values[name].add(source.value if isinstance(source, Immediate) else None)
+    constants = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
+    return {name: value for name, value in constants.items() if value is not None}
+
+
+def _multiplies(codes: tuple[str, ...], opcode: str) -> bool:
+    """Return True if a product's line still multiplies: FMUL, or HFMA2 with -RZ as addend, beside the scaling steps."""
+    products = [code for code in codes if re.match(r"[FDH]MUL|HFMA2\S* .*, -RZ", code)]
+    if opcode == "div":
+        products = [code for code in products if not code.endswith((", 0.25", ", 16777216"))]
+    return len(products) > (opcode == "rcp")
 
 
 def _registers(operands: tuple[Operand, ...]) -> list[str]:
@@ -132,9 +143,9 @@ class _Program:
 
     def __init__(self, function: Function) -> None:
         self.body = function.body
-        self.uses: dict[int, list[int]] = defaultdict(list)  # instructions that read a value; -1: in other blocks
+        self.uses: dict[int, list[int]] = defaultdict(list)  # instructions that read a value; -1: others, which keep it
         self.reads: dict[tuple[int, int], int] = {}  # (instruction, operand) -> the instruction whose value it reads
-        self._number_values(_block_begins(function))
+        self._number_values(_block_begins(function), _constants(function))
         self.products = {i: key for i, x in enumerate(self.body) if (key := self._product(x)) is not None}
         self.all_uses = {p: self._through(p) for p in self.products}
         self.sums: dict[int, tuple[int | None, int | None]] = {}  # products that the two operands are
@@ -144,8 +155,14 @@ class _Program:
                 first, second = (p if p is not None and self.products[p] == key else None for p in pair)
                 self.sums[i] = (first, second)
 
-    def _number_values(self, begins: set[int]) -> None:
-        """Find which instruction's value each operand reads, where both are in one block."""
+    def _number_values(self, begins: set[int], constants: dict[str, int]) -> None:
+        """Find which instruction's value each operand reads, where both are in one block or it is times a constant."""
+        times: dict[str, list[int]] = defaultdict(list)  # products by a constant move to the block of their sums
+        for i, x in enumerate(self.body):
+            for name in _registers(x.operands[:1]):
+                held = [isinstance(o, Immediate) or getattr(o, "name", "") in constants for o in x.operands[1:]]
+                times[name].append(i if self._product(x) and any(held) and (x.opcode[0] == "mul" or held[1]) else -1)
+        movable = {name: numbers[0] for name, numbers in times.items() if len(numbers) == 1 and numbers[0] >= 0}
         live_in: set[str] = set()
         at_ends: list[tuple[str, int]] = []
         current: dict[str, int] = {}
@@ -160,9 +177,11 @@ class _Program:
             reads = x.operands if stores or opcode in _UPDATES or x.predicate else x.operands[1:]
             for k, operand in enumerate(reads, len(x.operands) - len(reads)):
                 for name in _registers((operand,)):
-                    if name in current:
-                        self.uses[current[name]].append(i)
-                        self.reads[i, k] = current[name]
+                    value = current.get(name, movable.get(name, i))
+                    if value < i:
+                        is_merge = k == 0 and not stores and opcode not in _UPDATES
+                        self.uses[value].append(-1 if is_merge else i)
+                        self.reads[i, k] = value
                     else:
                         live_in.add(name)
             if x.predicate and x.predicate.name in current:
@@ -171,7 +190,7 @@ class _Program:
                 current[name] = i
                 writers[name].append(i)
         for name, i in [*at_ends, *current.items()]:
-            if name in live_in:
+            if name in live_in:  # read in another block, or at the loop's next turn
                 self.uses[i].append(-1)
         self.written_once = {name: numbers[0] for name, numbers in writers.items() if len(numbers) == 1}
 
@@ -251,7 +270,7 @@ class _Program:
             if product in addends:
                 return False
             # 1. a product with one use is fused; one with more only if every use is a sum of the same type and flush
-            #    in its block, so that the product itself goes away
+            #    in its block, or in any if it is by a constant, so that the product itself goes away
             for user in users if len(users) > 1 else ():
                 pair = self.sums.get(user, (None, None))
                 if product not in pair or pair[0] == pair[1]:
@@ -263,14 +282,14 @@ class _Program:
             return True
 
         for number, pair in self.sums.items():
-            # 3. of two eligible products the first operand's is fused
-            for k, product in enumerate(pair):
-                if product is not None and pair[0] != pair[1] and is_eligible(product):
-                    fused[number] = self.fusion(number, k)
-                    other = self.source(number, 2 - k)[0]
-                    if other is not None:
-                        addends.add(other)
-                    break
+            # 3. of two eligible products the one with fewer uses is fused, the first operand's if they have as many
+            uses = {k: len(self.all_uses[p]) for k, p in enumerate(pair) if p is not None and is_eligible(p)}
+            if uses and pair[0] != pair[1]:
+                k = min(uses, key=uses.__getitem__)
+                fused[number] = self.fusion(number, k)
+                other = self.source(number, 2 - k)[0]
+                if other is not None:
+                    addends.add(other)
         return fused
 
 

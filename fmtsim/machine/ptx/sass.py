@@ -62,10 +62,10 @@ def disassembled(text: str, *, fuse: bool = True) -> Listing | None:
     version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", text, re.M)
     if not assemblers() or disassembler is None or version is None:
         return None
-    # 1. the release whose PTX version the text has: 12.8 writes 8.7, 13.0 writes 9.0; else the newest that is older
+    # 1. the release whose PTX version the text has (12.8: 8.7, 13.0: 9.0), else the next newer, else the newest
     wanted = (int(version[1]), int(version[2]))
-    by_version = {(r[0] - 4, r[1] if r[0] > 12 else r[1] - 1): r for r in assemblers()}
-    known = wanted if wanted in by_version else max(by_version)
+    by_version = {(r[0] - 4, r[1] if r[0] > 12 else r[1] - 1): r for r in assemblers()}  # noqa: PLR2004
+    known = min((v for v in by_version if v >= wanted), default=max(by_version))
     release = by_version[known]
     marked = _marked(text, parse(text))
     if marked is None:

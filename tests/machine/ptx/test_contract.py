@@ -32,6 +32,11 @@ CASES = {
     "first of two products": (TWO + "add.f32 %r3, %r2, %r1;", {"%r3": "%r2 +"}),
     "used once goes first": (TWO + "add.f32 %r3, %r1, %r2; add.f32 %r4, %r1, %e;", {"%r3": "%r2 +"}),
     "addend stays": (TWO + "add.f32 %r3, %r1, %r2; sub.f32 %r4, %r1, %r2;", {"%r3": "%r1 +", "%r4": "%r1 -"}),
+    "fewer uses go first": (
+        TWO + "add.f32 %r3, %r1, %r2; add.f32 %r4, %r1, %e; add.f32 %r5, %r2, %f; sub.f32 %r6, %r1, %f;"
+        " st.global.b32 [%q+80], %r6;",
+        {"%r3": "%r2 +", "%r5": "%r2 +"},
+    ),
     "three in a circle": (
         TWO + "mul.f32 %r6, %e, %f; add.f32 %r3, %r1, %r2; add.f32 %r4, %r2, %r6; add.f32 %r5, %r6, %r1;",
         {"%r3": "%r1 +", "%r4": "%r6 +", "%r5": "%r6 +"},
@@ -62,6 +67,15 @@ CASES = {
         {"%r3": "%r1 +"},
     ),
     "behind a branch": (IF + MUL + "@%p1 bra L; bar.sync 0; L: add.f32 %r3, %r1, %c;", {}),
+    "constant behind a branch": (
+        IF + "mul.f32 %r1, %a, 0f40400000; @%p1 bra L; bar.sync 0; L: add.f32 %r3, %r1, %c;",
+        {"%r3": "%r1 +"},
+    ),
+    "constant divisor into a loop": (
+        "mov.b32 %r2, 0f447A0000; div.full.f32 %r1, %a, %r2; mov.b32 %r3, 0; mov.b32 %r9, 0; L: sub.f32 %r3, %r3, %r1;"
+        " bar.sync 0; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, %f; @%p2 bra L;",
+        {"%r3": "-%r1 +"},
+    ),
     "written again": (
         MUL + "add.f32 %r1, %r1, %c; mul.f32 %r2, %r1, %d; add.f32 %r3, %r2, %e;",
         {"%r1": "%r1 +", "%r3": "%r2 +"},
