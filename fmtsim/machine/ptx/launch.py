@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.machine.ptx import nvrtc, triton
-from fmtsim.machine.ptx.execute import execute
 from fmtsim.machine.ptx.parse import Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
@@ -150,6 +149,8 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
         ArgumentError: As ``launch``.
         DtypeError: As ``launch``.
     """
+    from fmtsim.machine.ptx.execute import execute  # with numba, which takes a second
+
     module = _parsed(program.ptx)
     # 1. the architecture, the grid and the block
     number, letter = re.fullmatch(r"sm_(\d+)([a-z]?)", module.target).groups()  # type: ignore[union-attr]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fmtsim.machine.ptx.tensor_map import encode
 from fmtsim.support.errors import ArgumentError, DeviceError, did_you_mean, shown
 
 MULTIPROCESSORS = 132
@@ -307,6 +306,8 @@ class TensorMap:
 
     def encode(self, address: Callable[[torch.Tensor], int]) -> bytes:
         """Return the map as ``tensor_map`` lays it out; ``address`` tells where a tensor is."""
+        from fmtsim.machine.ptx.tensor_map import encode  # with numba
+
         tensor, facts = self.descriptor, self.facts
         shape = [int(n) for n in tensor.shape]
         shape[-1] *= 2 if facts["fp4_padded"] else 1
