@@ -332,10 +332,11 @@ def patched(run: Any) -> Iterator[None]:
             for host, (module, fork) in _FORKS.items():
                 stack.enter_context(mock.patch.object(module, host.__name__, fork))
             for owner, name, gpu in forks(lambda: _thread.run):
-                known: Any = inspect.getattr_static(owner, name)
+                known: Any = inspect.getattr_static(owner, name, None)  # a torch without CUDA lacks some
                 own: Any = known.fget if isinstance(known, property) else known
                 both: Any = _fork(own, partial(gpu, own))
-                stack.enter_context(mock.patch.object(owner, name, property(both) if own is not known else both))
+                both = property(both) if own is not known else both
+                stack.enter_context(mock.patch.object(owner, name, both, create=known is None))
             stack.enter_context(gpu_autocast(_running))
             softmax = {f"{name}.int": _softmax(getattr(torch.ops.aten, f"_{name}")) for name in _SOFTMAX}
             stack.callback(registered(softmax, "CompositeImplicitAutograd")._destroy)
