@@ -27,9 +27,13 @@ from fmtsim.machine.ptx.numbers import (
     f32_to_bf16,
     finish,
     flush,
+    flush_tiny,
     high,
+    is_tiny,
     joined,
     low,
+    narrowed_nan,
+    propagate,
     saturate,
     small_to_f32,
     sum_odd,
@@ -189,7 +193,7 @@ def _quotient(opcode: Opcode, x: Vector, y: Vector) -> Vector:
     zero, minus = y == 0, (y == -1) if x.kind[0] == "s" else (y == 0)
     by = where(zero | minus, y.constant(1), y)
     if opcode[0] == "rem":
-        return where(zero, x if bits(x.kind) != 64 else x.constant(-1), where(minus, x.constant(0), x % by))
+        return where(zero, x.constant(-1), where(minus, x.constant(0), x % by))
     return where(zero, x.constant(-1), where(minus, -x, x // by))
 
 
@@ -233,7 +237,9 @@ def _first_bit(opcode: Opcode, x: Vector) -> Vector:
 @row("bfe.{u32|s32|u64|s64}", "t", "t u32 u32", "9.7.1.19")
 def _bit_field(opcode: Opcode, x: Vector, start: Vector, length: Vector) -> Vector:
     size = bits(x.kind)
-    start, length = (start & 0xFF).call("umin", size), (length & 0xFF).call("umin", size)
+    if size == 32:  # the unit reads 8 bits; of 64 bits instructions make the field, which read all
+        start, length = start & 0xFF, length & 0xFF
+    start, length = start.call("umin", size), length.call("umin", size)
     # 1. shift the field down (twice, where a shift by all bits is none); signed fields begin with their own top bit
     wide = (lambda v: v.to(x.kind)) if size == 64 else (lambda v: v.view(x.kind))
     ends = (start + length).call("umin", size)
@@ -252,7 +258,9 @@ def _bit_field(opcode: Opcode, x: Vector, start: Vector, length: Vector) -> Vect
 @row("bfi.{b32|b64}", "t", "t t u32 u32", "9.7.1.20")
 def _insert_bits(opcode: Opcode, x: Vector, y: Vector, start: Vector, length: Vector) -> Vector:
     size = bits(x.kind)
-    start, length = start & 0xFF, (length & 0xFF).call("umin", size)
+    if size == 32:
+        start, length = start & 0xFF, length & 0xFF
+    length = length.call("umin", size)
     wide = (lambda v: v.to(x.kind)) if size == 64 else (lambda v: v.view(x.kind))
     ones = x.constant(-1).view(f"u{size}") >> wide(start.constant(size - 1) - (length.call("umax", 1) - 1)).view(
         f"u{size}"
@@ -437,6 +445,9 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
     direction = next((m for m in opcode if m in ("rz", "rm", "rp")), "rn")
     if direction == "rn":
         result = x.call("fma", y, z) if z is not None else x * y if opcode[0] == "mul" else x + y
+        if "ftz" in opcode and opcode[0] not in ("add", "sub"):
+            product = x.to("f64") * y.to("f64")
+            result = flush_tiny(result, product if z is None else sum_odd(product, z.to("f64")))
         return finish(result, opcode)
     # float64 holds products exactly, and sums rounded to odd: one rounding follows
     a, b = x.to("f64"), y.to("f64")
@@ -446,7 +457,8 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
     if direction == "rm" and opcode[0] != "mul":  # downwards, x - x is -0
         opposite = (a.view("s64") ^ b.view("s64")) < 0
         wide = where((wide == 0.0) & opposite, wide.constant(-0.0), wide)
-    return finish(encode(wide, "f32", direction).view("f32"), opcode)
+    result = encode(wide, "f32", direction).view("f32")
+    return finish(flush_tiny(result, wide, direction) if "ftz" in opcode else result, opcode)
 
 
 @row("{add|sub|mul}{|.rn}.f64", "t", "t t", "9.7.3.3")
@@ -454,8 +466,8 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
 @row("div.rn.f64", "t", "t t", "9.7.3.8")
 def _arithmetic_64(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -> Vector:
     if z is not None:
-        return canonical(x.call("fma", y, z))
-    return canonical({"add": x + y, "sub": x - y, "mul": x * y, "div": x / y}[opcode[0]])
+        return propagate(x.call("fma", y, z), y, z, x)  # of several NaN in this order (H100)
+    return propagate({"add": x + y, "sub": x - y, "mul": x * y, "div": x / y}[opcode[0]], y, x)
 
 
 @row("div.rn" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
@@ -465,6 +477,11 @@ def _ieee(opcode: Opcode, x: Vector, y: Vector | None = None) -> Vector:
     if "ftz" in opcode:
         x, y = flush(x), None if y is None else flush(y)
     result = x.call("sqrt") if opcode[0] == "sqrt" else x.constant(1.0) / x if y is None else x / y
+    if x.kind == "f64":
+        return propagate(result, x)
+    if "ftz" in opcode and y is not None:
+        quotient = x.to("f64") / y.to("f64")
+        result = flush_tiny(result, to_odd(quotient, _remainder(quotient, x.to("f64"), y.to("f64"))))
     return finish(result, opcode)
 
 
@@ -481,17 +498,23 @@ def _directed_quotient(opcode: Opcode, x: Vector, y: Vector | None = None) -> Ve
     else:
         top, bottom = (wide, y.to("f64")) if y is not None else (wide.constant(1.0), wide)
         result = top / bottom
-        lost = (-result).call("fma", bottom, top)
-        lost = where(bottom < 0.0, -lost, lost)
+        lost = _remainder(result, top, bottom)
     # 2. rounded to odd, then once to float32
-    return finish(encode(to_odd(result, lost), "f32", opcode[1]).view("f32"), opcode)
+    odd = to_odd(result, lost)
+    rounded = encode(odd, "f32", opcode[1]).view("f32")
+    return finish(flush_tiny(rounded, odd, opcode[1]) if "ftz" in opcode else rounded, opcode)
+
+
+def _remainder(quotient: Vector, top: Vector, bottom: Vector) -> Vector:
+    """Return what has the sign of top / bottom minus its rounded quotient."""
+    lost = (-quotient).call("fma", bottom, top)
+    return where(bottom < 0.0, -lost, lost)
 
 
 @row("div.approx" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
 @row("div.full" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
 def _divide(opcode: Opcode, x: Vector, y: Vector) -> Vector:
-    a, reciprocal = quotient_factors(opcode, x, y)
-    return finish(a * reciprocal, opcode)
+    return _arithmetic(("mul", *(part for part in opcode[2:])), *quotient_factors(opcode, x, y))
 
 
 def quotient_factors(opcode: Opcode, x: Vector, y: Vector) -> tuple[Vector, Vector]:
@@ -534,7 +557,8 @@ def divided_by(opcode: Opcode, divisor: int) -> tuple[Callable, Callable]:
 def _sign(opcode: Opcode, x: Vector) -> Vector:
     x = flush(x) if "ftz" in opcode else x
     word, top = x.view(f"u{bits(x.kind)}"), 1 << (bits(x.kind) - 1)
-    return canonical((word ^ top if opcode[0] == "neg" else word & (top - 1)).view(x.kind))
+    result = (word ^ top if opcode[0] == "neg" else word & (top - 1)).view(x.kind)
+    return propagate(where(x.isnan(), x, result), x) if x.kind == "f64" else canonical(result)
 
 
 @row("{min|max}" + _FTZ + "{|.NaN}{|.xorsign.abs}.f32", "t", "t t", "9.7.3.11")
@@ -555,8 +579,11 @@ def _extremum(opcode: Opcode, x: Vector, y: Vector) -> Vector:
         result = where(x.isnan() | y.isnan(), result.constant(-1), result)
     else:
         result = where(x.isnan(), b, where(y.isnan(), a, result))
-    result = canonical(result.view(x.kind))
-    return (result.view(word) | signs).view(x.kind) if "xorsign" in opcode else result
+    if x.kind == "f64":  # of two NaN the second
+        return propagate(result.view("f64"), y, x)
+    whole = canonical(result.view(x.kind))
+    signed = where(whole.isnan(), whole.view(word), whole.view(word) | signs)
+    return signed.view(x.kind) if "xorsign" in opcode else whole
 
 
 @row("copysign.{f32|f64}", "t", "t t", "9.7.3.5")
@@ -572,7 +599,7 @@ def _test(opcode: Opcode, x: Vector) -> Vector:
     infinity, normal = ((1 << (bits(x.kind) - 1 - fraction)) - 1) << fraction, 1 << fraction
     return {
         "finite": magnitude < infinity, "infinite": magnitude == infinity, "number": magnitude <= infinity,
-        "notanumber": magnitude > infinity, "normal": (magnitude >= normal) & (magnitude < infinity),
+        "notanumber": magnitude > infinity, "normal": ((magnitude >= normal) & (magnitude < infinity)) | (magnitude == 0),
         "subnormal": (magnitude != 0) & (magnitude < normal),
     }[opcode[1]]  # fmt: skip
 
@@ -648,7 +675,7 @@ def _arithmetic_16(opcode: Opcode, *operands: Vector) -> Vector:
     wide = sum_odd(wide, values[2]) if opcode[0] == "fma" else wide
     code = encode(wide, name, "rn")
     if "ftz" in opcode:
-        code = where((code & 0x7C00) == 0, code & 0x8000, code)
+        code = where(is_tiny(wide, "rn", 11, 2.0**-14), code & 0x8000, code)
     if "sat" in opcode:
         one = code.constant(0x3C00)
         code = where(wide.isnan() | (code >= 0x8000), code.constant(0), where(code > 0x3C00, one, code))
@@ -682,8 +709,12 @@ def _extremum_16(opcode: Opcode, x: Vector, y: Vector) -> Vector:
     if opcode[-1].endswith("x2"):
         return _halves(_extremum_16, opcode, x, y)
     a, b = (_value_16(v, opcode).to("f32") for v in (x, y))
-    result = _extremum(tuple(m for m in opcode if m != "ftz"), a, b)
-    return encode(result.to("f64"), opcode[-1], "rn").to("u16")
+    if "xorsign" in opcode:  # of magnitudes; signs are those of the codes, NaN's too
+        a, b = a.call("fabs"), b.call("fabs")
+    result = _extremum(tuple(m for m in opcode if m not in ("ftz", "xorsign", "abs")), a, b)
+    code = encode(result.to("f64"), opcode[-1], "rn").to("u16")
+    signs = (x.view("u16") ^ y.view("u16")) & 0x8000
+    return where(result.isnan(), code, code | signs) if "xorsign" in opcode else code
 
 
 # Conversions (9.7.9.21)
@@ -743,7 +774,7 @@ def _float_to_integer(opcode: Opcode, x: Vector) -> Vector:
     limits = [((1 << (size - 1)) - 1, -(1 << (size - 1))), ((1 << size) - 1, 0)][not signed]
     number = where(whole >= most, number.constant(limits[0]), number)
     number = where(whole < least, number.constant(limits[1]), number)
-    nan = number.constant(0 if size < 64 else 1 << 63)
+    nan = number.constant(0 if size < (32 if source == "f64" else 64) else 1 << (size - 1))
     return where(wide.isnan(), nan, number).to(target)
 
 
@@ -765,7 +796,10 @@ def _to_whole(opcode: Opcode, x: Vector) -> Vector:
         whole = saturate(whole) if "sat" in opcode else whole
         return encode(whole.to("f64"), opcode[-1], "rn").to("u16")
     x = flush(x) if "ftz" in opcode else x
-    return finish(x.call(_WHOLE[opcode[1]]), opcode)
+    whole = x.call(_WHOLE[opcode[1]])
+    if x.kind == "f64":
+        return saturate(whole) if "sat" in opcode else propagate(whole, x)
+    return finish(whole, opcode)
 
 
 @row("cvt{|.ftz}{|.sat}.f32.f32", "d", "t", "9.7.9.21")
@@ -777,13 +811,20 @@ def _to_whole(opcode: Opcode, x: Vector) -> Vector:
 def _widen(opcode: Opcode, x: Vector) -> Vector:
     target, source = opcode[-2:]
     if source == "f64":
-        return finish(x, opcode)
+        return saturate(x) if "sat" in opcode else propagate(x, x)
     number = _float_32(x, opcode)
     if source == "bf16" and target == "f32" and len(opcode) == 3:
         return number  # a shift, which keeps NaN
-    return (
-        finish(number, opcode) if target == "f32" else finish(number.to("f64"), tuple(m for m in opcode if m != "ftz"))
-    )
+    if target == "f32":
+        return finish(number, opcode)
+    number = canonical(number) if "ftz" in opcode else number
+    wide = number.to("f64")
+    if source == "f16":  # every bit of NaN is kept
+        bits_16 = x.view("u16").to("u64")
+        nan = ((bits_16 & 0x8000) << 48) | ((bits_16 & 0x3FF) << 42) | 0x7FF8000000000000
+        wide = where(number.isnan(), nan, wide.view("u64")).view("f64")
+    wide = propagate(wide, wide)
+    return saturate(wide) if "sat" in opcode else wide
 
 
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f32|f16|bf16}.f64", "d", "t", "9.7.9.21")
@@ -811,7 +852,13 @@ def _narrow(opcode: Opcode, x: Vector) -> Vector:
             rounded = where((rounded & 0x7FFFFFFF) >= 0x7F800000, rounded - 0x2000, rounded)
         return rounded.view("b32")
     if target == "tf32":
-        return where(x.isnan(), code.constant(0x7FFFFFFF), code << 13).view("b32")
+        return (code << 13).view("b32")
+    if source == "f64":
+        code = where(x.isnan(), narrowed_nan(x, target), code)
+        if target == "f32":
+            result = code.view("f32")
+            result = flush(result) if "ftz" in opcode else result
+            return saturate(result) if "sat" in opcode else result
     if target == "f32":
         return finish(code.view("f32"), tuple(m for m in opcode if m != "sat"))
     return code.to("u16")

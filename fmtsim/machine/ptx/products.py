@@ -298,7 +298,7 @@ def _prepare_wide(operands: tuple[Operand, ...], shape: Form) -> Reader:
     signs = numbers[:2] if shape.sums != "s32" else [1, 1]
     turns = numbers[2:] if _BITS[shape.a] == 16 else []
     in_registers = isinstance(first, Group)
-    turn_a, turn_b = (0, *turns) if in_registers else tuple(turns) or (0, 0)
+    turn_a, turn_b = (0, *(turns or [0])) if in_registers else tuple(turns) or (0, 0)
     warps, names = replace(shape, m=16), registers_of(first)
     assert isinstance(second, Register)
     second_name = second.name
@@ -350,6 +350,9 @@ def _product(a: np.ndarray, b: np.ndarray, c: np.ndarray, shape: Form) -> np.nda
         sums = np.matmul(signed[0].astype(np.float64), signed[1].astype(np.float64).transpose(0, 2, 1)).astype(np.int64)
         total = sums + c.view(np.int32)
         return (total.clip(-(2**31), 2**31 - 1) if shape.satfinite else total).astype(np.uint32)
+    if shape.unit == "hopper.wgmma" and shape.a in ("e4m3", "e5m2") and shape.sums == "f32":
+        # the unit reads 13 bits of the addend's fraction (H100, tests/machine/ptx/test_records.py)
+        c = np.where((c & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), c, c & np.uint32(0xFFFFFC00))
     if shape.a == "tf32":  # the unit reads 19 bits of 32
         a, b = a & np.uint32(0xFFFFE000), b & np.uint32(0xFFFFE000)
     spec = _spec(shape.unit, shape.a, shape.b, shape.sums, shape.k)
