@@ -332,11 +332,11 @@ def patched(run: Any) -> Iterator[None]:
             for host, (module, fork) in _FORKS.items():
                 stack.enter_context(mock.patch.object(module, host.__name__, fork))
             for owner, name, gpu in forks(lambda: _thread.run):
-                host = inspect.getattr_static(owner, name)
-                call = host.fget if isinstance(host, property) else host
-                fork: Any = _fork(call, partial(gpu, call))
-                fork = property(fork) if isinstance(host, property) else fork
-                stack.enter_context(mock.patch.object(owner, name, fork))
+                known: Any = inspect.getattr_static(owner, name, None)  # a torch without CUDA lacks some
+                own: Any = known.fget if isinstance(known, property) else known
+                both: Any = _fork(own, partial(gpu, own))
+                both = property(both) if own is not known else both
+                stack.enter_context(mock.patch.object(owner, name, both, create=known is None))
             stack.enter_context(gpu_autocast(_running))
             softmax = {f"{name}.int": _softmax(getattr(torch.ops.aten, f"_{name}")) for name in _SOFTMAX}
             stack.callback(registered(softmax, "CompositeImplicitAutograd")._destroy)

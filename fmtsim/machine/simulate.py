@@ -41,9 +41,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
     The switches of ``torch.backends.cuda.matmul``, ``sdpa_kernel`` and ``use_deterministic_algorithms`` act as on the
     GPU, or the operators that they change are unknown. ``torch.autocast`` for ``"cuda"`` or ``"cpu"``, entered inside,
-    casts what it casts on a GPU. Triton's kernels run as ``fmtsim.launch`` runs them, in ``kernel[grid](...)``, autograd
-    functions, ``triton_op`` and custom operators of Python; code that imports Triton sees its tensors on ``cuda:0``, and
-    ``device="cuda"`` makes tensors here. Refused are compiled code, custom operators of C++, and tensors on other devices.
+    casts what it casts on a GPU. Triton's kernels run as ``fmtsim.launch`` runs them, in ``kernel[grid](...)``,
+    autograd functions, ``triton_op`` and custom operators of Python; code that imports Triton sees its tensors on
+    ``cuda:0``, and ``device="cuda"`` makes tensors here. Compiled code runs by ``compile`` and ``compiled=``. Refused
+    are other compiled code, custom operators of C++, and tensors on other devices.
 
     Args:
         target: ``"h200"`` or ``"h100"``, as PyTorch 2.11 with CUDA 13.0 runs there.
@@ -87,6 +88,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         self.nondeterministic: Counter[str] = Counter()
         self._places: dict[str, str] = {}  # where an operator that is not exact ran first
         _check_host(torch.__version__, strict)
+        self.replays = 0  # graphs that are running: compiled code whose kernels are known
         self.graphs: dict[str, Graph] = {}
         if compiled is not None:
             from fmtsim.machine.ptx import inductor
@@ -155,6 +157,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 "the model without it (eager attention, or the operator's own formula in torch)"
             )
         name, handler, kind = operator.name, operator.handler, operator.kind
+        if kind == "product" and func._overloadname == "out" and kwargs["out"].is_contiguous():
+            out, named = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+            result = self.__torch_dispatch__(func.overloadpacket.default, types, args, named)
+            return out.resize_(result.shape).copy_(result)  # a GPU's library writes there what it would to a new one
         if kind == "dropout":
             self.exact[name] += 1
             return self._operators.random.dropout(self._generator, *args, **kwargs)
@@ -172,10 +178,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             raise ArgumentError(
                 f"{name}{_place()} has a tensor on {device}; simulate computes on the CPU: move model and batch there"
             )
-        if _in_compiled_code(self._entered[-1][1]):
+        if not self.replays and _in_compiled_code(self._entered[-1][1]):
             raise ArgumentError(
                 f"{name}{_place()} runs in compiled code, whose kernels on {self.target} are the compiler's own; "
-                "simulate the model that was given to torch.compile (model._orig_mod)"
+                "simulate the model that was given to torch.compile (model._orig_mod), or what run.compile makes of it"
             )
         try:
             empty = bool(args) and torch.is_tensor(args[0]) and not args[0].numel()  # no sums, but of nothing
@@ -217,7 +223,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         if launch.exact:
             self.exact[name] += 1
         else:
-            self._note(name, Guess("; ".join(launch.reasons)))
+            reason = "; ".join(launch.reasons)
+            self._note(name, Nondeterministic(reason) if "atomic sums" in reason else Guess(reason))
 
     def _note(self, name: str, reason: Exception) -> None:
         """Count an operator that is not exact; with ``strict`` refuse it."""

@@ -32,9 +32,10 @@ _MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.type)
 
 def asks_for_gpu(frame: FrameType | None) -> bool:
     """Return True for code of a kernel library: a module that imports Triton, or one of its package that it calls."""
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0] if frame else ""
-    while frame is not None and package not in _OWN:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] != package:
+    own = str(frame.f_globals.get("__name__", "")).partition(".")[0] if frame else ""
+    while frame is not None and own not in _OWN:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in (own, "importlib"):  # a library may ask while it is imported
             return False
         if "triton" in frame.f_globals:
             return True
@@ -88,15 +89,18 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0, device=_GPU, synchronize=lambda: None),
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: True,
     }
     for name, answer in answers.items():
         yield torch.cuda, name, lambda host, *args, _answer=answer, **kwargs: _answer(*args, **kwargs)
-    for name, answer in (("is_available", True), ("device_count", 1)):
-        yield torch.cuda, name, lambda host, _answer=answer: _answer if asks_for_gpu(sys._getframe(2)) else host()
-    for name in ("__init__", "__enter__", "__exit__"):
+    for name, number in (("is_available", True), ("device_count", 1)):
+        yield torch.cuda, name, lambda host, _answer=number: _answer if asks_for_gpu(sys._getframe(2)) else host()
+    for owner, name in ((torch.cuda.device, "__init__"), (torch.cuda.device_of, "__init__")):
+        yield owner, name, lambda host, self, *_: vars(self).update(idx=0, prev_idx=0)
+    for name in ("__enter__", "__exit__"):
         yield torch.cuda.device, name, lambda host, *args: None
-    yield torch.cuda.device_of, "__init__", lambda host, *args: None
+    yield torch._C, "_cuda_getCurrentRawStream", lambda host, device: 0
     # a simulation's autocast is the CPU's
     yield torch, "is_autocast_enabled", lambda host, device="cuda": host("cpu" if device == "cuda" else device)
     yield (

@@ -5,9 +5,12 @@ The folder holds graphs as Python ("output code"), the source of each kernel, an
 as it does there: its kernels by their recorded PTX, other operators as ``simulate`` computes them.
 """
 
+import ctypes
 import json
 import os
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -25,10 +28,17 @@ from torch.utils._triton import has_triton
 
 from fmtsim.machine.ptx import launch, triton
 from fmtsim.machine.ptx.forks import PROPERTIES
+from fmtsim.machine.unknown import UnknownOrder
 from fmtsim.support.errors import ArgumentError, DataError, shown
 
+_lock = threading.Lock()
+_C10 = str(Path(torch.__file__).parent / "lib/libc10.so")
+# torch chooses the kernels of these as it traces, by what a GPU offers
+_CHOSEN = {"scaled_dot_product_attention", "batch_norm", "lstm", "gru", "rnn_tanh", "rnn_relu", "ctc_loss"}
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"(?:[^"]*/)?([^"/]+)"(?:\s+"([^"]+)")?', re.MULTILINE)
-_NO_CODE = re.compile(r"^\s*(\.(loc|file|version)\b.*|\$L__tmp\d+:|.*\bassertFile_.*\[\d+\] = .*)$|\s*//.*$", re.MULTILINE)
+_NO_CODE = re.compile(
+    r"^\s*(\.(loc|file|version)\b.*|\$L__tmp\d+:|.*\bassertFile_.*\[\d+\] = .*)$|\s*//.*$", re.MULTILINE
+)
 
 
 class _Here(TorchDispatchMode):
@@ -65,23 +75,26 @@ class Graph:
             raise ArgumentError(f"{self.name} takes {len(self.inputs)} inputs {self.inputs}, and got {len(inputs)}")
         if self._call is None:
             self._call = self._loaded()
+        self._run.replays += 1
         try:
             return tuple(self._call(list(inputs)))
         except AssertionError as error:  # of assert_size_stride
             raise ArgumentError(f"{self.name} was compiled for other inputs: {error}") from None
+        finally:
+            self._run.replays -= 1
 
     def _loaded(self) -> Callable:
         """Return the graph's function, with this machine's memory, and kernels that are launched here."""
-        made = SimpleNamespace(
-            triton=lambda name, source, **_: Kernel(self._folder, name, source, self._run), wait=lambda scope: None
-        )
-        scope: dict[str, Any] = {"__name__": f"fmtsim_{Path(self.file).stem}", "__file__": self.file}
-        with (
-            _disable_current_modes(),
-            mock.patch("torch._inductor.async_compile.AsyncCompile", lambda: made),
-            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True),
-        ):
-            exec(compile(self.text, self.file, "exec"), scope)
+        text = self.text.replace("async_compile = AsyncCompile()", "")
+        text = text.replace("from torch._C import _cuda_getCurrentRawStream as get_raw_stream", "")
+        scope: dict[str, Any] = {
+            "__name__": f"fmtsim_{Path(self.file).stem}", "__file__": self.file, "get_raw_stream": lambda device: 0,
+            "async_compile": SimpleNamespace(
+                triton=lambda name, source, **_: Kernel(self._folder, name, source, self._run), wait=lambda scope: None
+            ),
+        }  # fmt: skip
+        with _disable_current_modes():
+            exec(compile(text, self.file, "exec"), scope)
         scope |= self._constants
         scope["extern_kernels"] = _Extern(scope.get("extern_kernels"))
         for name in ("empty_strided_cuda", "empty_strided_cpu_pinned"):
@@ -131,20 +144,20 @@ class Kernel:
                 triton.Program(
                     name=self.name, entry=facts["name"], ptx=ptx, grid=tuple(int(n) for n in grid),
                     block=(32 * facts["num_warps"], 1, 1), shared_bytes=facts["shared"], arguments=tuple(arguments),
-                    scratch=(facts["global_scratch_size"], facts["profile_scratch_size"]), fuses=facts["enable_fp_fusion"],
-                    doubts=reasons,
+                    scratch=(facts["global_scratch_size"], facts["profile_scratch_size"]), doubts=reasons,
+                    fuses=facts["enable_fp_fusion"],
                 ),
                 self._run.target,
             )  # fmt: skip
         self._run.count(record)
 
     def _made(self) -> tuple[Any, dict[str, Any], str, dict[str, Any], tuple[str, ...]]:
-        """Return Inductor's tuner of the kernel, its configuration, its PTX and facts, and what is not certain of them."""
+        """Return Inductor's tuner of the kernel, its configuration, its PTX and facts, and what is not certain."""
         from torch._inductor.codecache import PyCodeCache
 
         tuner = _tuner(Path(PyCodeCache.write(self.source)[1]), self.name)
         made, kind = _compiled(tuner, tuner.configs[0]), tuner.heuristic_type.name
-        reason = f"{self.name}: a GPU times {len(tuner.configs)} or more configurations; the first was taken"
+        reason = f"a GPU times {len(tuner.configs)} or more configurations; the first was taken"
         # elements are computed alike in blocks of any size, and rows that fit a block
         certain = kind == "POINTWISE" or (kind == "PERSISTENT_REDUCTION" and len(tuner.configs) == 1)
         facts = made.metadata._asdict()
@@ -174,12 +187,16 @@ class Kernel:
                 config = {name: best[name] for name in tuner.fn.arg_names if name in best}
                 return tuner, config, texts[found], facts[found], ()
         # 4. else the one whose PTX Triton makes here, too
-        pairs = [(path, config) for path in texts for config in tuner.configs if config.num_warps == facts[path]["num_warps"]]
-        same = [(path, config) for path, config in pairs if _code(_compiled(tuner, config).asm["ptx"]) == _code(texts[path])]
+        pairs = [
+            (path, config) for path in texts for config in tuner.configs if config.num_warps == facts[path]["num_warps"]
+        ]
+        same = [
+            (path, config) for path, config in pairs if _code(_compiled(tuner, config).asm["ptx"]) == _code(texts[path])
+        ]
         found, config = (same or pairs or [(next(iter(texts)), tuner.configs[0])])[0]
-        reasons = () if same else (f"{self.name}: its blocks are by this torch's heuristics, whose PTX is another",)
+        reasons = () if same else ("its blocks are by this torch's heuristics, whose PTX is another",)
         if len(same) > 1:
-            reasons = (f"{self.name}: {len(same)} configurations were compiled, and no .best_config says which ran",)
+            reasons = (f"{len(same)} configurations were compiled, and no .best_config says which ran",)
         return tuner, dict(config.kwargs), texts[found], facts[found], reasons
 
 
@@ -209,7 +226,7 @@ def _code(text: str) -> list[str]:
 
 
 def graphs(folder: str | os.PathLike[str], run: Any) -> dict[str, Graph]:
-    """Return the graphs in a cache folder by their name there (``"0_forward"``; a second of that name by its file, too).
+    """Return the graphs in a cache folder by their name there: ``"0_forward"``, a second of that name with its file's.
 
     Raises:
         DataError: A folder without graphs.
@@ -256,16 +273,18 @@ def _backend(run: Any, module: torch.fx.GraphModule, inputs: list[Any]) -> Calla
 
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         raise ArgumentError(
-            "a graph with gradients cannot be compiled for a described GPU: torch's autograd takes tensors on cuda only "
-            "where a GPU is (c10's device guard); call it under torch.no_grad(), or replay a GPU's graphs by compiled="
+            "a graph with gradients is not compiled for a described GPU: torch's autograd engine adds gradients on "
+            "cuda only where it finds a GPU; call it under torch.no_grad(), or replay a GPU's graphs by compiled=FOLDER"
         )
+    nodes = [node for part in module.modules() if isinstance(part, torch.fx.GraphModule) for node in part.graph.nodes]
+    for name in sorted({getattr(node.target, "__name__", "") for node in nodes} & _CHOSEN):
+        run._note(name, UnknownOrder("in compiled code, which is generated as for a GPU without its fused kernel"))
     # 1. the graph and its inputs on the GPU, which are the CPU's here
     gpu = torch.device("cuda", 0)
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            node.args, node.kwargs = tree_map_only(torch.device, lambda _: gpu, (node.args, dict(node.kwargs)))
+    for node in nodes:
+        node.args, node.kwargs = tree_map_only(torch.device, lambda _: gpu, (node.args, dict(node.kwargs)))
     context = torch._guards.TracingContext.try_get()
-    mode = context.fake_mode if context is not None else FakeTensorMode()
+    mode = context and context.fake_mode or FakeTensorMode()
     with described(), mode:
         placed = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=gpu) if isinstance(x, torch.Tensor) else x
@@ -286,8 +305,8 @@ def _backend(run: Any, module: torch.fx.GraphModule, inputs: list[Any]) -> Calla
         return SimpleNamespace(call=call, __file__="graph.py")
 
     lowering = "torch._inductor.graph.GraphLowering._compile_to_module_lines"
-    with described(), mock.patch(lowering, loaded):
-        return compile_fx(module, placed)  # type: ignore[no-any-return]
+    with _lock, described(), mock.patch(lowering, loaded):
+        return compile_fx(module, placed)  # type: ignore[return-value]
 
 
 @contextmanager
@@ -303,7 +322,8 @@ def described() -> Iterator[None]:
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": facts,
         "get_device_capability": (9, 0), "_exchange_device": 0, "_maybe_exchange_device": 0, "set_device": None,
-        "synchronize": None, "device": nullcontext(), "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
+        "synchronize": None, "device": nullcontext(), "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
     }  # fmt: skip
     interface = answers | {"get_compute_capability": 90, "get_raw_stream": 0}
     host, deduced = torch.tensor, Folder._deduce_value
@@ -335,6 +355,13 @@ def described() -> Iterator[None]:
         stack.enter_context(mock.patch.object(Folder, "_deduce_value", folded))
         stack.enter_context(config.patch(fx_graph_cache=False, compile_threads=1, shape_padding=False))
         stack.enter_context(mock.patch.object(torch._functorch.config, "enable_autograd_cache", False))
+        if not torch.cuda.is_initialized():
+            # x[0] asks c10's guard of CUDA, which is not there: a CPU's answers for it
+            guards = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(_C10), "_ZN3c104impl26device_guard_impl_registryE")
+            stack.callback(guards.__setitem__, 1, guards[1])
+            guards[1] = guards[0]
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # advice for the GPU: TF32, multiprocessors
         has_triton.cache_clear()
         stack.callback(has_triton.cache_clear)
         yield

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.machine.ptx import nvrtc, triton
-from fmtsim.machine.ptx.execute import execute
 from fmtsim.machine.ptx.parse import Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
@@ -115,12 +115,12 @@ def launch(
         raise DtypeError(f"kernel is {type(kernel).__name__}; give a triton.jit function, PTX or CUDA C++ source")
     if config is not None:
         raise ArgumentError(f"config={shown(config)} is for @triton.autotune; PTX and CUDA C++ have none")
-    shared, label, cubin = named.pop("shared", 0), entry, None
+    shared, label = named.pop("shared", 0), entry
     if re.search(r"^\s*\.version\s", kernel, re.MULTILINE):
         if named:
             raise ArgumentError(f"{', '.join(named)}: PTX takes arguments by position, block=, entry= and shared=")
     elif "__global__" in kernel:
-        kernel, cubin, entry = nvrtc.compiled(kernel, entry, named)
+        kernel, entry = nvrtc.compiled(kernel, entry, named)
     else:
         raise ArgumentError("kernel is text without .version (PTX) and without __global__ (CUDA C++)")
     module = _parsed(kernel)
@@ -135,7 +135,7 @@ def launch(
     return run(
         Program(
             name=label or name, entry=name, ptx=kernel, grid=grid, block=_extent("block", threads, _MOST_THREADS),
-            shared_bytes=shared, arguments=args, cubin=cubin,
+            shared_bytes=shared, arguments=args,
         ),
         target,
         seen,
@@ -149,6 +149,8 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
         ArgumentError: As ``launch``.
         DtypeError: As ``launch``.
     """
+    from fmtsim.machine.ptx.execute import execute  # with numba, which takes a second
+
     module = _parsed(program.ptx)
     # 1. the architecture, the grid and the block
     number, letter = re.fullmatch(r"sm_(\d+)([a-z]?)", module.target).groups()  # type: ignore[union-attr]
@@ -172,14 +174,19 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
     listing = disassembled(program.ptx, fuse=program.fuses)
-    done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes, listing=listing,
-                   watched=seen.places, watched_block=seen.block)  # fmt: skip
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
+        done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
+                       listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
     reasons = program.doubts + done.reasons + done.contraction.doubts
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if program.compiled is not None and any(x.untyped_storage().data_ptr() % 16 for x in tensors):
+        reasons += ("a tensor's memory begins where 16 does not divide the address, as it does on a GPU: clone it",)
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.repeated_atomics:
         reasons += (
-            f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the order",
+            f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the "
+            "order",
         )
     return Launch(
         kernel=program.name, target=target, grid=grid, block=program.block, shared_bytes=program.shared_bytes,
