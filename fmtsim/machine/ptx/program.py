@@ -689,10 +689,11 @@ def _shuffle(builder: Builder, instruction: Instruction) -> None:
 
 def _vote(builder: Builder, instruction: Instruction) -> None:
     kinds = {"all": b.V_ALL, "any": b.V_ANY, "uni": b.V_UNIFORM, "ballot": b.V_BALLOT}
-    if instruction.opcode[1] != "sync" or instruction.opcode[2] not in kinds:
+    mode = next((part for part in instruction.opcode if part in kinds), "")
+    if "sync" not in instruction.opcode or not mode or len(instruction.opcode) != 4:  # noqa: PLR2004
         raise unknown(instruction)
     row = builder.add(instruction, b.VOTE)
-    row[b.FUNCTION] = kinds[instruction.opcode[2]]
+    row[b.FUNCTION] = kinds[mode]
     row[b.DATA], _ = builder.operand(instruction.operands[0], "b32")
     source = instruction.operands[1]
     row[b.DATA + 1], _ = builder.operand(source, "pred")
