@@ -46,7 +46,7 @@ class Contraction:
     """The fused sums of a function, by their numbers in its body."""
 
     fusions: dict[int, Fusion]
-    basis: str  # "sass" (machine code decided) or "rule"
+    basis: str  # "sass" (machine code decided, or nothing can be fused) or "rule"
     doubts: tuple[str, ...] = ()  # what the machine code leaves open; empty: exact
 
 
@@ -59,6 +59,8 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
     """
     program = _Program(function)
     fusions = program.fusions()
+    if not may_contract(function):
+        return Contraction(fusions={}, basis="sass")
     codes = listing.instructions.get(function.name) if listing else None
     if listing is None or codes is None:
         return Contraction(fusions=fusions, basis="rule")
@@ -88,6 +90,15 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
         elif fused:
             doubts.append(f"copies of {text} in an unrolled loop are fused and not fused")
     return Contraction(fusions=fusions, basis="sass", doubts=tuple(doubts))
+
+
+def may_contract(function: Function) -> bool:
+    """Return True if a function has products and sums of one type without a rounding modifier: else nothing is fused."""
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for x in function.body:
+        if x.opcode[0] in ("add", "sub", "mul", "div", "rcp") and (key := _float(x)) is not None:
+            kinds[x.opcode[0] in ("add", "sub")].add(key[0])
+    return not kinds[True].isdisjoint(kinds[False])
 
 
 def constant_divisors(function: Function) -> dict[int, int]:

@@ -173,7 +173,7 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
         raise ArgumentError(f"{program.name} takes {len(function.parameters)} arguments and got {len(arguments)}")
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
-    listing = disassembled(program.ptx, fuse=program.fuses)
+    listing = disassembled(program.ptx, fuse=program.fuses) if may_contract(function) else None
     with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
         done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
                        listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
