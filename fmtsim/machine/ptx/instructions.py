@@ -467,7 +467,8 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
 def _arithmetic_64(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -> Vector:
     if z is not None:
         return propagate(x.call("fma", y, z), y, z, x)  # of several NaN in this order (H100)
-    return propagate({"add": x + y, "sub": x - y, "mul": x * y, "div": x / y}[opcode[0]], y, x)
+    order = (x, y) if opcode[0] == "div" else (y, x)
+    return propagate({"add": x + y, "sub": x - y, "mul": x * y, "div": x / y}[opcode[0]], *order)
 
 
 @row("div.rn" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
@@ -649,6 +650,28 @@ def reciprocal_factors(opcode: Opcode, x: Vector) -> tuple[Vector, Vector]:
     tiny, large = magnitude < 0x00800000, magnitude > 0x7E800000
     scale = where(large, x.constant(0.25), where(tiny, x.constant(2.0**24), 1.0))
     return scale, mufu("rcp", x * scale)
+
+
+@row("{rcp|rsqrt}.approx.ftz.f64", "t", "t", "9.7.3.14")
+def _approximate_64(opcode: Opcode, x: Vector) -> Vector:
+    """Return the unit's result for the upper 32 bits of a number, whose lower 32 bits are 0: 20 bits of its fraction."""
+    word = (x.view("u64") >> 32).to("u32")
+    sign, field, fraction = word & 0x80000000, (word >> 20) & 0x7FF, word & 0xFFFFF
+    # 1. the float32 unit on a number of [1, 2), or [1, 4) of a root, cut off to 20 bits
+    odd = ((field + 1) & 1) if opcode[0] == "rsqrt" else field & 0
+    result = mufu(opcode[0], (((odd + 127) << 23) | (fraction << 3)).view("f32")).view("u32")
+    below = where(result < 0x3F800000, word.constant(1), 0)  # results are of (1/2, 1]
+    # 2. the exponent's field; a root halves it
+    exponent = word.constant(2046) - field if opcode[0] == "rcp" else (word.constant(3069) - field + odd) >> 1
+    exponent = exponent - below
+    whole = (exponent << 20) | ((result & 0x7FFFFF) >> 3)
+    # 3. reciprocals below the normal numbers, arguments that are 0 or subnormal, Inf and NaN
+    whole = where((exponent.view("s32") <= 0) | (field == 0x7FF), word.constant(0), whole)
+    whole = sign | where(field == 0, word.constant(0x7FF00000), whole)
+    invalid = (field == 0x7FF) & (fraction != 0)
+    if opcode[0] == "rsqrt":
+        invalid = invalid | ((sign != 0) & (field != 0))
+    return (where(invalid, word.constant(0x7FFFFFFF), whole).to("u64") << 32).view("f64")
 
 
 # Floats of 16 bits, alone and in pairs (9.7.4)

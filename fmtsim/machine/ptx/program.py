@@ -311,8 +311,9 @@ class Builder:
         places, kinds = [], []
         for operand, kind in results:
             register = operand if isinstance(operand, str) else operand.name
-            places.append(self.place(register, kind))
-            kinds.append(storage(kind if register.startswith("#") else self.kind(register)))
+            own = kind if register.startswith("#") else self.kind(register)  # the register's, which may be wider
+            places.append(self.place(register, own))
+            kinds.append(storage(own))
         for operand, kind in operands:
             at, kept = (
                 (self.place(operand, kind), storage(kind)) if isinstance(operand, str) else self.operand(operand, kind)

@@ -1,0 +1,519 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PTX instructions compute, slowly and obviously: codes in, codes out, on Python's integers.
+
+Written from the PTX ISA 8.7 (chapter 9.7) and from what ptxas makes of an instruction for sm_90a; nothing of the engine is
+used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that returns
+the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fmtsim.cpu.runtime.jit import kernel
+from fmtsim.machine import mufu
+
+# What the ISA leaves open, and the rule for sm_90a's machine code does not settle: opcodes, case, what is taken here
+OPEN = (
+    ("div.[us]*, rem.[us]*", "by zero", "quotient all ones, remainder the dividend (16 bits: of the wider division)"),
+    ("cvt.*.[us]*.f*", "NaN", "0; to 64 bits or from f64: the top bit of the integer, of 8 and 16 bits 0"),
+    ("*.ftz.f32", "an exact result that rounds up to 2^-126", "flushed if it is below 2^-126 before it is rounded"),
+    ("*.f64", "which NaN", "0x7ff8... with no payload is taken"),
+    ("min.f64, max.f64", "+0 and -0", "-0 < +0"),
+    ("*.relu.*", "-0", "+0"),
+    ("*.xorsign.abs.*", "NaN", "of one NaN the other's magnitude with the signs' xor; of two the canonical NaN"),
+)
+
+Value = tuple[int, float] | None  # sign, magnitude in units of 2^-1074 (an exact integer, or INF); None is NaN
+INF, NAN = math.inf, None
+UNIT = 1074
+
+
+class Format(NamedTuple):
+    """A float format: its bits, those of its mantissa, log2 of the least number, the largest code, the NaN that units return."""
+
+    bits: int
+    mantissa: int
+    least: int
+    largest: int
+    nan: int
+
+
+FORMATS = {
+    "f16": Format(16, 10, -24, 0x7BFF, 0x7FFF), "bf16": Format(16, 7, -133, 0x7F7F, 0x7FFF),
+    "f32": Format(32, 23, -149, 0x7F7FFFFF, 0x7FFFFFFF), "f64": Format(64, 52, -1074, (0x7FF0 << 48) - 1, 0x7FF8 << 48),
+    "tf32": Format(19, 10, -136, 0x3FBFF, 0x3FFFF), "e4m3": Format(8, 3, -9, 0x7E, 0x7F), "e5m2": Format(8, 2, -16, 0x7B, 0x7F),
+}  # fmt: skip
+MODES = {"rn": "rn", "rz": "rz", "rm": "rm", "rp": "rp", "rna": "rna", "rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
+
+
+def mask(bits: int) -> int:
+    return (1 << bits) - 1
+
+
+def signed(code: int, bits: int) -> int:
+    return (code & mask(bits)) - ((code >> (bits - 1) & 1) << bits)
+
+
+def number(kind: str, code: int) -> int:
+    """Return the integer of a code of ``s32``, ``u16`` ..."""
+    return signed(code, int(kind[1:])) if kind[0] == "s" else code & mask(int(kind[1:]))
+
+
+def decode(kind: str, code: int, ftz: bool = False) -> Value:
+    f = FORMATS[kind]
+    sign, low = code >> (f.bits - 1) & 1, code & mask(f.bits - 1)
+    if low > f.largest:
+        return (sign, INF) if low == f.largest + 1 and kind != "e4m3" else NAN
+    exponent, fraction = low >> f.mantissa, low & mask(f.mantissa)
+    if exponent == 0:
+        return sign, 0 if ftz else fraction << (f.least + UNIT)
+    return sign, (fraction | 1 << f.mantissa) << (exponent - 1 + f.least + UNIT)
+
+
+def rounded(sign: int, magnitude: int, shift: int, mode: str, more: bool = False) -> int:
+    """Return magnitude / 2^shift as an integer; ``more``: the true magnitude is above the given one, by less than 1."""
+    if shift <= 0:
+        return magnitude << -shift
+    quotient, rest, half = magnitude >> shift, magnitude & mask(shift), 1 << (shift - 1)
+    up = {
+        "rn": rest > half or (rest == half and (more or quotient & 1 == 1)),
+        "rna": rest >= half,
+        "rz": False,
+        "rm": sign == 1 and (rest > 0 or more),
+        "rp": sign == 0 and (rest > 0 or more),
+    }[mode]
+    return quotient + up
+
+
+def encode(kind: str, value: Value, mods: Any = (), unit: int = UNIT, more: bool = False) -> int:
+    """Round a value, whose magnitude is in units of 2^-unit, once; ``mods`` may hold a direction, ftz, sat, relu, satfinite."""
+    f = FORMATS[kind]
+    if value is NAN:
+        return 0 if "sat" in mods else f.nan
+    sign, magnitude = value
+    mode = next((MODES[m] for m in mods if m in MODES), "rn")
+    if sign and ("sat" in mods or "relu" in mods):
+        sign, magnitude, more = 0, 0, False
+    if "sat" in mods and magnitude >= 1 << unit:
+        magnitude, more = 1 << unit, False
+    top = 1 << (f.bits - 1)
+    if magnitude == INF:
+        return sign * top | (f.largest if "satfinite" in mods else f.largest + 1)
+    magnitude = int(magnitude)
+    if "ftz" in mods and magnitude < 1 << (f.least + f.mantissa + unit):
+        return sign * top
+    last = max(magnitude.bit_length() - 1 - unit - f.mantissa, f.least)  # exponent of the result's last place
+    code = ((last - f.least) << f.mantissa) + rounded(sign, magnitude, last + unit, mode, more)
+    if code > f.largest:
+        towards_zero = mode == "rz" or mode == ("rp" if sign else "rm") or "satfinite" in mods
+        code = f.largest + (not towards_zero)
+    return sign * top | code
+
+
+def ftz_of(kind: str, mods: Any) -> bool:
+    return "ftz" in mods and kind != "f64"
+
+
+def halves(function: Callable[..., int], *codes: int) -> int:
+    """Apply a function of 16 bits to both halves of 32."""
+    return function(*(c & 0xFFFF for c in codes)) | function(*(c >> 16 for c in codes)) << 16
+
+
+# Floats: one rounding of the exact result
+
+
+def total(a: Value, b: Value, mode: str) -> Value:
+    """Return a + b exactly; a zero of numbers of both signs is -0 only toward -Inf."""
+    if a is NAN or b is NAN or (a[1] == b[1] == INF and a[0] != b[0]):
+        return NAN
+    if INF in (a[1], b[1]):
+        return a if a[1] == INF else b
+    whole = (-a[1] if a[0] else a[1]) + (-b[1] if b[0] else b[1])
+    return (int(whole < 0) if whole else a[0] if a[0] == b[0] else int(mode == "rm")), abs(whole)
+
+
+def product(a: Value, b: Value) -> Value:
+    """Return a b exactly, in units of 2^-2148."""
+    if a is NAN or b is NAN or (INF in (a[1], b[1]) and 0 in (a[1], b[1])):
+        return NAN
+    return a[0] ^ b[0], INF if INF in (a[1], b[1]) else a[1] * b[1]
+
+
+def arithmetic(name: str, mods: Any, kind: str, *codes: int) -> int:
+    a, b, *rest = (decode(kind, code, ftz_of(kind, mods)) for code in codes)
+    mode = next((m for m in mods if m in MODES), "rn")
+    if name in ("add", "sub"):
+        negated = b if name == "add" or b is NAN else (1 - b[0], b[1])
+        return encode(kind, total(a, negated, mode), mods)
+    result = product(a, b)
+    if rest:  # fma, mad
+        c = rest[0]
+        c = c if c is NAN or c[1] == INF else (c[0], int(c[1]) << UNIT)
+        result = total(result, c, mode)
+    return encode(kind, result, mods, 2 * UNIT)
+
+
+def quotient(mods: Any, kind: str, x: int, y: int) -> int:
+    a, b = (decode(kind, code, ftz_of(kind, mods)) for code in (x, y))
+    if a is NAN or b is NAN or a[1] == b[1] == INF or a[1] == b[1] == 0:
+        return encode(kind, NAN)
+    sign = a[0] ^ b[0]
+    if INF in (a[1], b[1]) or b[1] == 0:
+        return encode(kind, (sign, INF if a[1] == INF or b[1] == 0 else 0), [])
+    whole, rest = divmod(int(a[1]) << 2200, int(b[1]))
+    return encode(kind, (sign, whole), mods, 2200, rest > 0)
+
+
+def root(mods: Any, kind: str, x: int) -> int:
+    a = decode(kind, x, ftz_of(kind, mods))
+    if a is NAN or (a[0] and a[1]):
+        return encode(kind, NAN)
+    if a[1] in (0, INF):
+        return encode(kind, a)
+    whole = math.isqrt(int(a[1]) << 128)
+    return encode(kind, (0, whole), mods, UNIT // 2 + 64, whole * whole != int(a[1]) << 128)
+
+
+def one(kind: str) -> int:
+    return encode(kind, (0, 1 << UNIT))
+
+
+def flushed(kind: str, code: int, mods: Any) -> int:
+    """Return a code, with ftz a zero of its sign where it is subnormal."""
+    f = FORMATS[kind]
+    subnormal = ftz_of(kind, mods) and code & mask(f.bits - 1) < 1 << f.mantissa
+    return code & 1 << (f.bits - 1) if subnormal else code
+
+
+def extreme(name: str, mods: Any, kind: str, x: int, y: int) -> int:
+    f = FORMATS[kind]
+    top = 1 << (f.bits - 1)
+    x, y = flushed(kind, x, mods), flushed(kind, y, mods)
+    sign = (x ^ y) & top
+    if "xorsign" in mods:
+        x, y = x & ~top, y & ~top
+    nans = [decode(kind, code) is NAN for code in (x, y)]
+    if all(nans) or (any(nans) and "NaN" in mods):
+        return y | 1 << 51 if kind == "f64" else f.nan
+    below = signed_order(f, x) < signed_order(f, y)
+    chosen = y if nans[0] else x if nans[1] or below == (name == "min") else y
+    return chosen & ~top | sign if "xorsign" in mods else chosen
+
+
+def signed_order(f: Format, code: int) -> int:
+    """Return an integer that orders floats, -0 below +0."""
+    low = code & mask(f.bits - 1)
+    return -low - 1 if code >> (f.bits - 1) else low
+
+
+def of_one_float(name: str, mods: Any, kind: str, x: int) -> int:
+    """neg and abs: sums with -0, which make NaN the unit's."""
+    x = flushed(kind, x, mods)
+    top = 1 << (FORMATS[kind].bits - 1)
+    return encode(kind, NAN) if decode(kind, x) is NAN else (x ^ top if name == "neg" else x & ~top)
+
+
+def tested(kind: str, what: str, x: int) -> int:
+    f, value = FORMATS[kind], decode(kind, x)
+    low = x & mask(f.bits - 1)
+    subnormal = 0 < low < 1 << f.mantissa
+    finite = value is not NAN and value[1] != INF
+    return int({
+        "finite": finite, "infinite": value is not NAN and not finite, "number": value is not NAN, "notanumber": value is NAN,
+        "normal": finite and not subnormal, "subnormal": subnormal,
+    }[what])  # fmt: skip
+
+
+# The special-function unit and what stands around it (SASS)
+
+
+@cache
+def compiled(name: str) -> Callable[[np.float32], np.float32]:
+    function = getattr(mufu, name)
+
+    @kernel
+    def unit_kernel(x):
+        return function(x)
+
+    return unit_kernel
+
+
+def unit(name: str, code: int) -> int:
+    return int(np.float32(compiled(name)(np.uint32(code).view(np.float32))).view(np.uint32))
+
+
+def approximate(name: str, mods: Any, *codes: int) -> int:
+    ftz = "ftz" in mods
+    power = lambda k: (127 + k) << 23  # noqa: E731
+    times = lambda x, k: arithmetic("mul", ["ftz"] if ftz else [], "f32", x, power(k))  # noqa: E731
+    x = codes[-1]
+    magnitude = x & mask(31)
+    tiny, huge = not ftz and magnitude < power(-126), power(126) < magnitude <= 0x7F800000
+    if name == "div":
+        a, scale = codes[0], -2 if huge and "full" in mods else 24 if tiny else 0
+        a, b = (times(a, scale), times(x, scale)) if scale else (a, x)
+        return arithmetic("mul", ["ftz"] if ftz else [], "f32", unit("rcp", b), a)
+    if name in ("sin", "cos") or ftz:
+        return unit(name, x)
+    if name == "ex2":
+        low = x >> 31 and power(6) - power(0) and signed_order(FORMATS["f32"], x) < signed_order(FORMATS["f32"], 0xC2FC0000)
+        if not low or magnitude > 0x7F800000:
+            return unit(name, x)
+        y = unit(name, times(x, -1))
+        return arithmetic("mul", [], "f32", y, y)
+    if name == "rcp":
+        scale = -2 if huge else 24 if tiny else 0
+        return times(unit(name, times(x, scale)), scale)
+    if not tiny:
+        return unit(name, x)
+    y = unit(name, times(x, 24))
+    return arithmetic("add", [], "f32", y, 0xC1C00000) if name == "lg2" else times(y, 12 if name == "rsqrt" else -12)
+
+
+# Integers
+
+
+def shifted(name: str, kind: str, x: int, by: int) -> int:
+    bits = int(kind[1:])
+    by = min(by, bits)
+    return (number(kind, x) << by if name == "shl" else number(kind, x) >> by) & mask(bits)
+
+
+def funnel(mods: Any, low: int, high: int, by: int) -> int:
+    by = min(by, 32) if "clamp" in mods else by & 31
+    whole = high << 32 | low
+    return (whole << by >> 32 if "l" in mods else whole >> by) & mask(32)
+
+
+def extracted(kind: str, x: int, start: int, length: int) -> int:
+    start, length, bits = start & 255, length & 255, int(kind[1:])
+    fill = kind[0] == "s" and length > 0 and x >> min(start + length - 1, bits - 1) & 1
+    return sum((x >> (start + i) & 1 if i < length and start + i < bits else int(fill)) << i for i in range(bits))
+
+
+def inserted(kind: str, x: int, y: int, start: int, length: int) -> int:
+    start, length, bits = start & 255, length & 255, int(kind[1:])
+    for i in range(min(length, max(bits - start, 0))):
+        y = y & ~(1 << (start + i)) | (x >> i & 1) << (start + i)
+    return y
+
+
+def extended(mods: Any, kind: str, x: int, count: int) -> int:
+    count = count & 31 if "wrap" in mods else min(count, 32)
+    return 0 if count == 0 else (signed(x, count) if kind[0] == "s" else x & mask(count)) & mask(32)
+
+
+def bit_mask(mods: Any, start: int, width: int) -> int:
+    start, width = (start & 31, width & 31) if "wrap" in mods else (min(start, 32), min(width, 32))
+    return (mask(width) << start) & mask(32)
+
+
+def found(mods: Any, kind: str, x: int) -> int:
+    value = number(kind, x)
+    at = (value if value >= 0 else ~value).bit_length() - 1
+    return mask(32) if at < 0 else int(kind[1:]) - 1 - at if "shiftamt" in mods else at
+
+
+def permuted(mods: Any, x: int, y: int, choice: int) -> int:
+    parts = [(y << 32 | x) >> 8 * i & 255 for i in range(8)]
+    c = choice & 3
+    order = {
+        "f4e": [c + i for i in range(4)], "b4e": [(c - i) % 8 for i in range(4)], "rc8": [c] * 4, "ecl": [max(c, i) for i in range(4)],
+        "ecr": [min(c, i) for i in range(4)], "rc16": [2 * (c & 1) + (i & 1) for i in range(4)],
+    }  # fmt: skip
+    mode = next((m for m in mods if m in order), None)
+    if mode:
+        taken = [parts[i] for i in order[mode]]
+    else:
+        nibbles = [choice >> 4 * i & 15 for i in range(4)]
+        taken = [(255 * (parts[n & 7] >> 7) if n & 8 else parts[n & 7]) for n in nibbles]
+    return sum(part << 8 * i for i, part in enumerate(taken))
+
+
+def dot(name: str, mods: Any, kinds: list[str], x: int, y: int, c: int) -> int:
+    wide = 8 if name == "dp4a" else 16
+    first = 2 if "hi" in mods else 0
+    pairs = [(x >> wide * i & mask(wide), y >> 8 * (first + i) & 255) for i in range(32 // wide)]
+    return sum(number(f"{kinds[0][0]}{wide}", a) * number(f"{kinds[1][0]}8", b) for a, b in pairs) + c & mask(32)
+
+
+def integer(name: str, mods: Any, kind: str, *codes: int) -> int:
+    bits = int(kind[1:])
+    x, *rest = (number(kind, code) for code in codes)
+    y, z = (*rest, 0, 0)[:2]
+    if name in ("mul", "mad"):
+        whole = x * y
+        if "wide" in mods:
+            return whole + codes[2] if name == "mad" else whole
+        return (whole >> bits if "hi" in mods else whole) + z
+    if name in ("mul24", "mad24"):
+        whole = number(f"{kind[0]}24", x) * number(f"{kind[0]}24", y)
+        return (whole >> 16 if "hi" in mods else whole) + z
+    if name in ("div", "rem"):
+        if y == 0:
+            return mask(bits) if name == "div" else x
+        whole = abs(x) // abs(y) * (-1 if (x < 0) != (y < 0) else 1)
+        return whole if name == "div" else x - whole * y
+    if name in ("add", "sub") and "sat" in mods:
+        return max(-(1 << 31), min(mask(31), x + y if name == "add" else x - y))
+    return int({
+        "add": x + y, "sub": x - y, "min": min(x, y), "max": max(x, y), "sad": z + abs(x - y), "abs": abs(x), "neg": -x, "and": x & y,
+        "or": x | y, "xor": x ^ y, "not": ~x, "cnot": x == 0, "popc": x.bit_count(), "clz": bits - x.bit_length(),
+        "brev": int(f"{x:0{bits}b}"[::-1], 2) if kind[0] == "b" else 0,
+    }[name])  # fmt: skip
+
+
+def with_carry(name: str, mods: Any, kind: str, *codes: int) -> tuple[int, int]:
+    """add.cc, addc, sub.cc, subc, mad.cc and madc: the result and the carry (of differences the borrow)."""
+    bits, codes = int(kind[1:]), (*codes, 0)
+    carry = codes[3] if name == "madc" else codes[2] if name in ("addc", "subc") else 0
+    x, y = codes[:2]
+    if name in ("mad", "madc"):
+        whole = number(kind, x) * number(kind, y)
+        x, y = (whole >> bits if "hi" in mods else whole) & mask(bits), codes[2]
+    whole = x - y - carry if name.startswith("sub") else x + y + carry
+    return whole & mask(bits), whole >> bits & 1
+
+
+# Comparisons
+
+_RELATIONS = {
+    "eq": lambda x, y: x == y, "ne": lambda x, y: x != y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+}  # fmt: skip
+_RELATIONS |= {name: _RELATIONS[same] for name, same in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge"))}
+
+
+def compared(relation: str, mods: Any, kind: str, x: int, y: int) -> bool:
+    if kind not in FORMATS:
+        return bool(_RELATIONS[relation](number(kind, x), number(kind, y)))
+    a, b = decode(kind, x, ftz_of(kind, mods)), decode(kind, y, ftz_of(kind, mods))
+    if a is NAN or b is NAN:
+        return relation == "nan" or relation in ("equ", "neu", "ltu", "leu", "gtu", "geu")
+    left, right = (-v[1] if v[0] else v[1] for v in (a, b))
+    return relation == "num" or (relation != "nan" and bool(_RELATIONS[relation[:2]](left, right)))
+
+
+def joined(mods: Any, holds: bool, third: tuple[int, ...]) -> int:
+    if not third:
+        return int(holds)
+    return int(holds and third[0] if "and" in mods else holds or third[0] if "or" in mods else holds != third[0])
+
+
+# Conversions
+
+
+def converted(mods: Any, target: str, source: str, *codes: int) -> int:
+    x = codes[0]
+    if target == source == "f32" and not mods or target == source == "f64" and not mods:
+        return x
+    if target in ("f16x2", "bf16x2") and source == "f32":
+        return encode(target[:-2], decode("f32", x), mods) << 16 | encode(target[:-2], decode("f32", codes[1]), mods)
+    if target in ("e4m3x2", "e5m2x2"):
+        high, low = (x >> 16, x & 0xFFFF) if source == "f16x2" else codes
+        small = [encode(target[:-2], decode(source.removesuffix("x2"), code), mods) for code in (high, low)]
+        return small[0] << 8 | small[1]
+    if source in ("e4m3x2", "e5m2x2"):
+        wide = [encode("f16", decode(source[:-2], code), mods) for code in (x >> 8, x & 255)]
+        return wide[0] << 16 | wide[1]
+    ints = [kind not in FORMATS for kind in (target, source)]
+    if ints[0]:
+        bits = int(target[1:])
+        least, most = (-(1 << (bits - 1)), mask(bits - 1)) if target[0] == "s" else (0, mask(bits))
+        if ints[1]:
+            value = number(source, x)
+            return max(least, min(most, value)) if "sat" in mods else value
+        a = decode(source, x, "ftz" in mods and source == "f32")
+        if a is NAN:
+            return 1 << (bits - 1) if bits == 64 or (source == "f64" and bits == 32) else 0
+        mode = next(MODES[m] for m in mods if m in MODES)
+        magnitude = 1 << 64 if a[1] == INF else rounded(a[0], int(a[1]), UNIT, mode)
+        return max(least, min(most, -magnitude if a[0] else magnitude))
+    if ints[1]:
+        value = number(source, x)
+        return encode(target, (int(value < 0), abs(value) << UNIT), mods)
+    a = decode(source, x, "ftz" in mods and source == "f32")
+    integral = next((m for m in mods if m in ("rni", "rzi", "rmi", "rpi")), None)
+    if integral and a is not NAN and a[1] != INF:
+        a = a[0], rounded(a[0], int(a[1]), UNIT, MODES[integral]) << UNIT
+    if target == "tf32":
+        if a is NAN and "rna" in mods and "satfinite" not in mods:
+            return x & 0xFFFFE000
+        return encode("tf32", a, mods) << 13
+    if (target, source) == ("f32", "bf16") and not mods:
+        return x << 16
+    return encode(target, a, [m for m in mods if m != "ftz" or target == "f32"])
+
+
+@cache
+def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
+    """Return a function of the codes of an opcode's operands: the codes of its results, cut to their registers by the caller."""
+    name, *parts = opcode.split(".")
+    kind, mods = parts[-1], parts[:-1]
+
+    def single(function: Callable[..., int], *fixed: Any) -> Callable[..., tuple[int, ...]]:
+        return lambda *codes: (int(function(*fixed, *codes)),)
+
+    if name == "cvt":
+        if parts[0] == "pack":
+            return lambda a, b: (sum((converted(["sat"], parts[-2], "s32", v) & 0xFFFF) << s for v, s in ((a, 16), (b, 0))),)
+        return single(converted, parts[:-2], parts[-2], parts[-1])
+    if name in ("setp", "set"):
+        relation, mods = parts[0], parts[1:]
+
+        def relate(x: int, y: int, *third: int) -> tuple[int, ...]:
+            holds = compared(relation, mods, kind, x, y)
+            if name == "setp":
+                return joined(mods, holds, third), joined(mods, not holds, third)
+            return (joined(mods, holds, third) * (one("f32") if parts[-2] == "f32" else mask(32)),)
+
+        return relate
+    if name == "selp":
+        return lambda x, y, p: (x if p else y,)
+    if name == "slct":
+        return lambda x, y, c: (x if (compared("ge", mods, "f32", c, 0) if kind == "f32" else signed(c, 32) >= 0) else y,)
+    if name == "mov":
+        return lambda x: (x,)
+    if kind == "pred":
+        return single({"and": lambda p, q: p & q, "or": lambda p, q: p | q, "xor": lambda p, q: p ^ q, "not": lambda p: 1 - p}[name])
+    if name == "prmt":
+        return single(permuted, mods + [kind])
+    if name in ("addc", "subc", "madc") or "cc" in mods:
+        return partial(with_carry, name, mods, kind)
+    if name in ("dp4a", "dp2a"):
+        return single(dot, name, mods, parts[-2:])
+    if name in ("shl", "shr"):
+        return single(shifted, name, kind.replace("b", "u"))
+    named = {"shf": (funnel, mods), "bfe": (extracted, kind), "bfi": (inserted, kind), "szext": (extended, mods, kind),
+             "bmsk": (bit_mask, mods), "bfind": (found, mods, kind)}  # fmt: skip
+    if name in named:
+        return single(*named[name])
+    # floats and integers of one type; pairs of 16 bits by halves
+    base = kind.removesuffix("x2")
+    is_float = base in FORMATS
+    if is_float and ("approx" in mods or "full" in mods):
+        return single(approximate, name, mods)
+    function: Callable[..., int]
+    if is_float and name in ("add", "sub", "mul", "fma", "mad"):
+        function = partial(arithmetic, name, mods, base)
+    elif is_float and name in ("min", "max"):
+        function = partial(extreme, name, mods, base)
+    elif is_float and name in ("neg", "abs"):
+        function = partial(of_one_float, name, mods, base)
+    elif name == "copysign":
+        top = 1 << (FORMATS[kind].bits - 1)
+        function = lambda x, y: y & ~top | x & top  # noqa: E731
+    elif name == "testp":
+        function = partial(tested, kind, mods[0])
+    elif is_float:
+        divides = {"div": lambda *c: quotient(mods, kind, *c), "rcp": lambda x: quotient(mods, kind, one(kind), x)}
+        function = {**divides, "sqrt": lambda x: root(mods, kind, x)}[name]
+    else:
+        function = partial(integer, name, mods, base)
+    if base == kind:
+        return single(function)
+    return single(halves, lambda *codes: function(*codes) & 0xFFFF)
