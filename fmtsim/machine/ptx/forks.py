@@ -110,27 +110,37 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
     )
     yield torch, "get_autocast_gpu_dtype", lambda host: autocast[1]("cpu" if autocast[0]("cpu") else "cuda")
     if find_spec("triton") is not None:
+        from triton.compiler.compiler import CompiledKernel
         from triton.runtime import autotuner, driver
         from triton.runtime.jit import JITFunction
 
         def launched(host: Any, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                return _launched(running(), kernel, args, grid, warmup, named)
+                if warmup:
+                    function, named, _ = triton.configured(kernel, None, args, named)
+                    return triton.compiled(function, args, named)[0]
+                return _launched(running(), triton.program(kernel, grid, args, named))
 
+        def runner(host: Any, found: Any) -> Any:
+            # compiled.run(x, y, z, stream, function, packed metadata, launch metadata, two hooks, *values)
+            def run(*given: Any) -> None:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                    _launched(running(), triton.bound_program(found, given[:3], given[9:]))
+
+            return run
+
+        yield CompiledKernel, "run", runner
+        yield CompiledKernel, "_init_handles", lambda host, found: None
         yield JITFunction, "run", launched
         yield autotuner.Autotuner, "run", launched
         yield type(driver), "active", lambda host, config: triton.Driver()
 
 
-def _launched(run: Any, kernel: Any, args: Any, grid: Any, warmup: bool, named: dict[str, Any]) -> Any:
-    """Launch a kernel of Triton as ``kernel[grid](...)`` does, and return what Triton compiled."""
+def _launched(run: Any, program: triton.Program) -> Any:
+    """Launch a kernel of Triton as its launcher does, and return what Triton compiled."""
     from fmtsim.machine.ptx import launch
 
-    if warmup:
-        function, named, _ = triton.configured(kernel, None, args, named)
-        return triton.compiled(function, args, named)[0]
-    program = triton.program(kernel, grid, args, named)
-    # Triton's launcher starts nothing where a grid is empty
+    # the launcher starts nothing where a grid is empty
     if 0 not in (program.grid if isinstance(program.grid, tuple | list) else (program.grid,)):
         run.count(launch.run(program, run.target))
     return program.compiled

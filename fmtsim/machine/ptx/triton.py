@@ -250,20 +250,28 @@ def program(kernel: Any, grid: Any, args: tuple[Any, ...], named: dict[str, Any]
     """
     function, named, words = configured(kernel, config, args, named)
     found, bound = compiled(function, args, named)
+    return bound_program(found, grid(bound) if callable(grid) else grid, tuple(bound.values()), words)
+
+
+def bound_program(found: Any, grid: Any, values: tuple[Any, ...], config: str = "") -> Program:
+    """Return what Triton compiled, ready to run on all of its arguments in their order, constants among them.
+
+    Raises:
+        ArgumentError: More shared memory than a block has, or an argument that is no tensor where one is taken.
+    """
     facts = found.metadata
     if facts.shared > SHARED_LIMIT:
         raise ArgumentError(
             f"{found.name} takes {facts.shared:,} bytes of shared memory, and a block has {SHARED_LIMIT:,}: smaller "
             "blocks, or fewer num_stages"
         )
-    grid = grid(bound) if callable(grid) else grid
     arguments: list[Any] = []
     descriptors = iter(facts.tensordesc_meta or ())
-    for (name, kind), value in zip(found.src.signature.items(), bound.values(), strict=True):
+    for (name, kind), value in zip(found.src.signature.items(), values, strict=True):
         arguments += _flat(name, kind, value, descriptors)
     return Program(
-        name=function.__name__, entry=found.name, ptx=found.asm["ptx"], grid=grid, block=(32 * facts.num_warps, 1, 1),
-        shared_bytes=facts.shared, arguments=tuple(arguments), config=words, compiled=found,
+        name=found.src.name, entry=found.name, ptx=found.asm["ptx"], grid=grid, block=(32 * facts.num_warps, 1, 1),
+        shared_bytes=facts.shared, arguments=tuple(arguments), config=config, compiled=found,
         scratch=(facts.global_scratch_size, facts.profile_scratch_size), fuses=facts.enable_fp_fusion,
     )  # fmt: skip
 

@@ -308,12 +308,15 @@ def test_kernels_in_a_simulation():
         y = Double.apply(x)
         y.sum().backward()
         z = twice(X)
+        # libraries keep what was compiled, and call its launcher
+        kept, again = affine[(1,)](X, z, 100, 2.0), torch.zeros(100)
+        kept.run(1, 1, 1, 0, kept.function, kept.packed_metadata, None, None, None, X, again, 100, 2.0, 128)
         affine[(0,)](X, X, 0, 2.0)  # Triton's launcher starts nothing
         properties = torch.cuda.get_device_properties(0)
         assert (properties.multi_processor_count, torch.cuda.get_device_capability()) == (132, (9, 0))
         assert torch.cuda.is_available() and torch.zeros(3, device="cuda").cuda().to("cuda:0").untyped_storage().device
     assert torch.equal(y, X * 2 + 1) and torch.equal(z, y) and x.grad is not None and x.grad.eq(4).all()
-    assert run.exact["affine (kernel)"] == 3 and "affine (kernel) 3" in run.summary
+    assert run.exact["affine (kernel)"] == 5 and "affine (kernel) 5" in run.summary and torch.equal(again, y)
     assert not x.is_cuda and not hasattr(torch.cuda.is_available, "__wrapped__")
 
 
