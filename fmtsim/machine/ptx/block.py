@@ -334,8 +334,10 @@ def combined(kind, old, value, other, size, flush):
         z = _flushed(z) if flush else z
         return uint64(uint32(bits32(z))) if z == z else uint64(0x7FFFFFFF)
     if kind == A_ADD_F64:
-        total = float64_of(int64(old)) + float64_of(int64(value))
-        return uint64(bits64(total)) if total == total else uint64(0x7FFFFFFFFFFFFFFF)
+        a, x = float64_of(int64(old)), float64_of(int64(value))
+        total = a + x
+        nan = value if x != x else old if a != a else uint64(0xFFF8000000000000)
+        return uint64(bits64(total)) if total == total else nan | uint64(1 << 51)
     if kind == A_ADD_F16 or kind == A_ADD_BF16:
         total = _sum_16(kind, old & uint64(0xFFFF), value & uint64(0xFFFF))
         if size == 4:

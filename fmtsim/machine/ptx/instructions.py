@@ -652,6 +652,21 @@ def reciprocal_factors(opcode: Opcode, x: Vector) -> tuple[Vector, Vector]:
     return scale, mufu("rcp", x * scale)
 
 
+@row("rsqrt.approx.f64", "t", "t", "9.7.3.16")
+def _root_64(opcode: Opcode, x: Vector) -> Vector:
+    """Return two steps of Newton from the unit's result; subnormal numbers are scaled."""
+    word = (x.view("u64") >> 32).to("u32")
+    tiny = ((word & 0x7FF00000) == 0) & ((x.view("u64") << 1) != 0)
+    scaled = where(tiny, x * 2.0**54, x)
+    y = _approximate_64(("rsqrt", "approx", "ftz", "f64"), scaled)
+    error = scaled.call("fma", -(y * y), 1.0)
+    step = error.call("fma", 0.375, 0.5)
+    better = step.call("fma", y * error, y)
+    better = where(tiny, better * 2.0**27, better)
+    special = ((word & 0x7FF00000) == 0x7FF00000) | (x < 0.0)
+    return propagate(where(special | (x == 0.0), y, better), x)
+
+
 @row("{rcp|rsqrt}.approx.ftz.f64", "t", "t", "9.7.3.14")
 def _approximate_64(opcode: Opcode, x: Vector) -> Vector:
     """Return the unit's result for the upper 32 bits of a number, whose lower 32 bits are 0: 20 bits of its fraction."""
@@ -984,3 +999,28 @@ def _negated(x: Vector, opcode: Opcode) -> Vector:
     if x.kind[0] == "f":
         return -x
     return x ^ (0x80008000 if opcode[-1].endswith("x2") else 0x8000)
+
+
+# What ptxas writes otherwise than the PTX says
+
+SIGN_ONLY: dict[str, Callable[[Vector], Vector]] = {  # of NaN, too
+    "neg": lambda x: -x,
+    "abs": lambda x: (x.view("u32") & 0x7FFFFFFF).view("f32"),
+}
+
+
+def with_operand(semantics: Callable) -> Callable[..., tuple[Vector, Vector]]:
+    """Return semantics that also yield the first operand."""
+    return lambda x, *others: (semantics(x, *others), x)
+
+
+def clamped(opcode: Opcode) -> Callable[[Vector], Vector]:
+    """Return max(min(x, 1), 0), which ptxas makes the .sat of x: of NaN it is 0."""
+
+    def traced(x: Vector) -> Vector:
+        if opcode[-1] != "f16":
+            return saturate(flush(x) if "ftz" in opcode else x)
+        value = f16_to_f32(x, flushes="ftz" in opcode)
+        return encode(saturate(value).to("f64"), "f16", "rn").to("u16")
+
+    return traced

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.machine.ptx import nvrtc, triton
+from fmtsim.machine.ptx.contract import may_contract
 from fmtsim.machine.ptx.parse import Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program

@@ -14,7 +14,16 @@ import numpy as np
 
 from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
-from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum, logic_of_three
+from fmtsim.machine.ptx.instructions import (
+    SIGN_ONLY,
+    TABLE,
+    clamped,
+    divided_by,
+    fused_factors,
+    fused_sum,
+    logic_of_three,
+    with_operand,
+)
 from fmtsim.machine.ptx.parse import (
     Address,
     Function,
@@ -170,6 +179,9 @@ def _is_special(name: str) -> bool:
     return _SPECIAL.fullmatch(name) is not None
 
 
+_ONE = {"f32": 0x3F800000, "f16": 0x3C00, "f64": 0x3FF0 << 48}
+
+
 class Builder:
     """Rows while they are written."""
 
@@ -177,6 +189,14 @@ class Builder:
         self.module, self.function, self.threads, self.fusions = module, function, threads, contraction.fusions
         self.used = {fusion.product for fusion in self.fusions.values()}  # products whose factors are kept
         self.divisors = constant_divisors(function)
+        self.readers: dict[str, list[Instruction]] = {}  # instructions that name a register behind their first operand
+        self.writers: dict[str, list[int]] = {}
+        for number, instruction in enumerate(function.body):
+            for name in _registers(instruction.operands[1:]):
+                self.readers.setdefault(name, []).append(instruction)
+            for name in _registers(instruction.operands[:1]):
+                self.writers.setdefault(name, []).append(number)
+        self.clamps = self._clamps()
         self.rows: list[list[int]] = []
         self.owners: list[Instruction] = []
         self.keys: list[tuple[int, Any]] = []  # rows whose code is not compiled yet
@@ -188,6 +208,32 @@ class Builder:
         self.symbols: dict[str, int] = {}
         self.labels: dict[str, int] = {}
         self._lay_out_variables()
+
+    def _clamps(self) -> dict[int, int]:
+        """Return the maxima with 0 of minima with 1 that ptxas makes .sat, of NaN 0, by their numbers: the minimum's.
+
+        The minimum has no other reader.
+        """
+        found = {}
+        for number, x in enumerate(self.function.body):
+            if x.opcode[0] != "max" or x.opcode[-1] not in _ONE or "NaN" in x.opcode or len(x.operands) != 3:  # noqa: PLR2004
+                continue
+            first, zero = x.operands[1:]
+            writers = self.writers.get(first.name, []) if isinstance(first, Register) else []
+            if not isinstance(zero, Immediate) or zero.value or len(writers) != 1 or len(self.readers[_name(first)]) != 1:
+                continue
+            inner = self.function.body[writers[0]]
+            last = inner.operands[-1]
+            same = inner.opcode == ("min", *x.opcode[1:]) and inner.predicate is None and x.predicate is None
+            if same and isinstance(last, Immediate) and last.value == _ONE[x.opcode[-1]]:
+                found[number] = writers[0]
+        return found
+
+    def is_negated_in_place(self, instruction: Instruction) -> bool:
+        """Return True for a neg or abs that only selp reads: ptxas makes it part of that, which keeps NaN's bits."""
+        readers = self.readers.get(_name(instruction.operands[0]), [])
+        plain = instruction.opcode in (("neg", "f32"), ("abs", "f32"))
+        return plain and bool(readers) and all(reader.opcode[0] == "selp" for reader in readers)
 
     def _lay_out_variables(self) -> None:
         """Give shared and local variables their addresses: aligned, in order; arrays of the launch's size come last."""
@@ -521,6 +567,14 @@ def _elementwise(builder: Builder, instruction: Instruction, number: int) -> Non
     if number in builder.divisors:  # a product with the constant's reciprocal
         semantics, factors = divided_by(instruction.opcode, builder.divisors[number])
         key = f"{name}/{builder.divisors[number]:x}"
+    if builder.is_negated_in_place(instruction):
+        semantics, key = SIGN_ONLY[instruction.opcode[0]], f"{name}!"
+    if number in builder.clamps.values():
+        pairs.append((f"#{number}.x", row.results[0]))
+        semantics, key = with_operand(row.semantics), f"{name}^"
+    if number in builder.clamps:
+        given = [(f"#{builder.clamps[number]}.x", row.results[0])]
+        semantics, key = clamped(instruction.opcode), f"{name}.sat"
     fusion = builder.fusions.get(number)
     if fusion is not None:
         kept = [(f"#{fusion.product}.{side}", row.results[0]) for side in "xy"]
