@@ -93,9 +93,8 @@ _FTZ = "{|.ftz}"
 # Integers (9.7.1)
 
 
-@row("{add|sub|mul.lo|min|max|and|or|xor}." + _ANY_INT, "t", "t t", "9.7.1")
+@row("{add|sub|mul.lo|min|max}." + _ANY_INT, "t", "t t", "9.7.1")
 @row("{and|or|xor}." + _BITS, "t", "t t", "9.7.8")
-@row("{add|sub}.{b32|b64|b16}", "t", "t t", "9.7.1")
 @row("{and|or|xor}.pred", "pred", "pred pred", "9.7.8")
 def _two_integers(opcode: Opcode, x: Vector, y: Vector) -> Vector:
     match opcode[0]:
@@ -407,8 +406,9 @@ def _set_predicates(opcode: Opcode, x: Vector, y: Vector, third: Vector | None =
 @row("set.{eq|ne|lt|le|gt|ge}" + _JOINS + ".{u32|s32|f32}.{u32|s32|u64|s64|u16|s16}", "d", "t t p", "9.7.6.1")
 @row("set.{lo|ls|hi|hs}" + _JOINS + ".{u32|s32|f32}.{u16|u32|u64}", "d", "t t p", "9.7.6.1")
 @row("set.{eq|ne}" + _JOINS + ".{u32|s32|f32}." + _BITS, "d", "t t p", "9.7.6.1")
-@row("set." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{u32|s32|f32}.{f32|f16}", "d", "t t p", "9.7.6.1")
-@row("set." + _FLOAT_RELATIONS + _JOINS + ".{u32|s32|f32}.{f64|bf16}", "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + _FTZ + ".{u32|s32}.{f32|f16}", "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + ".{u32|s32}.{f64|bf16}", "d", "t t p", "9.7.6.1")
+@row("set." + _FLOAT_RELATIONS + _JOINS + "{.f32.f64|.f32.f32|.ftz.f32.f32}", "d", "t t p", "9.7.6.1")
 def _set_number(opcode: Opcode, x: Vector, y: Vector, third: Vector | None = None) -> Vector:
     """Return all bits set (1.0 of float32) where a comparison holds, else 0."""
     holds, _ = _set_predicates(opcode, x, y, third)
@@ -428,7 +428,8 @@ def _select(opcode: Opcode, x: Vector, y: Vector, condition: Vector) -> Vector:
     return where(condition, x, y)
 
 
-@row("slct{|.ftz}.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}.{s32|f32}", "d", "d d t", "9.7.6.4")
+@row("slct.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}{.s32|.f32}", "d", "d d t", "9.7.6.4")
+@row("slct.ftz.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}.f32", "d", "d d t", "9.7.6.4")
 def _select_by_sign(opcode: Opcode, x: Vector, y: Vector, z: Vector) -> Vector:
     return where((flush(z) if "ftz" in opcode else z) >= 0, x, y)
 
@@ -463,7 +464,6 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
 
 @row("{add|sub|mul}{|.rn}.f64", "t", "t t", "9.7.3.3")
 @row("{fma|mad}.rn.f64", "t", "t t t", "9.7.3.6")
-@row("div.rn.f64", "t", "t t", "9.7.3.8")
 def _arithmetic_64(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -> Vector:
     if z is not None:
         return propagate(x.call("fma", y, z), y, z, x)  # of several NaN in this order (H100)
@@ -473,13 +473,14 @@ def _arithmetic_64(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None
 
 @row("div.rn" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
 @row("{rcp|sqrt}.rn" + _FTZ + ".f32", "t", "t", "9.7.3.13")
+@row("div.rn.f64", "t", "t t", "9.7.3.8")
 @row("{rcp|sqrt}.rn.f64", "t", "t", "9.7.3.13")
 def _ieee(opcode: Opcode, x: Vector, y: Vector | None = None) -> Vector:
     if "ftz" in opcode:
         x, y = flush(x), None if y is None else flush(y)
     result = x.call("sqrt") if opcode[0] == "sqrt" else x.constant(1.0) / x if y is None else x / y
     if x.kind == "f64":
-        return propagate(result, x)
+        return propagate(result, *((x,) if y is None else (x, y)))
     if "ftz" in opcode and y is not None:
         quotient = x.to("f64") / y.to("f64")
         result = flush_tiny(result, to_odd(quotient, _remainder(quotient, x.to("f64"), y.to("f64"))))
@@ -791,7 +792,7 @@ def _resize(opcode: Opcode, x: Vector) -> Vector:
 
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz|.rm|.rp}.f16.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
-@row("cvt.rn.bf16.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
+@row("cvt.rn.bf16.{u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
 @row("cvt.rn.f64.{u8|s8|u16|s16|u32|s32|u64|s64}", "d", "t", "9.7.9.21")
 def _integer_to_float(opcode: Opcode, x: Vector) -> Vector:
     target, direction = opcode[-2], opcode[1]
@@ -813,7 +814,9 @@ def _integer_to_float(opcode: Opcode, x: Vector) -> Vector:
     return code.to("u16")
 
 
-@row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.{u8|s8|u16|s16|u32|s32|u64|s64}.{f32|f64|f16|bf16}", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.{u8|s8|u16|s16|u32|s32|u64|s64}.f32", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}{|.sat}.{u8|s8|u16|s16|u32|s32|u64|s64}.{f64|f16}", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}.{u32|s32|u64|s64}.bf16", "d", "t", "9.7.9.21")
 def _float_to_integer(opcode: Opcode, x: Vector) -> Vector:
     target, source = opcode[-2:]
     wide = x if source == "f64" else _float_32(x, opcode).to("f64")
@@ -839,7 +842,7 @@ def _float_32(x: Vector, opcode: Opcode) -> Vector:
 
 @row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.f32.f32", "d", "t", "9.7.9.21")
 @row("cvt.{rni|rzi|rmi|rpi}{|.sat}.f64.f64", "d", "t", "9.7.9.21")
-@row("cvt.{rni|rzi|rmi|rpi}{|.ftz}{|.sat}.f16.f16", "d", "t", "9.7.9.21")
+@row("cvt.{rni|rzi|rmi|rpi}{|.sat}.f16.f16", "d", "t", "9.7.9.21")
 @row("cvt.{rni|rzi|rmi|rpi}.bf16.bf16", "d", "t", "9.7.9.21")
 def _to_whole(opcode: Opcode, x: Vector) -> Vector:
     if opcode[-1] in ("f16", "bf16"):
@@ -855,12 +858,15 @@ def _to_whole(opcode: Opcode, x: Vector) -> Vector:
 
 @row("cvt{|.ftz}{|.sat}.f32.f32", "d", "t", "9.7.9.21")
 @row("cvt{|.sat}.f64.f64", "d", "t", "9.7.9.21")
-@row("cvt{|.ftz}{|.sat}.{f32|f64}.f16", "d", "t", "9.7.9.21")
+@row("cvt{|.ftz}{|.sat}.f32.f16", "d", "t", "9.7.9.21")
+@row("cvt{|.sat}.f64.f16", "d", "t", "9.7.9.21")
 @row("cvt{|.ftz}{|.sat}.f64.f32", "d", "t", "9.7.9.21")
-@row("cvt{|.ftz}{|.sat}.f32.bf16", "d", "t", "9.7.9.21")
+@row("cvt{|.ftz}.f32.bf16", "d", "t", "9.7.9.21")
 @row("cvt.f64.bf16", "d", "t", "9.7.9.21")
 def _widen(opcode: Opcode, x: Vector) -> Vector:
     target, source = opcode[-2:]
+    if target == source and len(opcode) == 3:
+        return x  # a copy, which keeps NaN
     if source == "f64":
         return saturate(x) if "sat" in opcode else propagate(x, x)
     number = _float_32(x, opcode)
@@ -878,11 +884,12 @@ def _widen(opcode: Opcode, x: Vector) -> Vector:
     return saturate(wide) if "sat" in opcode else wide
 
 
-@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f32|f16|bf16}.f64", "d", "t", "9.7.9.21")
-@row("cvt{|.rn|.rz|.rm|.rp}{|.sat}.{bf16.f16|f16.bf16}", "d", "t", "9.7.9.21")
-@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
+@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32.f64", "d", "t", "9.7.9.21")
+@row("cvt{.rn|.rz|.rm|.rp}{.f16|.sat.f16|.bf16}.f64", "d", "t", "9.7.9.21")
+@row("cvt{|.rn|.rz|.rm|.rp}.{bf16.f16|f16.bf16}", "d", "t", "9.7.9.21")
+@row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{.f16|.sat.f16|.bf16}.f32", "d", "t", "9.7.9.21")
 @row("cvt{.rn|.rz}{.relu|.satfinite|.relu.satfinite}.{f16|bf16}.f32", "d", "t", "9.7.9.21")
-@row("cvt.{rna|rn|rz}{|.relu}{|.satfinite}.tf32.f32", "d", "t", "9.7.9.21")
+@row("cvt.{rna|rna.satfinite|rn|rn.relu|rz|rz.relu}.tf32.f32", "d", "t", "9.7.9.21")
 def _narrow(opcode: Opcode, x: Vector) -> Vector:
     target, source, direction = opcode[-2], opcode[-1], opcode[1] if opcode[1][0] == "r" else "rn"
     x = flush(x) if "ftz" in opcode and source == "f32" else x

@@ -9,7 +9,6 @@ language; the compiled function runs over all threads of a block, whose register
 Threads whose byte of ``mask`` is 0 keep their results; a null mask keeps none.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -236,9 +235,8 @@ class Tracer:
         self._waiting.clear()
 
 
-@functools.cache
 def _machine() -> Any:
-    """Return the compiler for this processor."""
+    """Return a compiler for this processor; the engine that it is given to owns it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()

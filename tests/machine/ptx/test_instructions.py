@@ -16,6 +16,7 @@ from tests.machine.ptx.oracle import FORMATS, expected
 
 _REGISTERS = {1: ("pred", "%p"), 8: ("b16", "%h"), 16: ("b16", "%h"), 32: ("b32", "%r"), 64: ("b64", "%d")}
 _THREADS = 256
+_FLOATS = ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
 _INTS = [0, 1, 2, 3, 7, 8, 15, 16, 24, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 0x0F1E, 0x3210, 0x7FFF, 0x8000, 0xFFFF]
 
 
@@ -88,8 +89,8 @@ def families() -> dict[str, list[str]]:
     for opcode, row in TABLE.items():
         kinds = [*row.results, "from", *row.operands]
         name = opcode.partition(".")[0]
-        many = ".".join(opcode.split(".")[:2]) if name in ("set", "setp") else name
-        found[f"{many}-{'-'.join(k if k == 'from' or name == 'cvt' else str(bits(k)) for k in kinds)}"].append(opcode)
+        types = [part for part in opcode.split(".") if part in _FLOATS] if name != "cvt" else []
+        found[f"{'-'.join([name, *types])}-{'-'.join(k if k == 'from' or name == 'cvt' else str(bits(k)) for k in kinds)}"].append(opcode)
     return dict(found)
 
 
@@ -107,6 +108,8 @@ def code_of(i: int, opcode: str, n: int) -> list[str]:
     carries = ".cc." in opcode or opcode.startswith(("addc", "subc", "madc"))
     wide = opcode.startswith("cvt") and bits(results[0]) <= 16 and results[0][0] in "us"  # extended in a wider register
     widths = [32 if wide else max(bits(k), 16) if k != "pred" else 1 for k in results[: 1 if carries else 2]]
+    if opcode.startswith("setp") and opcode.endswith("f16"):  # with one result only
+        widths = widths[:1]
     targets = [f"{_REGISTERS[w][1]}{40 + j}" for j, w in enumerate(widths)]
     lines.append(f"{opcode} {'|'.join(targets)}, {', '.join(sources)};")
     if ".cc." in opcode:
@@ -147,8 +150,8 @@ def wanted(opcode: str, columns: list[list[int]]) -> list[list[int]]:
         results = [[code | (-(code >> size - 1) << size) & 0xFFFFFFFF] for [code] in results]
     if ".cc." in opcode and opcode.startswith("sub"):
         results = [[code, -borrow & 0xFFFFFFFF] for code, borrow in results]
-    carries = ".cc." not in opcode and opcode.startswith(("addc", "subc", "madc"))
-    return [result[:1] for result in results] if carries else results
+    single = ".cc." not in opcode and opcode.startswith(("addc", "subc", "madc")) or opcode.startswith("setp") and opcode.endswith("f16")
+    return [result[:1] for result in results] if single else results
 
 
 def differing(opcodes: list[str], step: int) -> list[str]:
