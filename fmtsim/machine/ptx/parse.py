@@ -376,8 +376,9 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
                 return
         elif token == ";":
             continue
-        elif token == ".reg":
-            _read_registers(reader, function, scopes, blocks)
+        elif token.startswith(".reg"):  # ".reg .b32", and NVRTC's ".reg.b16"
+            kind = token[5:] or reader.take()[1:]
+            _read_registers(reader, kind, function, scopes, blocks)
         elif token in (".local", ".shared", ".param", ".global", ".const"):
             for variable in _read_variables(reader, token[1:]):
                 if len(scopes) > 1:
@@ -411,9 +412,8 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
             function.body.append(_read_instruction(reader, token, line, source, named))
 
 
-def _read_registers(reader: _Reader, function: Function, scopes: list[dict[str, str]], block: int) -> None:
-    """Read ``.reg .b32 %r<573>;`` or ``.reg .pred p, q;``."""
-    kind = reader.take()[1:]
+def _read_registers(reader: _Reader, kind: str, function: Function, scopes: list[dict[str, str]], block: int) -> None:
+    """Read ``%r<573>;`` or ``p, q;`` behind ``.reg .b32``."""
     if kind in ("v2", "v4"):
         raise ArgumentError(f"line {reader.line} of the PTX declares vector registers (.{kind})")
     while True:
