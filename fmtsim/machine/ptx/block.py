@@ -36,7 +36,8 @@ SHARED_START = 1024  # a block's own shared memory begins behind what Hopper kee
 
 # How a run of a block ends; more than FAULT is an error at ``State.row`` of ``State.thread``
 DONE, CALL_HOST, FAULT, OUT_OF_RANGE, MISALIGNED, TRAPPED, DEADLOCK, RACE, BAD_BRANCH, NOT_TOGETHER = range(10)
-STATUS, ROW, THREAD, PLACE, STEPS, UNDEFINED, REPEATED, WAKE = range(8)  # entries of State
+STATUS, ROW, THREAD, PLACE, STEPS, UNDEFINED, REPEATED, ANSWERS = range(8)  # entries of State
+MOST_ANSWERS = 1 << 20  # of mbarrier.test_wait in a row, before this is a deadlock
 
 ENDED = 1 << 30  # program counter of a thread that has returned
 
@@ -656,6 +657,18 @@ def _release(threads, count, number):
                         threads.waits[t] = 0
 
 
+@device
+def _answer(rows, threads, count, state):
+    """Let mbarrier.test_wait answer no where nothing else can run; False if none asks, or they ask without end."""
+    asks = False
+    for t in range(count):
+        if threads.waits[t] == -1 and rows[threads.counters[t]][FLAGS] & 4:
+            threads.waits[t], asks = 0, True
+            threads.counters[t] += 1
+    state[ANSWERS] += 1
+    return asks and state[ANSWERS] < MOST_ANSWERS
+
+
 @subroutine
 def _barrier(memory, row, threads, count, at):
     """bar.sync and bar.arrive (9.7.13.1): DATA the barrier, DATA + 1 how many threads (below 0: all that live)."""
@@ -720,6 +733,8 @@ def run_block(rows, memory, threads, count, state):
     state[STATUS] = DONE
     while state[STATUS] == DONE:
         at, following = _select(threads, count)
+        if at >= ENDED and _answer(rows, threads, count, state):
+            continue
         if at >= ENDED:
             for t in range(count):
                 if waits[t] != 0:  # none is left to wake it
@@ -784,6 +799,7 @@ def run_block(rows, memory, threads, count, state):
                 ok, parted = _barrier(memory, row, threads, count, at), True
             elif kind == MBARRIER:
                 outcome = mbarrier(memory, row, running, count, state)
+                state[ANSWERS] = int64(0) if outcome == 2 else state[ANSWERS]
                 ok, parted = outcome > 0, outcome > 1
                 if parted:  # 2: others look again; 3: this group waits, and looks again later
                     _move(threads, count, at + 1 if outcome == 2 else at)

@@ -877,7 +877,7 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
         b.SHARED if "shared" in str(instruction.opcode) else b.GENERIC,
         4,
     )
-    row[b.FLAGS] = int("expect_tx" in parts)
+    row[b.FLAGS] = int("expect_tx" in parts) | 4 * ("test_wait" in parts)
     waits = "wait" in parts[0]
     if parts[0] == "arrive" or waits:
         result = operands.pop(0)

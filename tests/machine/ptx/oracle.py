@@ -521,3 +521,46 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
     if base == kind:
         return single(function)
     return single(halves, lambda *codes: function(*codes) & 0xFFFF)
+
+
+# What the 32 threads of a warp do together (9.7.9.6, 9.7.13)
+
+
+def shuffled(kind: str, values: list[int], lanes: list[int], clamps: list[int]) -> tuple[list[int], list[int]]:
+    """shfl.sync: what each lane gets, and its predicate."""
+    results, inside = [], []
+    for lane in range(32):
+        by, clamp, segment = lanes[lane] & 31, clamps[lane] & 31, clamps[lane] >> 8 & 31
+        end = lane & segment | clamp & ~segment & 31
+        source = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment & 31}[kind]
+        holds = source >= end if kind == "up" else source <= end
+        results.append(values[source if holds else lane])
+        inside.append(int(holds))
+    return results, inside
+
+
+def voted(kind: str, predicates: list[int], members: int) -> int:
+    votes = [p for lane, p in enumerate(predicates) if members >> lane & 1]
+    if kind == "ballot":
+        return sum(p << lane for lane, p in enumerate(predicates) if members >> lane & 1)
+    return int({"all": all(votes), "any": any(votes), "uni": len(set(votes)) == 1}[kind])
+
+
+def matched(kind: str, values: list[int], members: int) -> tuple[list[int], int]:
+    """match.sync: the mask of each lane, and the predicate of match.all."""
+    masks = [sum(1 << i for i in range(32) if members >> i & 1 and values[i] == value) for value in values]
+    same = len({values[i] for i in range(32) if members >> i & 1}) == 1
+    return (masks if kind == "any" else [members if same else 0] * 32), int(same)
+
+
+def reduced(name: str, kind: str, values: list[int], members: int) -> int:
+    taken = [number(kind.replace("b", "u"), value) for lane, value in enumerate(values) if members >> lane & 1]
+    whole = {"add": sum(taken), "min": min(taken), "max": max(taken)}.get(name, taken[0])
+    for value in taken[1:]:
+        whole = {"and": whole & value, "or": whole | value, "xor": whole ^ value}.get(name, whole)
+    return whole & mask(32)
+
+
+def logic(table: int, x: int, y: int, z: int) -> int:
+    """lop3: bit 4 x + 2 y + z of the table for each bit."""
+    return sum((table >> (4 * (x >> i & 1) + 2 * (y >> i & 1) + (z >> i & 1)) & 1) << i for i in range(32))

@@ -62,7 +62,7 @@ def patterns(opcode: str, kinds: tuple[str, ...]) -> np.ndarray:
     numbers = [kind for kind in kinds if kind != "pred"]
     grid = list(itertools.product(*pools[:2]))
     if opcode.startswith("set"):  # many opcodes of one comparison
-        grid = [grid[i] for i in rng.permutation(len(grid))[:160]]
+        grid = [grid[i] for i in rng.permutation(len(grid))[:200]]
     rows = [(*pair, *(p[rng.integers(len(p))] for p in pools[2:])) for pair in grid]
     whole = np.array(rows, np.uint64).T
     # random ones: any bits, and numbers of near exponents, the last of which nearly cancels the others
@@ -157,8 +157,7 @@ def wanted(opcode: str, columns: list[list[int]]) -> list[list[int]]:
 def differing(opcodes: list[str], step: int) -> list[str]:
     """Return a line for each opcode that differs, of one operand of 16 bits on every ``step``-th of all codes."""
     kinds = TABLE[opcodes[0]].operands
-    sets = [patterns(opcode, kinds) for opcode in opcodes[:8]]  # opcodes share them: a kernel reads its operands once
-    whole = np.concatenate(sets[:1] if sets[0].shape[1] == 1 << 16 else [sets[0], *(s[:, -200:] for s in sets[1:])], axis=1)
+    whole = patterns(opcodes[0], kinds)  # opcodes share them: a kernel reads its operands once
     whole = np.concatenate([whole, whole[:, : -whole.shape[1] % _THREADS]], axis=1)
     n = whole.shape[1]
     outputs = torch.zeros(2 * len(opcodes), n, dtype=torch.int64)
@@ -180,10 +179,13 @@ def differing(opcodes: list[str], step: int) -> list[str]:
 
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_instructions_have_the_bits_of_the_oracle(family: str) -> None:
-    assert not differing(_FAMILIES[family], 61)
+    opcodes = _FAMILIES[family]
+    if family.startswith("set"):  # 2,000 opcodes: one in six of those that differ in the comparison alone
+        opcodes = [opcode for i, opcode in enumerate(opcodes) if (i + i // 12) % 6 == zlib.crc32(family.encode()) % 6]
+    assert not differing(opcodes, 61)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [f for f, o in _FAMILIES.items() if len(TABLE[o[0]].operands) == 1 and bits(TABLE[o[0]].operands[0]) <= 16])
-def test_all_codes_of_16_bits(family: str) -> None:
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_all_opcodes_and_all_codes_of_16_bits(family: str) -> None:
     assert not differing(_FAMILIES[family], 1)
