@@ -33,7 +33,7 @@ _ATEN = torch.ops.aten
 # Operators that move data, compare, count, or round once what torch computes exactly or in float32 on both devices.
 _NAMES = """
 view _unsafe_view transpose t permute detach alias expand unsqueeze squeeze slice select split split_with_sizes chunk
-cat stack clone neg abs _to_copy embedding arange ne eq gt lt ge le all any _local_scalar_dense constant_pad_nd
+cat stack clone neg abs _to_copy embedding arange equal ne eq gt lt ge le all any _local_scalar_dense constant_pad_nd
 ones_like zeros_like full_like empty_like empty empty_strided zeros ones full scalar_tensor new_zeros new_empty
 new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather

@@ -281,6 +281,16 @@ def _running() -> bool:
     return getattr(_thread, "run", None) is not None
 
 
+@contextmanager
+def outside() -> Iterator[None]:
+    """Give this thread the host's functions again, for what traces them."""
+    run, _thread.run = getattr(_thread, "run", None), None
+    try:
+        yield
+    finally:
+        _thread.run = run
+
+
 def _fork(host: Callable, gpu: Callable) -> Callable:
     """Return a function that calls ``gpu`` in a thread that simulates, and elsewhere the host's own."""
     return lambda *args, **kwargs: (gpu if _running() else host)(*args, **kwargs)
@@ -322,11 +332,11 @@ def patched(run: Any) -> Iterator[None]:
             for host, (module, fork) in _FORKS.items():
                 stack.enter_context(mock.patch.object(module, host.__name__, fork))
             for owner, name, gpu in forks(lambda: _thread.run):
-                host = inspect.getattr_static(owner, name)
-                call = host.fget if isinstance(host, property) else host
-                fork: Any = _fork(call, partial(gpu, call))
-                fork = property(fork) if isinstance(host, property) else fork
-                stack.enter_context(mock.patch.object(owner, name, fork))
+                known: Any = inspect.getattr_static(owner, name, None)  # a torch without CUDA lacks some
+                own: Any = known.fget if isinstance(known, property) else known
+                both: Any = _fork(own, partial(gpu, own))
+                both = property(both) if own is not known else both
+                stack.enter_context(mock.patch.object(owner, name, both, create=known is None))
             stack.enter_context(gpu_autocast(_running))
             softmax = {f"{name}.int": _softmax(getattr(torch.ops.aten, f"_{name}")) for name in _SOFTMAX}
             stack.callback(registered(softmax, "CompositeImplicitAutograd")._destroy)

@@ -2,6 +2,7 @@
 """``fmtsim.simulate``: an unchanged model, forward, backward and optimizer, with the bits of a GPU."""
 
 import inspect
+import os
 import sys
 import warnings
 from collections import Counter
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -26,6 +26,7 @@ from fmtsim.support.records import checked
 from fmtsim.support.table import aligned
 
 if TYPE_CHECKING:
+    from fmtsim.machine.ptx.inductor import Graph
     from fmtsim.machine.ptx.launch import Launch
 
 TARGETS = ("h200", "h100")
@@ -40,14 +41,17 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
     The switches of ``torch.backends.cuda.matmul``, ``sdpa_kernel`` and ``use_deterministic_algorithms`` act as on the
     GPU, or the operators that they change are unknown. ``torch.autocast`` for ``"cuda"`` or ``"cpu"``, entered inside,
-    casts what it casts on a GPU. Triton's kernels run as ``fmtsim.launch`` runs them, in ``kernel[grid](...)``, autograd
-    functions, ``triton_op`` and custom operators of Python; code that imports Triton sees its tensors on ``cuda:0``, and
-    ``device="cuda"`` makes tensors here. Refused are compiled code, custom operators of C++, and tensors on other devices.
+    casts what it casts on a GPU. Triton's kernels run as ``fmtsim.launch`` runs them, in ``kernel[grid](...)``,
+    autograd functions, ``triton_op`` and custom operators of Python; code that imports Triton sees its tensors on
+    ``cuda:0``, and ``device="cuda"`` makes tensors here. Compiled code runs by ``compile`` and ``compiled=``. Refused
+    are other compiled code, custom operators of C++, and tensors on other devices.
 
     Args:
         target: ``"h200"`` or ``"h100"``, as PyTorch 2.11 with CUDA 13.0 runs there.
         strict: Raise at the first operator whose bits are not known, instead of computing it as the host does, or on a
             torch whose operators were not compared with the record: 2.11 and 2.13 were. One warning names others.
+        compiled: A folder of ``TORCHINDUCTOR_CACHE_DIR`` that a GPU wrote: ``graphs`` are its graphs by name, each a
+            function that computes inside what torch.compile's code computes there.
 
     ``exact``, ``guess``, ``unknown`` and ``nondeterministic`` count operators; ``summary`` is a table of them.
 
@@ -64,7 +68,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
 
     supports_higher_order_operators = True  # to refuse them by name
 
-    def __init__(self, *, target: str = "h200", strict: bool = False) -> None:
+    def __init__(
+        self, *, target: str = "h200", strict: bool = False, compiled: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__()
         if not isinstance(target, str) or target not in TARGETS:
             raise ArgumentError(
@@ -82,6 +88,12 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         self.nondeterministic: Counter[str] = Counter()
         self._places: dict[str, str] = {}  # where an operator that is not exact ran first
         _check_host(torch.__version__, strict)
+        self.replays = 0  # graphs that are running: compiled code whose kernels are known
+        self.graphs: dict[str, Graph] = {}
+        if compiled is not None:
+            from fmtsim.machine.ptx import inductor
+
+            self.graphs = inductor.graphs(compiled, self)
 
     def __enter__(self) -> Self:
         """Begin, and fork as torch does on a GPU: one kernel for dropout and rms_norm, foreach optimizers."""
@@ -132,7 +144,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 check_whole(f"an operand of {func}{_place()}", *types)
             return NotImplemented  # a subclass says what its operators are, which come back here
         operator = _operator(func)
-        if operator is None and func is triton_kernel_wrapper_mutation:
+        if operator is None and str(func) == "triton_kernel_wrapper_mutation":
             return func(*args, **kwargs)  # a kernel under wrap_triton: it launches, outside of this mode
         if operator is None and (definition := OPDEFS.get(getattr(func, "_name", ""))) is not None:
             kernels = definition._backend_fns  # of Python: it calls operators, and launches kernels
@@ -145,6 +157,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 "the model without it (eager attention, or the operator's own formula in torch)"
             )
         name, handler, kind = operator.name, operator.handler, operator.kind
+        if kind == "product" and func._overloadname == "out" and kwargs["out"].is_contiguous():
+            out, named = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+            result = self.__torch_dispatch__(func.overloadpacket.default, types, args, named)
+            return out.resize_(result.shape).copy_(result)  # a GPU's library writes there what it would to a new one
         if kind == "dropout":
             self.exact[name] += 1
             return self._operators.random.dropout(self._generator, *args, **kwargs)
@@ -162,10 +178,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             raise ArgumentError(
                 f"{name}{_place()} has a tensor on {device}; simulate computes on the CPU: move model and batch there"
             )
-        if _in_compiled_code(self._entered[-1][1]):
+        if not self.replays and _in_compiled_code(self._entered[-1][1]):
             raise ArgumentError(
                 f"{name}{_place()} runs in compiled code, whose kernels on {self.target} are the compiler's own; "
-                "simulate the model that was given to torch.compile (model._orig_mod)"
+                "simulate the model that was given to torch.compile (model._orig_mod), or what run.compile makes of it"
             )
         try:
             empty = bool(args) and torch.is_tensor(args[0]) and not args[0].numel()  # no sums, but of nothing
@@ -190,13 +206,25 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 self._operators.canonical(x)
         return result
 
+    def compile(self, function: Callable, **options: Any) -> Callable:
+        """Return what ``torch.compile`` makes of a function or module on the GPU, to be called inside.
+
+        Inductor's code is generated here for the GPU's description, as the installed torch generates it, in one graph;
+        Triton compiles its kernels. ``options`` are those of ``torch.compile`` (``dynamic``, ``mode``). Where a GPU
+        would time configurations of a reduction, the first is taken and its launches count as guesses.
+        """
+        from fmtsim.machine.ptx import inductor
+
+        return inductor.compiled(function, self, options)
+
     def count(self, launch: "Launch") -> None:
         """Count a launch of a kernel; with ``strict`` refuse one whose bits are not certain."""
         name = f"{launch.kernel} (kernel)"
         if launch.exact:
             self.exact[name] += 1
         else:
-            self._note(name, Guess("; ".join(launch.reasons)))
+            reason = "; ".join(launch.reasons)
+            self._note(name, Nondeterministic(reason) if "atomic sums" in reason else Guess(reason))
 
     def _note(self, name: str, reason: Exception) -> None:
         """Count an operator that is not exact; with ``strict`` refuse it."""

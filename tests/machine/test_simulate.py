@@ -46,10 +46,10 @@ class Net(nn.Module):
         return self.block(x)
 
 
-@torch.library.custom_op("fmtsim_tests::double", mutates_args=())
-def double(x: torch.Tensor) -> torch.Tensor:
-    """Return 2 x."""
-    return x * 2
+LIBRARY = torch.library.Library("fmtsim_tests", "FRAGMENT")  # as an operator of C++ registers itself
+LIBRARY.define("double(Tensor x) -> Tensor")
+LIBRARY.impl("double", lambda x: x * 2, "CPU")
+double = torch.ops.fmtsim_tests.double
 
 
 def nested() -> None:
@@ -452,3 +452,11 @@ def test_a_mask_s_rows_begin_at_multiples_of_eight_elements():
         mask = torch.arange(2 * 4 * keys, dtype=torch.float32).reshape(2, 1, 4, keys)
         rows = patches._aligned(mask)
         assert torch.equal(rows, mask) and all(stride % 8 == 0 for stride in rows.stride()[:-1])
+
+
+def test_a_product_is_written_to_out():
+    x, w, bias, y, z = numbers(4, 64), numbers(64, 32), numbers(32), numbers(4, 32), numbers(0)
+    with fmtsim.simulate(strict=True):
+        torch.mm(x, w, out=y)
+        torch.addmm(bias, x, w, out=z)
+        assert torch.equal(y, x @ w) and torch.equal(z, torch.addmm(bias, x, w))

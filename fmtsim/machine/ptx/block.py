@@ -184,8 +184,8 @@ def place(memory, space, address, size, thread, align):
                 return address
         return int64(-1)
     if space == SHARED:
-        return memory.shared + address if 0 <= address and address + size <= memory.shared_bytes else int64(-1)
-    if 0 <= address and address + size <= memory.local_bytes:
+        return memory.shared + address if address >= 0 and address + size <= memory.shared_bytes else int64(-1)
+    if address >= 0 and address + size <= memory.local_bytes:
         return memory.local + int64(thread) * memory.local_bytes + address
     return int64(-1)
 
@@ -335,8 +335,10 @@ def combined(kind, old, value, other, size, flush):
         z = _flushed(z) if flush else z
         return uint64(uint32(bits32(z))) if z == z else uint64(0x7FFFFFFF)
     if kind == A_ADD_F64:
-        total = float64_of(int64(old)) + float64_of(int64(value))
-        return uint64(bits64(total)) if total == total else uint64(0x7FFFFFFFFFFFFFFF)
+        a, x = float64_of(int64(old)), float64_of(int64(value))
+        total = a + x
+        nan = value if x != x else old if a != a else uint64(0xFFF8000000000000)
+        return uint64(bits64(total)) if total == total else nan | uint64(1 << 51)
     if kind == A_ADD_F16 or kind == A_ADD_BF16:
         total = _sum_16(kind, old & uint64(0xFFFF), value & uint64(0xFFFF))
         if size == 4:
@@ -377,7 +379,9 @@ def atomic(memory, row, running, threads, state):
             at = place(memory, space, address + i * size, size, t, size)
             if not found(state, at, row, t, address):
                 return False
-            if A_ADD_F32 <= kind <= A_ADD_BF16 and at == address + i * size:  # global: a second addition has no fixed order
+            if (
+                A_ADD_F32 <= kind <= A_ADD_BF16 and at == address + i * size
+            ):  # global: a second addition has no fixed order
                 for j in range(len(memory.starts)):
                     if memory.starts[j] <= at < memory.ends[j]:
                         cell = memory.touched_starts[j] + (at - memory.starts[j]) // 2

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contraction: the products that ptxas fuses into sums, so that they are rounded once.
 
-LLVM has written ``fma.rn`` where it may. ptxas (-O3) then fuses a product without a rounding modifier (``mul``, the last
-product of ``div.full``, ``div.approx`` and ``rcp.approx``) into ``add`` and ``sub`` without one. The rule below was found
-from the machine code that ptxas 12.8 and 13.0 make of small programs; tests/machine/ptx/test_contract.py holds it against
-ptxas on random programs. Where ptxas is installed, the machine code itself decides (``sass.disassembled``).
+LLVM has written ``fma.rn`` where it may. ptxas (-O3) then fuses a product without a rounding modifier (``mul``, the
+last product of ``div.full``, ``div.approx`` and ``rcp.approx``) into ``add`` and ``sub`` without one. The rule below
+was found from the machine code of ptxas 12.8 and 13.0 for small programs; tests/machine/ptx/test_contract.py holds it
+against ptxas on random programs: it is exact for straight code. Where blocks share products, ptxas makes some of them
+again and fuses a few sums more. Where ptxas is installed, the machine code decides (``sass.disassembled``).
 """
 
 import re
@@ -18,14 +19,14 @@ _TYPES = {"f32", "f64", "f16", "f16x2", "bf16", "bf16x2"}
 _ROUNDINGS = {"rn", "rz", "rm", "rp"}
 _ONES = {("f32", 0x3F800000): 1, ("f32", 0xBF800000): -1, ("f64", 0x3FF0 << 48): 1, ("f64", 0xBFF0 << 48): -1}
 # Instructions whose first operand is read, and those that read it and write it
-_STORES = {"st", "red", "bar", "barrier", "stmatrix", "prefetch", "cp", "bra", "brx", "ret", "call", "membar", "fence"}
+_STORES = frozenset("st red bar barrier stmatrix prefetch cp bra brx ret call membar fence".split())  # noqa: SIM905
 _UPDATES = {"wgmma"}
-# What ends a basic block within ptxas, beside labels and branches. Predicated arithmetic does not: it stays a predicated
-# instruction; a predicated access to memory, shuffle or barrier becomes a branch around it.
-_ARITHMETIC = set(
-    "abs add addc and bfe bfi bfind brev bmsk clz cnot copysign cos cvt cvta div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 max min "
-    "mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub subc szext tanh testp "
-    "xor".split()
+# Predicated arithmetic stays in its basic block; a predicated access to memory, shuffle or barrier becomes a branch
+# around it within ptxas, and ends the block as what _ENDS names does.
+_ARITHMETIC = frozenset(
+    """abs add addc and bfe bfi bfind brev bmsk clz cnot copysign cos cvt cvta div dp2a dp4a ex2 fma fns lg2 lop3 mad
+    mad24 max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub subc
+    szext tanh testp xor""".split()  # noqa: SIM905
 )
 _ENDS = {"bra", "brx", "ret", "exit", "trap", "call", "membar", "setmaxnreg", "pmevent", "brkpt"}
 
@@ -45,12 +46,12 @@ class Contraction:
     """The fused sums of a function, by their numbers in its body."""
 
     fusions: dict[int, Fusion]
-    basis: str  # "sass" (machine code decided) or "rule"
+    basis: str  # "sass" (machine code decided, or nothing can be fused) or "rule"
     doubts: tuple[str, ...] = ()  # what the machine code leaves open; empty: exact
 
 
 def contracted(function: Function, listing: Listing | None = None) -> Contraction:
-    """Return the sums that ptxas makes fused multiply-adds.
+    """Return the sums that ptxas makes fused multiply-adds (``--fmad=false`` makes none, which the rule does not see).
 
     Args:
         function: a function of the module.
@@ -58,31 +59,46 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
     """
     program = _Program(function)
     fusions = program.fusions()
+    if not may_contract(function):
+        return Contraction(fusions={}, basis="sass")
     codes = listing.instructions.get(function.name) if listing else None
     if listing is None or codes is None:
         return Contraction(fusions=fusions, basis="rule")
     doubts = [] if listing.is_same_release else [f"PTX of another release was assembled by ptxas {listing.ptxas}"]
-    for number, candidates in program.sums.items():
-        # 1. a sum's line holds FFMA (DFMA, HFMA2) or FADD (DADD, HADD2, HFMA2 with 1, 1); none: dead, folded or paired
-        names = [re.sub(r"^@!?U?P\w+ ", "", code) for code in codes.get(number, ())]
-        fused = [bool(re.match(r"[FD]FMA|HFMA2", name)) and ", 1, 1, " not in name for name in names
-                 if re.match(r"[FD](FMA|ADD)|HFMA2|HADD2", name)]  # fmt: skip
-        if not fused or (all(fused) and number in fusions) or not any([*fused, number in fusions]):
-            continue
-        # 2. where code and rule differ, the code wins if all copies of a loop's body agree and one product can be meant
+    for number in program.sums:
+        # 1. a sum's line holds FFMA or FADD (DFMA, HFMA2; HFMA2 by 1 is a sum, of -RZ and RZ a constant); where it
+        #    holds neither, the sum is dead, folded or paired with another, and the rule stands
+        letter = {"f32": "F", "f64": "D"}.get(function.body[number].opcode[-1], "H")
+        names = [re.sub(r"^@!?U?P\w+ ", "", code) for code in codes.get(number, ()) if ", -RZ, RZ, " not in code]
+        arithmetic = [name for name in names if re.match(letter + r"(FMA|ADD)", name)]
+        fused = {"FMA" in name.partition(" ")[0] and ", 1, 1, " not in name for name in arithmetic}
+        # 2. where code and rule differ, the code wins if the copies of a loop's body agree and one product can be meant
         text = str(function.body[number])
-        if all(fused):
-            gone = [k for k, p in enumerate(candidates) if p is not None and not _is_product_left(codes.get(p, ()))]
-            options = gone or [k for k, p in enumerate(candidates) if p is not None]
-            if len(options) == 1:
-                fusions[number] = program.fusion(number, options[0])
+        if fused == {False}:
+            fusions.pop(number, None)
+        elif fused == {True}:
+            options = [k for k in (0, 1) if program.source(number, k + 1, anywhere=True)[0] is not None]
+            products = [program.fusion(number, k).product for k in options]
+            gone = [k for k, p in zip(options, products, strict=True)
+                    if not _multiplies(codes.get(p, ()), function.body[p].opcode[0])]  # fmt: skip
+            if number in fusions and fusions[number].operand in (gone or options):
+                continue
+            if len(gone or options) == 1:
+                fusions[number] = program.fusion(number, (gone or options)[0])
             else:
                 doubts.append(f"{len(options)} products may be the one fused into {text}")
-        elif not any(fused):
-            del fusions[number]
-        else:
-            doubts.append(f"the copies of {text} in an unrolled loop are fused and not fused")
+        elif fused:
+            doubts.append(f"copies of {text} in an unrolled loop are fused and not fused")
     return Contraction(fusions=fusions, basis="sass", doubts=tuple(doubts))
+
+
+def may_contract(function: Function) -> bool:
+    """Return True if a function has products and sums of one type without a rounding modifier: else nothing is fused."""
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for x in function.body:
+        if x.opcode[0] in ("add", "sub", "mul", "div", "rcp") and (key := _float(x)) is not None:
+            kinds[x.opcode[0] in ("add", "sub")].add(key[0])
+    return not kinds[True].isdisjoint(kinds[False])
 
 
 def constant_divisors(function: Function) -> dict[int, int]:
@@ -91,25 +107,34 @@ def constant_divisors(function: Function) -> dict[int, int]:
     ptxas replaces such a quotient by the product of the dividend and the divisor's correctly rounded reciprocal, which
     MUFU.RCP misses by one unit in the last place for 16 % of divisors.
     """
-    constants: dict[str, set[int | None]] = defaultdict(set)
-    for instruction in function.body:
-        for register in _registers(instruction.operands[:1]):
-            source = instruction.operands[1] if len(instruction.operands) == 2 else None  # noqa: PLR2004
-            is_constant = instruction.opcode[0] == "mov" and isinstance(source, Immediate)
-            constants[register].add(source.value if is_constant else None)  # type: ignore[union-attr]
+    constants = _constants(function)
     found = {}
     for number, instruction in enumerate(function.body):
         if instruction.opcode[0] == "div" and {"full", "approx"} & set(instruction.opcode):
             divisor = instruction.operands[2]
-            values = constants[divisor.name] if isinstance(divisor, Register) else {getattr(divisor, "value", None)}
-            if len(values) == 1 and (value := next(iter(values))) is not None:
+            value = constants.get(divisor.name) if isinstance(divisor, Register) else getattr(divisor, "value", None)
+            if value is not None:
                 found[number] = value
     return found
 
 
-def _is_product_left(codes: tuple[str, ...]) -> bool:
-    """Return True if a product's line still multiplies at its end: FMUL, or HFMA2 with -RZ as addend."""
-    return bool(codes) and bool(re.search(r"[FDH]MUL2?\b|HFMA2\S* .*, -RZ", codes[-1]))
+def _constants(function: Function) -> dict[str, int]:
+    """Return the registers that only ever hold one constant."""
+    values: dict[str, set[int | None]] = defaultdict(set)
+    for x in function.body:
+        for name in _registers(x.operands[:1]):
+            source = x.operands[1] if x.opcode[0] == "mov" else None
+            values[name].add(source.value if isinstance(source, Immediate) else None)
+    constants = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
+    return {name: value for name, value in constants.items() if value is not None}
+
+
+def _multiplies(codes: tuple[str, ...], opcode: str) -> bool:
+    """Return True if a product's line still multiplies: FMUL, or HFMA2 with -RZ as addend, beside the scaling steps."""
+    products = [code for code in codes if re.match(r"[FDH]MUL|HFMA2\S* .*, -RZ", code)]
+    if opcode == "div":
+        products = [code for code in products if not code.endswith((", 0.25", ", 16777216"))]
+    return len(products) > (opcode == "rcp")
 
 
 def _registers(operands: tuple[Operand, ...]) -> list[str]:
@@ -129,26 +154,30 @@ class _Program:
 
     def __init__(self, function: Function) -> None:
         self.body = function.body
-        self.uses: dict[int, list[int]] = defaultdict(
-            list
-        )  # instructions that read the value of an instruction; -1: others
+        self.uses: dict[int, list[int]] = defaultdict(list)  # instructions that read a value; -1: others, which keep it
         self.reads: dict[tuple[int, int], int] = {}  # (instruction, operand) -> the instruction whose value it reads
-        self._number_values(_block_begins(function))
-        self.products: dict[int, tuple[str, bool]] = {}
+        self._number_values(_block_begins(function), _constants(function))
         self.products = {i: key for i, x in enumerate(self.body) if (key := self._product(x)) is not None}
         self.all_uses = {p: self._through(p) for p in self.products}
         self.sums: dict[int, tuple[int | None, int | None]] = {}  # products that the two operands are
         for i, x in enumerate(self.body):
             if x.opcode[0] in ("add", "sub") and (key := _float(x)) is not None:
-                first, second = (self._source(i, k)[0] for k in (1, 2))
-                self.sums[i] = (first if self.products.get(first, ()) == key else None,
-                                second if self.products.get(second, ()) == key else None)  # fmt: skip
+                pair = [self.source(i, k)[0] for k in (1, 2)]
+                first, second = (p if p is not None and self.products[p] == key else None for p in pair)
+                self.sums[i] = (first, second)
 
-    def _number_values(self, begins: set[int]) -> None:
-        """Find which instruction's value each operand reads, where both are in one block."""
+    def _number_values(self, begins: set[int], constants: dict[str, int]) -> None:
+        """Find which instruction's value each operand reads, where both are in one block or it is times a constant."""
+        times: dict[str, list[int]] = defaultdict(list)  # products by a constant move to the block of their sums
+        for i, x in enumerate(self.body):
+            for name in _registers(x.operands[:1]):
+                held = [isinstance(o, Immediate) or getattr(o, "name", "") in constants for o in x.operands[1:]]
+                times[name].append(i if self._product(x) and any(held) and (x.opcode[0] == "mul" or held[1]) else -1)
+        movable = {name: numbers[0] for name, numbers in times.items() if len(numbers) == 1 and numbers[0] >= 0}
         live_in: set[str] = set()
         at_ends: list[tuple[str, int]] = []
         current: dict[str, int] = {}
+        writers: dict[str, list[int]] = defaultdict(list)
         for i, x in enumerate(self.body):
             if i in begins:
                 at_ends += current.items()
@@ -159,18 +188,22 @@ class _Program:
             reads = x.operands if stores or opcode in _UPDATES or x.predicate else x.operands[1:]
             for k, operand in enumerate(reads, len(x.operands) - len(reads)):
                 for name in _registers((operand,)):
-                    if name in current:
-                        self.uses[current[name]].append(i)
-                        self.reads[i, k] = current[name]
+                    value = current.get(name, movable.get(name, i))
+                    if value < i:
+                        is_merge = k == 0 and not stores and opcode not in _UPDATES
+                        self.uses[value].append(-1 if is_merge else i)
+                        self.reads[i, k] = value
                     else:
                         live_in.add(name)
             if x.predicate and x.predicate.name in current:
                 self.uses[current[x.predicate.name]].append(i)
             for name in [] if stores else _registers(first):
                 current[name] = i
+                writers[name].append(i)
         for name, i in [*at_ends, *current.items()]:
-            if name in live_in:
+            if name in live_in:  # read in another block, or at the loop's next turn
                 self.uses[i].append(-1)
+        self.written_once = {name: numbers[0] for name, numbers in writers.items() if len(numbers) == 1}
 
     def _product(self, x: Instruction) -> tuple[str, bool] | None:
         """Return type and flush of a product that may be fused."""
@@ -200,12 +233,25 @@ class _Program:
             return _ONES.get((x.opcode[-1], last.value), 0)
         return 0
 
-    def _source(self, i: int, k: int) -> tuple[int | None, int]:
-        """Return the product that an operand is, through copies and negations, and its sign."""
+    def source(self, i: int, k: int, *, anywhere: bool = False) -> tuple[int | None, int]:
+        """Return the product that an operand is, through copies and negations, and its sign.
+
+        Args:
+            i: number of the instruction.
+            k: its operand.
+            anywhere: products of other blocks, too, whose register is written once.
+        """
         sign = 1
-        while (value := self.reads.get((i, k))) is not None and (factor := self._factor(self.body[value])):
+        for _ in self.body:
+            value = self.reads.get((i, k))
+            operand = self.body[i].operands[k]
+            if value is None and anywhere and isinstance(operand, Register):
+                value = self.written_once.get(operand.name)
+            factor = self._factor(self.body[value]) if value is not None else 0
+            if value is None or not factor:
+                return (value if value in self.products else None), sign
             i, k, sign = value, 1, sign * factor
-        return (value if value in self.products else None), sign
+        return None, sign
 
     def _through(self, i: int) -> list[int]:
         """Return the instructions that use a value, those behind copies and negations for these."""
@@ -215,14 +261,15 @@ class _Program:
         return found
 
     def fusion(self, number: int, operand: int) -> Fusion:
-        """Return the fusion of a sum with the product of an operand."""
-        product, sign = self._source(number, operand + 1)
+        """Return the fusion of a sum with the product that one of its operands is."""
+        product, sign = self.source(number, operand + 1, anywhere=True)
         is_subtraction = self.body[number].opcode[0] == "sub"
         return Fusion(
-            product=product if product is not None else -1, operand=operand,
+            product=-1 if product is None else product,
+            operand=operand,
             negates_product=(sign < 0) != (is_subtraction and operand == 1),
             negates_addend=is_subtraction and operand == 0,
-        )  # fmt: skip
+        )
 
     def fusions(self) -> dict[int, Fusion]:
         """Apply the rule, a sum at a time in the order of the text."""
@@ -234,7 +281,7 @@ class _Program:
             if product in addends:
                 return False
             # 1. a product with one use is fused; one with more only if every use is a sum of the same type and flush
-            #    in its block, so that the product itself goes away
+            #    in its block, or in any if it is by a constant, so that the product itself goes away
             for user in users if len(users) > 1 else ():
                 pair = self.sums.get(user, (None, None))
                 if product not in pair or pair[0] == pair[1]:
@@ -246,14 +293,14 @@ class _Program:
             return True
 
         for number, pair in self.sums.items():
-            # 3. of two eligible products the first operand's is fused
-            for k, product in enumerate(pair):
-                if product is not None and pair[0] != pair[1] and is_eligible(product):
-                    fused[number] = self.fusion(number, k)
-                    other = self._source(number, 2 - k)[0]
-                    if other is not None:
-                        addends.add(other)
-                    break
+            # 3. of two eligible products the one with fewer uses is fused, the first operand's if they have as many
+            uses = {k: len(self.all_uses[p]) for k, p in enumerate(pair) if p is not None and is_eligible(p)}
+            if uses and pair[0] != pair[1]:
+                k = min(uses, key=uses.__getitem__)
+                fused[number] = self.fusion(number, k)
+                other = self.source(number, 2 - k)[0]
+                if other is not None:
+                    addends.add(other)
         return fused
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from fmtsim.cpu.runtime.pool import get_num_threads
 from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Contraction
-from fmtsim.machine.ptx.parse import Module, Variable, width
+from fmtsim.machine.ptx.parse import Instruction, Module, Variable, width
 from fmtsim.machine.ptx.program import Program, build
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.support.errors import ArgumentError
-
 
 
 class Encodes(Protocol):
@@ -32,6 +31,9 @@ class Encodes(Protocol):
 Argument = Tensor | int | float | bytes | Encodes
 
 
+Note = tuple[Instruction, str, np.ndarray, np.ndarray]  # of a watched line: its register, its values, who ran
+
+
 @dataclass(frozen=True, slots=True)
 class Execution:
     """What a launch did: instructions of groups of threads, and what makes its result uncertain."""
@@ -41,6 +43,7 @@ class Execution:
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
     contraction: Contraction  # products that are fused into sums
     reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
+    notes: tuple[Note, ...] = ()  # of watched lines
 
 
 class Range:
@@ -86,7 +89,9 @@ def bind(module: Module, parameters: Sequence[Variable], arguments: Sequence[Arg
     """
     memory = GlobalMemory()
     if len(arguments) != len(parameters):
-        raise ArgumentError(f"{len(arguments)} arguments; the kernel has {len(parameters)}: {', '.join(p.name for p in parameters)}")
+        raise ArgumentError(
+            f"{len(arguments)} arguments; the kernel has {len(parameters)}: {', '.join(p.name for p in parameters)}"
+        )
     for variable in module.variables.values():
         if variable.space in ("global", "const"):
             raw = np.zeros(max(variable.nbytes, 1) + 256, np.uint8)
@@ -152,7 +157,7 @@ class Block:
         self.state = np.zeros(16, np.int64)
         self._fragments: dict[tuple[str, ...], np.ndarray | None] = {}
         self.pending: list[Any] = []  # products that were collected (``products``)
-        self.notes: list[tuple[Instruction, str, np.ndarray, np.ndarray]] = []  # of watched lines: register, values, who ran
+        self.notes: list[Note] | None = None  # of watched lines, where this block is to note them
         starts = np.array([r.start for r in memory.ranges], np.int64)
         ends = starts + np.array([r.nbytes for r in memory.ranges], np.int64)
         sizes = [r.nbytes // 2 + 1 if program.has_atomics else 0 for r in memory.ranges]
@@ -223,7 +228,11 @@ class Block:
         match status:
             case b.OUT_OF_RANGE:
                 shared = place < b.SHARED_WINDOW and any("shared" in part for part in instruction.opcode)
-                what = f"byte {place} of shared memory, which has {self.shared_bytes}" if shared else self.memory.describe(place)
+                what = (
+                    f"byte {place} of shared memory, which has {self.shared_bytes}"
+                    if shared
+                    else self.memory.describe(place)
+                )
                 return f"an address is out of range ({what}), {where}"
             case b.MISALIGNED:
                 return f"an address is not aligned ({self.memory.describe(place)}), {where}"
@@ -243,7 +252,9 @@ def _aligned(nbytes: int, align: int) -> np.ndarray:
     return whole[start : start + nbytes]
 
 
-def _fill_special(block: Block, index: Sequence[int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int) -> None:
+def _fill_special(
+    block: Block, index: Sequence[int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int
+) -> None:
     """Write the special registers that a kernel reads (PTX ISA, chapter 10)."""
     thread = np.arange(block.threads)
     lane = thread % 32
@@ -271,7 +282,7 @@ def _fill_special(block: Block, index: Sequence[int], grid: Sequence[int], shape
 
 def execute(
     module: Module, entry: str, grid: tuple[int, int, int], shape: tuple[int, int, int], arguments: Sequence[Argument], *,
-    shared_bytes: int = 0, listing: Listing | None = None,
+    shared_bytes: int = 0, listing: Listing | None = None, watched: frozenset[str] = frozenset(), watched_block: Sequence[int] = (0, 0, 0),
 ) -> Execution:  # fmt: skip
     """Run a kernel on CPU tensors.
 
@@ -284,27 +295,32 @@ def execute(
             for a struct, a tensor map among them.
         shared_bytes: Dynamic shared memory of a block.
         listing: Machine code that says which products are fused into sums; None: the rule does.
+        watched: Places of the source whose results are noted.
+        watched_block: The block that notes them.
 
     Raises:
         ArgumentError: Arguments that do not fit, an instruction that is not known, or what a GPU would stop or hang at.
     """
     threads = shape[0] * shape[1] * shape[2]
-    program = module.programs.get((entry, threads))
+    program = module.programs.get((entry, threads, watched))
     if program is None:
-        program = module.programs[entry, threads] = build(module, entry, threads + -threads % 32, listing)
+        program = build(module, entry, threads + -threads % 32, listing, watched)
+        module.programs[entry, threads, watched] = program
     memory = bind(module, module.functions[entry].parameters, arguments)
-    return run_grid(program, memory, grid, shape, shared_bytes)
+    return run_grid(program, memory, grid, shape, shared_bytes, tuple(watched_block) if watched else None)
 
 
 def run_grid(
-    program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int
-) -> Execution:
+    program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int,
+    watched_block: tuple[int, ...] | None = None,
+) -> Execution:  # fmt: skip
     """Run all blocks of a grid; blocks with atomics in global memory one after the other, else two or more at once."""
     threads = shape[0] * shape[1] * shape[2]
     count = grid[0] * grid[1] * grid[2]
     # threads that ask the host wait for each other more than they gain
     workers = 1 if program.has_atomics or program.host else min(get_num_threads(), count)
     lock, next_block, failures, states = threading.Lock(), iter(range(count)), [], []
+    notes: list[Note] = []
 
     def work() -> None:
         block = Block(program, memory, threads, dynamic_bytes)
@@ -315,6 +331,7 @@ def run_grid(
             if number is None:
                 return
             index = number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
+            block.notes = notes if index == watched_block else None
             try:
                 block.run(index, grid, shape, dynamic_bytes)
             except BaseException as error:
@@ -330,4 +347,4 @@ def run_grid(
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
     totals = [sum(int(state[i]) for state in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED)]
-    return Execution(*totals, program.contraction, program.reasons)
+    return Execution(*totals, program.contraction, program.reasons, tuple(notes))

@@ -19,7 +19,6 @@ from numba import types
 
 from fmtsim.machine import mufu as mufu_unit
 from fmtsim.machine.ptx.block import c_address, lanes_of
-
 from fmtsim.machine.ptx.numbers import (
     bf16_to_f32,
     canonical,
@@ -28,9 +27,13 @@ from fmtsim.machine.ptx.numbers import (
     f32_to_bf16,
     finish,
     flush,
+    flush_tiny,
     high,
+    is_tiny,
     joined,
     low,
+    narrowed_nan,
+    propagate,
     saturate,
     small_to_f32,
     sum_odd,
@@ -233,7 +236,9 @@ def _first_bit(opcode: Opcode, x: Vector) -> Vector:
 @row("bfe.{u32|s32|u64|s64}", "t", "t u32 u32", "9.7.1.19")
 def _bit_field(opcode: Opcode, x: Vector, start: Vector, length: Vector) -> Vector:
     size = bits(x.kind)
-    start, length = (start & 0xFF).call("umin", size), (length & 0xFF).call("umin", size)
+    if size == 32:  # the unit reads 8 bits; of 64 bits instructions make the field, which read all
+        start, length = start & 0xFF, length & 0xFF
+    start, length = start.call("umin", size), length.call("umin", size)
     # 1. shift the field down (twice, where a shift by all bits is none); signed fields begin with their own top bit
     wide = (lambda v: v.to(x.kind)) if size == 64 else (lambda v: v.view(x.kind))
     ends = (start + length).call("umin", size)
@@ -252,9 +257,13 @@ def _bit_field(opcode: Opcode, x: Vector, start: Vector, length: Vector) -> Vect
 @row("bfi.{b32|b64}", "t", "t t u32 u32", "9.7.1.20")
 def _insert_bits(opcode: Opcode, x: Vector, y: Vector, start: Vector, length: Vector) -> Vector:
     size = bits(x.kind)
-    start, length = start & 0xFF, (length & 0xFF).call("umin", size)
+    if size == 32:
+        start, length = start & 0xFF, length & 0xFF
+    length = length.call("umin", size)
     wide = (lambda v: v.to(x.kind)) if size == 64 else (lambda v: v.view(x.kind))
-    ones = x.constant(-1).view(f"u{size}") >> wide(start.constant(size - 1) - (length.call("umax", 1) - 1)).view(f"u{size}")
+    ones = x.constant(-1).view(f"u{size}") >> wide(start.constant(size - 1) - (length.call("umax", 1) - 1)).view(
+        f"u{size}"
+    )
     mask = (ones << wide(start.call("umin", size - 1)).view(f"u{size}")).view(x.kind)
     moved = x << wide(start.call("umin", size - 1))
     return where((length == 0) | (start >= size), y, (moved & mask) | (y & ~mask))
@@ -348,7 +357,18 @@ def _permute(opcode: Opcode, a: Vector, b: Vector, c: Vector) -> Vector:
 
 # Comparison and selection (9.7.6, 9.7.7)
 
-_RELATIONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_RELATIONS = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 
 
 def _compared(relation: str, x: Vector, y: Vector) -> Vector:
@@ -426,6 +446,9 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
     direction = next((m for m in opcode if m in ("rz", "rm", "rp")), "rn")
     if direction == "rn":
         result = x.call("fma", y, z) if z is not None else x * y if opcode[0] == "mul" else x + y
+        if "ftz" in opcode and opcode[0] not in ("add", "sub"):
+            product = x.to("f64") * y.to("f64")
+            result = flush_tiny(result, product if z is None else sum_odd(product, z.to("f64")))
         return finish(result, opcode)
     # float64 holds products exactly, and sums rounded to odd: one rounding follows
     a, b = x.to("f64"), y.to("f64")
@@ -435,15 +458,17 @@ def _arithmetic(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -
     if direction == "rm" and opcode[0] != "mul":  # downwards, x - x is -0
         opposite = (a.view("s64") ^ b.view("s64")) < 0
         wide = where((wide == 0.0) & opposite, wide.constant(-0.0), wide)
-    return finish(encode(wide, "f32", direction).view("f32"), opcode)
+    result = encode(wide, "f32", direction).view("f32")
+    return finish(flush_tiny(result, wide, direction) if "ftz" in opcode else result, opcode)
 
 
 @row("{add|sub|mul}{|.rn}.f64", "t", "t t", "9.7.3.3")
 @row("{fma|mad}.rn.f64", "t", "t t t", "9.7.3.6")
 def _arithmetic_64(opcode: Opcode, x: Vector, y: Vector, z: Vector | None = None) -> Vector:
     if z is not None:
-        return canonical(x.call("fma", y, z))
-    return canonical({"add": x + y, "sub": x - y, "mul": x * y}[opcode[0]])
+        return propagate(x.call("fma", y, z), y, z, x)  # of several NaN in this order (H100)
+    order = (x, y) if opcode[0] == "div" else (y, x)
+    return propagate({"add": x + y, "sub": x - y, "mul": x * y, "div": x / y}[opcode[0]], *order)
 
 
 @row("div.rn" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
@@ -454,18 +479,12 @@ def _ieee(opcode: Opcode, x: Vector, y: Vector | None = None) -> Vector:
     if "ftz" in opcode:
         x, y = flush(x), None if y is None else flush(y)
     result = x.call("sqrt") if opcode[0] == "sqrt" else x.constant(1.0) / x if y is None else x / y
-    # ptxas's routines: a NaN of their own, and of float64 quotients an operand's, made quiet
-    if opcode[0] == "sqrt":
-        invalid = x < 0.0
-        word, double_infinity = x.view(f"u{bits(x.kind)}"), {32: 0xFF << 24, 64: 0x7FF << 53}[bits(x.kind)]
-        result = where((word << 1) > double_infinity, result.constant((1 << (bits(x.kind) - 1)) - 1), result)
-    else:
-        invalid = result.isnan()
-    result = where(invalid, result.constant(0x7FFFFFFF if opcode[-1] == "f32" else 0xFFF8 << 48), result)
-    if opcode[-1] == "f64" and opcode[0] != "sqrt":
-        for operand in (x,) if y is None else (y, x):
-            result = where(operand.isnan(), (operand.view("u64") | (1 << 51)).view("f64"), result)
-    return finish(result, opcode) if opcode[-1] == "f32" else result
+    if x.kind == "f64":
+        return propagate(result, *((x,) if y is None else (x, y)))
+    if "ftz" in opcode and y is not None:
+        quotient = x.to("f64") / y.to("f64")
+        result = flush_tiny(result, to_odd(quotient, _remainder(quotient, x.to("f64"), y.to("f64"))))
+    return finish(result, opcode)
 
 
 @row("div.{rz|rm|rp}" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
@@ -481,18 +500,23 @@ def _directed_quotient(opcode: Opcode, x: Vector, y: Vector | None = None) -> Ve
     else:
         top, bottom = (wide, y.to("f64")) if y is not None else (wide.constant(1.0), wide)
         result = top / bottom
-        lost = (-result).call("fma", bottom, top)
-        lost = where(bottom < 0.0, -lost, lost)
-    lost = where(lost.isnan(), 0.0, lost)  # of Inf nothing is lost
+        lost = _remainder(result, top, bottom)
     # 2. rounded to odd, then once to float32
-    return finish(encode(to_odd(result, lost), "f32", opcode[1]).view("f32"), opcode)
+    odd = to_odd(result, lost)
+    rounded = encode(odd, "f32", opcode[1]).view("f32")
+    return finish(flush_tiny(rounded, odd, opcode[1]) if "ftz" in opcode else rounded, opcode)
+
+
+def _remainder(quotient: Vector, top: Vector, bottom: Vector) -> Vector:
+    """Return what has the sign of top / bottom minus its rounded quotient."""
+    lost = (-quotient).call("fma", bottom, top)
+    return where(bottom < 0.0, -lost, lost)
 
 
 @row("div.approx" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
 @row("div.full" + _FTZ + ".f32", "t", "t t", "9.7.3.8")
 def _divide(opcode: Opcode, x: Vector, y: Vector) -> Vector:
-    a, reciprocal = quotient_factors(opcode, x, y)
-    return finish(a * reciprocal, opcode)
+    return _arithmetic(("mul", *(part for part in opcode[2:])), *quotient_factors(opcode, x, y))
 
 
 def quotient_factors(opcode: Opcode, x: Vector, y: Vector) -> tuple[Vector, Vector]:
@@ -535,7 +559,8 @@ def divided_by(opcode: Opcode, divisor: int) -> tuple[Callable, Callable]:
 def _sign(opcode: Opcode, x: Vector) -> Vector:
     x = flush(x) if "ftz" in opcode else x
     word, top = x.view(f"u{bits(x.kind)}"), 1 << (bits(x.kind) - 1)
-    return canonical((word ^ top if opcode[0] == "neg" else word & (top - 1)).view(x.kind))
+    result = (word ^ top if opcode[0] == "neg" else word & (top - 1)).view(x.kind)
+    return propagate(where(x.isnan(), x, result), x) if x.kind == "f64" else canonical(result)
 
 
 @row("{min|max}" + _FTZ + "{|.NaN}{|.xorsign.abs}.f32", "t", "t t", "9.7.3.11")
@@ -556,10 +581,11 @@ def _extremum(opcode: Opcode, x: Vector, y: Vector) -> Vector:
         result = where(x.isnan() | y.isnan(), result.constant(-1), result)
     else:
         result = where(x.isnan(), b, where(y.isnan(), a, result))
-    if x.kind == "f64":  # ptxas: of two NaN the second, made quiet
-        return where(x.isnan() & y.isnan(), b | (1 << 51), result).view(x.kind)
-    result = canonical(result.view(x.kind))
-    return (result.view(word) | signs).view(x.kind) if "xorsign" in opcode else result
+    if x.kind == "f64":  # of two NaN the second
+        return propagate(result.view("f64"), y, x)
+    whole = canonical(result.view(x.kind))
+    signed = where(whole.isnan(), whole.view(word), whole.view(word) | signs)
+    return signed.view(x.kind) if "xorsign" in opcode else whole
 
 
 @row("copysign.{f32|f64}", "t", "t t", "9.7.3.5")
@@ -575,7 +601,7 @@ def _test(opcode: Opcode, x: Vector) -> Vector:
     infinity, normal = ((1 << (bits(x.kind) - 1 - fraction)) - 1) << fraction, 1 << fraction
     return {
         "finite": magnitude < infinity, "infinite": magnitude == infinity, "number": magnitude <= infinity,
-        "notanumber": magnitude > infinity, "normal": (magnitude == 0) | ((magnitude >= normal) & (magnitude < infinity)),  # zeros count
+        "notanumber": magnitude > infinity, "normal": ((magnitude >= normal) & (magnitude < infinity)) | (magnitude == 0),
         "subnormal": (magnitude != 0) & (magnitude < normal),
     }[opcode[1]]  # fmt: skip
 
@@ -627,6 +653,43 @@ def reciprocal_factors(opcode: Opcode, x: Vector) -> tuple[Vector, Vector]:
     return scale, mufu("rcp", x * scale)
 
 
+@row("rsqrt.approx.f64", "t", "t", "9.7.3.16")
+def _root_64(opcode: Opcode, x: Vector) -> Vector:
+    """Return two steps of Newton from the unit's result; subnormal numbers are scaled."""
+    word = (x.view("u64") >> 32).to("u32")
+    tiny = ((word & 0x7FF00000) == 0) & ((x.view("u64") << 1) != 0)
+    scaled = where(tiny, x * 2.0**54, x)
+    y = _approximate_64(("rsqrt", "approx", "ftz", "f64"), scaled)
+    error = scaled.call("fma", -(y * y), 1.0)
+    step = error.call("fma", 0.375, 0.5)
+    better = step.call("fma", y * error, y)
+    better = where(tiny, better * 2.0**27, better)
+    special = ((word & 0x7FF00000) == 0x7FF00000) | (x < 0.0)
+    return propagate(where(special | (x == 0.0), y, better), x)
+
+
+@row("{rcp|rsqrt}.approx.ftz.f64", "t", "t", "9.7.3.14")
+def _approximate_64(opcode: Opcode, x: Vector) -> Vector:
+    """Return the unit's result for the upper 32 bits of a number, whose lower 32 bits are 0: 20 bits of its fraction."""
+    word = (x.view("u64") >> 32).to("u32")
+    sign, field, fraction = word & 0x80000000, (word >> 20) & 0x7FF, word & 0xFFFFF
+    # 1. the float32 unit on a number of [1, 2), or [1, 4) of a root, cut off to 20 bits
+    odd = ((field + 1) & 1) if opcode[0] == "rsqrt" else field & 0
+    result = mufu(opcode[0], (((odd + 127) << 23) | (fraction << 3)).view("f32")).view("u32")
+    below = where(result < 0x3F800000, word.constant(1), 0)  # results are of (1/2, 1]
+    # 2. the exponent's field; a root halves it
+    exponent = word.constant(2046) - field if opcode[0] == "rcp" else (word.constant(3069) - field + odd) >> 1
+    exponent = exponent - below
+    whole = (exponent << 20) | ((result & 0x7FFFFF) >> 3)
+    # 3. reciprocals below the normal numbers, arguments that are 0 or subnormal, Inf and NaN
+    whole = where((exponent.view("s32") <= 0) | (field == 0x7FF), word.constant(0), whole)
+    whole = sign | where(field == 0, word.constant(0x7FF00000), whole)
+    invalid = (field == 0x7FF) & (fraction != 0)
+    if opcode[0] == "rsqrt":
+        invalid = invalid | ((sign != 0) & (field != 0))
+    return (where(invalid, word.constant(0x7FFFFFFF), whole).to("u64") << 32).view("f64")
+
+
 # Floats of 16 bits, alone and in pairs (9.7.4)
 
 
@@ -634,6 +697,19 @@ def _halves(semantics: Callable, opcode: Opcode, *operands: Vector) -> Vector:
     """Apply the semantics of one float of 16 bits to both halves of pairs."""
     single = (*opcode[:-1], opcode[-1].removesuffix("x2"))
     return joined(*(semantics(single, *(half(x) for x in operands)).view("u16") for half in (low, high)))
+
+
+@row("ex2.approx.{f16|f16x2}", "t", "t", "9.7.4.11")
+@row("ex2.approx.ftz.{bf16|bf16x2}", "t", "t", "9.7.4.11")
+def _approximate_16(opcode: Opcode, x: Vector) -> Vector:
+    """Return the float32 unit's result cut off to 16 bits (all 2^16 arguments, H100)."""
+    if opcode[-1].endswith("x2"):
+        return _halves(_approximate_16, opcode, x)
+    if opcode[-1] == "bf16":
+        return (mufu("ex2", bf16_to_f32(x)).view("u32") >> 16).to("u16")
+    result = mufu("ex2", f16_to_f32(x))
+    code = encode(result.to("f64"), "f16", "rz")
+    return where(result >= 65536.0, code.constant(0x7C00), code).to("u16")
 
 
 @row("{add|sub|mul}{|.rn}{|.ftz}{|.sat}.{f16|f16x2}", "t", "t t", "9.7.4.1")
@@ -651,7 +727,7 @@ def _arithmetic_16(opcode: Opcode, *operands: Vector) -> Vector:
     wide = sum_odd(wide, values[2]) if opcode[0] == "fma" else wide
     code = encode(wide, name, "rn")
     if "ftz" in opcode:
-        code = where((code & 0x7C00) == 0, code & 0x8000, code)
+        code = where(is_tiny(wide, "rn", 11, 2.0**-14), code & 0x8000, code)
     if "sat" in opcode:
         one = code.constant(0x3C00)
         code = where(wide.isnan() | (code >= 0x8000), code.constant(0), where(code > 0x3C00, one, code))
@@ -685,9 +761,12 @@ def _extremum_16(opcode: Opcode, x: Vector, y: Vector) -> Vector:
     if opcode[-1].endswith("x2"):
         return _halves(_extremum_16, opcode, x, y)
     a, b = (_value_16(v, opcode).to("f32") for v in (x, y))
-    result = _extremum(tuple(m for m in opcode if m != "ftz"), a, b)
+    if "xorsign" in opcode:  # of magnitudes; signs are those of the codes, NaN's too
+        a, b = a.call("fabs"), b.call("fabs")
+    result = _extremum(tuple(m for m in opcode if m not in ("ftz", "xorsign", "abs")), a, b)
     code = encode(result.to("f64"), opcode[-1], "rn").to("u16")
-    return (code & 0x7FFF) | ((x ^ y) & 0x8000).view("u16") if "xorsign" in opcode else code
+    signs = (x.view("u16") ^ y.view("u16")) & 0x8000
+    return where(result.isnan(), code, code | signs) if "xorsign" in opcode else code
 
 
 # Conversions (9.7.9.21)
@@ -705,7 +784,7 @@ def _resize(opcode: Opcode, x: Vector) -> Vector:
             wide = x.to("s64")
             if size < 64:
                 wide = wide.call("smin", most)
-            x = (wide.call("smax", least) if size < 64 or least == 0 else wide)
+            x = wide.call("smax", least) if size < 64 or least == 0 else wide
         else:
             x = x.to("u64").call("umin", min(most, (1 << 64) - 1))
     return x.to(target)
@@ -749,7 +828,7 @@ def _float_to_integer(opcode: Opcode, x: Vector) -> Vector:
     limits = [((1 << (size - 1)) - 1, -(1 << (size - 1))), ((1 << size) - 1, 0)][not signed]
     number = where(whole >= most, number.constant(limits[0]), number)
     number = where(whole < least, number.constant(limits[1]), number)
-    nan = number.constant(1 << (size - 1) if size == 64 or source == "f64" else 0)
+    nan = number.constant(0 if size < (32 if source == "f64" else 64) else 1 << (size - 1))
     return where(wide.isnan(), nan, number).to(target)
 
 
@@ -771,7 +850,10 @@ def _to_whole(opcode: Opcode, x: Vector) -> Vector:
         whole = saturate(whole) if "sat" in opcode else whole
         return encode(whole.to("f64"), opcode[-1], "rn").to("u16")
     x = flush(x) if "ftz" in opcode else x
-    return finish(x.call(_WHOLE[opcode[1]]), opcode)
+    whole = x.call(_WHOLE[opcode[1]])
+    if x.kind == "f64":
+        return saturate(whole) if "sat" in opcode else propagate(whole, x)
+    return finish(whole, opcode)
 
 
 @row("cvt{|.ftz}{|.sat}.f32.f32", "d", "t", "9.7.9.21")
@@ -786,11 +868,20 @@ def _widen(opcode: Opcode, x: Vector) -> Vector:
     if target == source and len(opcode) == 3:
         return x  # a copy, which keeps NaN
     if source == "f64":
-        return finish(x, opcode)
+        return saturate(x) if "sat" in opcode else propagate(x, x)
     number = _float_32(x, opcode)
     if source == "bf16" and target == "f32" and len(opcode) == 3:
         return number  # a shift, which keeps NaN
-    return finish(number, opcode) if target == "f32" else finish(number.to("f64"), tuple(m for m in opcode if m != "ftz"))
+    if target == "f32":
+        return finish(number, opcode)
+    number = canonical(number) if "ftz" in opcode else number
+    wide = number.to("f64")
+    if source == "f16":  # every bit of NaN is kept
+        bits_16 = x.view("u16").to("u64")
+        nan = ((bits_16 & 0x8000) << 48) | ((bits_16 & 0x3FF) << 42) | 0x7FF8000000000000
+        wide = where(number.isnan(), nan, wide.view("u64")).view("f64")
+    wide = propagate(wide, wide)
+    return saturate(wide) if "sat" in opcode else wide
 
 
 @row("cvt{.rn|.rz|.rm|.rp}{|.ftz}{|.sat}.f32.f64", "d", "t", "9.7.9.21")
@@ -819,7 +910,13 @@ def _narrow(opcode: Opcode, x: Vector) -> Vector:
             rounded = where((rounded & 0x7FFFFFFF) >= 0x7F800000, rounded - 0x2000, rounded)
         return rounded.view("b32")
     if target == "tf32":
-        return where(x.isnan(), code.constant(0x7FFFFFFF), code << 13).view("b32")
+        return (code << 13).view("b32")
+    if source == "f64":
+        code = where(x.isnan(), narrowed_nan(x, target), code)
+        if target == "f32":
+            result = code.view("f32")
+            result = flush(result) if "ftz" in opcode else result
+            return saturate(result) if "sat" in opcode else result
     if target == "f32":
         return finish(code.view("f32"), tuple(m for m in opcode if m != "sat"))
     return code.to("u16")
@@ -909,3 +1006,28 @@ def _negated(x: Vector, opcode: Opcode) -> Vector:
     if x.kind[0] == "f":
         return -x
     return x ^ (0x80008000 if opcode[-1].endswith("x2") else 0x8000)
+
+
+# What ptxas writes otherwise than the PTX says
+
+SIGN_ONLY: dict[str, Callable[[Vector], Vector]] = {  # of NaN, too
+    "neg": lambda x: -x,
+    "abs": lambda x: (x.view("u32") & 0x7FFFFFFF).view("f32"),
+}
+
+
+def with_operand(semantics: Callable) -> Callable[..., tuple[Vector, Vector]]:
+    """Return semantics that also yield the first operand."""
+    return lambda x, *others: (semantics(x, *others), x)
+
+
+def clamped(opcode: Opcode) -> Callable[[Vector], Vector]:
+    """Return max(min(x, 1), 0), which ptxas makes the .sat of x: of NaN it is 0."""
+
+    def traced(x: Vector) -> Vector:
+        if opcode[-1] != "f16":
+            return saturate(flush(x) if "ftz" in opcode else x)
+        value = f16_to_f32(x, flushes="ftz" in opcode)
+        return encode(saturate(value).to("f64"), "f16", "rn").to("u16")
+
+    return traced

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.machine.ptx import nvrtc, triton
-from fmtsim.machine.ptx.execute import execute
+from fmtsim.machine.ptx.contract import may_contract
 from fmtsim.machine.ptx.parse import Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
+from fmtsim.machine.ptx.watch import Watch, Watched, places, watched
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 
 TARGETS = ("h100", "h200")
@@ -42,6 +44,7 @@ class Launch:
     exact: bool
     reasons: tuple[str, ...] = ()
     ptx: str = field(repr=False)
+    watched: tuple[Watched, ...] = ()
 
     @property
     def threads(self) -> int:
@@ -57,12 +60,15 @@ class Launch:
             f"  {self.instructions:,} instructions; {self.contractions} products fused into sums ({how})",
         ]
         lines += [f"  configuration: {self.config}"] * bool(self.config)
-        return "\n".join([*lines, *(f"  {reason}" for reason in self.reasons)])
+        return "\n".join(
+            [*lines, *(f"  {reason}" for reason in self.reasons), *(f"  {value}" for value in self.watched)]
+        )
 
 
 def launch(
     kernel: Any, grid: Any, *args: Any, target: str = "h100", config: Any = None, entry: str | None = None,
-    block: int | Sequence[int] | None = None, **named: Any,
+    block: int | Sequence[int] | None = None, watch: str | int | Sequence[str | int] | None = None, watch_block: Sequence[int] = (0, 0, 0),
+    watch_threads: Sequence[int] = (0,), **named: Any,
 ) -> Launch:  # fmt: skip
     """Run a kernel on CPU tensors, which it writes in place, with the bits of an H100 or H200.
 
@@ -77,6 +83,10 @@ def launch(
             takes the first that the kernel's own pruning leaves (nothing is timed), and the record says so.
         entry: The kernel's name in PTX or CUDA C++, where there are several; in C++ also ``"ns::kernel<float, 4>"``.
         block: Threads of a block for PTX and CUDA C++; None takes what the PTX requires.
+        watch: What to show while the kernel runs: a variable of a Triton function, a line's number, ``"kernels.py:5"``, or
+            several. The record's ``watched`` has what the instructions of these lines wrote, in their order.
+        watch_block: The block that is watched.
+        watch_threads: Its threads; which elements a thread holds is the compiler's choice.
         named: For Triton the kernel's arguments and constants by name, ``num_warps``, ``num_stages``, ``maxnreg``,
             ``enable_fp_fusion`` and Triton's other options. For PTX and CUDA C++ ``shared``, bytes of dynamic shared
             memory, and for CUDA C++ the compiler's options (``use_fast_math=True``, ``std="c++20"``).
@@ -95,20 +105,23 @@ def launch(
     if target not in TARGETS:
         what = "whose PTX is refused until a GPU has recorded it" if target == "b200" else "which is not known"
         raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
+    seen = (
+        Watch(places(kernel, watch), (*watch_block, 0, 0)[:3], tuple(watch_threads)) if watch is not None else Watch()
+    )
     if triton.is_triton(kernel):
         given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
         named |= {name: value for name, value in given.items() if value is not None}
-        return run(triton.program(kernel, grid, args, named, config), target)
+        return run(triton.program(kernel, grid, args, named, config), target, seen)
     if not isinstance(kernel, str):
         raise DtypeError(f"kernel is {type(kernel).__name__}; give a triton.jit function, PTX or CUDA C++ source")
     if config is not None:
         raise ArgumentError(f"config={shown(config)} is for @triton.autotune; PTX and CUDA C++ have none")
-    shared, label, cubin = named.pop("shared", 0), entry, None
+    shared, label = named.pop("shared", 0), entry
     if re.search(r"^\s*\.version\s", kernel, re.MULTILINE):
         if named:
             raise ArgumentError(f"{', '.join(named)}: PTX takes arguments by position, block=, entry= and shared=")
     elif "__global__" in kernel:
-        kernel, cubin, entry = nvrtc.compiled(kernel, entry, named)
+        kernel, entry = nvrtc.compiled(kernel, entry, named)
     else:
         raise ArgumentError("kernel is text without .version (PTX) and without __global__ (CUDA C++)")
     module = _parsed(kernel)
@@ -123,19 +136,22 @@ def launch(
     return run(
         Program(
             name=label or name, entry=name, ptx=kernel, grid=grid, block=_extent("block", threads, _MOST_THREADS),
-            shared_bytes=shared, arguments=args, cubin=cubin,
+            shared_bytes=shared, arguments=args,
         ),
         target,
+        seen,
     )  # fmt: skip
 
 
-def run(program: Program, target: str) -> Launch:
+def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa: B008, a frozen record
     """Run a kernel that is ready, and return the record.
 
     Raises:
         ArgumentError: As ``launch``.
         DtypeError: As ``launch``.
     """
+    from fmtsim.machine.ptx.execute import execute  # with numba, which takes a second
+
     module = _parsed(program.ptx)
     # 1. the architecture, the grid and the block
     number, letter = re.fullmatch(r"sm_(\d+)([a-z]?)", module.target).groups()  # type: ignore[union-attr]
@@ -158,18 +174,27 @@ def run(program: Program, target: str) -> Launch:
         raise ArgumentError(f"{program.name} takes {len(function.parameters)} arguments and got {len(arguments)}")
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
-    listing = disassembled(program.ptx, fuse=program.fuses)
-    done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes, listing=listing)
-    reasons = done.reasons + done.contraction.doubts
+    listing = disassembled(program.ptx, fuse=program.fuses) if may_contract(function) else None
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
+        done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
+                       listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
+    reasons = program.doubts + done.reasons + done.contraction.doubts
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if program.compiled is not None and any(x.untyped_storage().data_ptr() % 16 for x in tensors):
+        reasons += ("a tensor's memory begins where 16 does not divide the address, as it does on a GPU: clone it",)
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.repeated_atomics:
-        reasons += (f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the order",)
+        reasons += (
+            f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the "
+            "order",
+        )
     return Launch(
         kernel=program.name, target=target, grid=grid, block=program.block, shared_bytes=program.shared_bytes,
         config=program.config, instructions=done.instructions, contractions=len(done.contraction.fusions),
         checked=done.contraction.basis == "sass",
         exact=not reasons, reasons=reasons, ptx=program.ptx,
+        watched=watched(done.notes, seen.threads),
     )  # fmt: skip
 
 

@@ -29,12 +29,51 @@ SMALL = {
 
 def canonical(x: Vector) -> Vector:
     """Replace every NaN by the GPU's."""
-    return where(x.isnan(), x.constant((1 << (bits(x.kind) - 1)) - 1), x)
+    word, top = x.view(f"u{bits(x.kind)}"), 1 << (bits(x.kind) - 1)
+    infinity = (0xFF << 23) if bits(x.kind) == 32 else 0x7FF << 52
+    return where((word & (top - 1)) > infinity, x.constant((1 << (bits(x.kind) - 1)) - 1), x)
 
 
 def flush(x: Vector) -> Vector:
     """Replace subnormal float32 by zeros of their sign (.ftz)."""
     return where((x.view("u32") & 0x7F800000) == 0, x.view("u32") & 0x80000000, x.view("u32")).view("f32")
+
+
+def is_tiny(exact: Vector, direction: str, digits: int, smallest: float) -> Vector:
+    """Return where a float64, rounded to some digits without a bound on its exponent, is below the smallest normal number.
+
+    That is what .ftz makes zero (H100: 2^-126 (1 - 2^-46) stays 2^-126, 2^-126 (1 - 2^-24) becomes 0).
+    """
+    magnitude = exact.call("fabs")
+    if direction == "rn":  # a tie is rounded up, to an even number
+        return magnitude < smallest * (1.0 - 2.0 ** -(digits + 1))
+    if direction == "rz":
+        return magnitude < smallest
+    away = (exact < 0.0) if direction == "rm" else (exact > 0.0)
+    return where(away, magnitude <= smallest * (1.0 - 2.0**-digits), magnitude < smallest)
+
+
+def flush_tiny(x: Vector, exact: Vector, direction: str = "rn") -> Vector:
+    """Return a float32 result with .ftz; ``exact`` is what was rounded, as float64, exact or rounded to odd."""
+    zero = (x.view("u32") & 0x80000000).view("f32")
+    return where(is_tiny(exact, direction, 24, 2.0**-126), zero, x)
+
+
+def propagate(result: Vector, *operands: Vector) -> Vector:
+    """Return a float64 result; NaN is that of the first of these operands, with its quiet bit set, or 0xFFF8000000000000."""
+    quiet = 1 << 51
+    nan = result.constant(0xFFF8000000000000).view("u64")
+    for operand in operands[::-1]:
+        nan = where(operand.isnan(), operand.view("u64") | quiet, nan)
+    return where(result.isnan(), nan, result.view("u64")).view("f64")
+
+
+def narrowed_nan(x: Vector, name: str) -> Vector:
+    """Return the code (u32) of float64 NaN in a format: its sign, and the upper bits of its fraction with the quiet bit."""
+    fmt, word = SMALL[name], x.view("u64")
+    fraction = ((word >> (52 - fmt.mantissa_bits)) & ((1 << fmt.mantissa_bits) - 1)) | (1 << (fmt.mantissa_bits - 1))
+    sign = (word >> 63) << (fmt.exponent_bits + fmt.mantissa_bits)
+    return (fraction | fmt.infinity | sign).to("u32")
 
 
 def saturate(x: Vector) -> Vector:
@@ -56,7 +95,7 @@ def to_odd(x: Vector, lost: Vector) -> Vector:
     code = x.view("s64")
     odd = where(where(lost > 0.0, x > 0.0, x < 0.0), code + 1, code - 1)
     even = (code & 1) == 0
-    return where((lost != 0.0) & ((x - x) == 0.0) & even, odd, code).view("f64")
+    return where(((lost > 0.0) | (lost < 0.0)) & ((x - x) == 0.0) & even, odd, code).view("f64")
 
 
 def sum_odd(a: Vector, b: Vector) -> Vector:
@@ -74,7 +113,9 @@ def encode(x: Vector, name: str, direction: str, *, saturates: bool = False) -> 
     fmt = SMALL[name]
     word = x.view("u64")
     negative, magnitude = (word >> 63) != 0, word & 0x7FFFFFFFFFFFFFFF
-    lowest = 1024 - (1 << (fmt.exponent_bits - 1)) + 1  # float64's exponent field of the format's smallest normal number
+    lowest = (
+        1024 - (1 << (fmt.exponent_bits - 1)) + 1
+    )  # float64's exponent field of the format's smallest normal number
     # 1. significand with its leading 1, and the bits that go: more of them below the normal numbers
     field = magnitude >> 52
     significand = (magnitude & ((1 << 52) - 1)) | where(field != 0, word.constant(1 << 52), 0)
@@ -140,7 +181,11 @@ def small_to_f32(code: Vector, name: str) -> Vector:
     if name == "e4m3":
         word = where(magnitude == fmt.nan, code.constant(0x7FFFFFFF), word)
     elif name == "e5m2":
-        word = where(magnitude == 0x7C, (word & 0x80000000) | 0x7F800000, where(magnitude > 0x7C, code.constant(0x7FFFFFFF), word))
+        word = where(
+            magnitude == 0x7C,
+            (word & 0x80000000) | 0x7F800000,
+            where(magnitude > 0x7C, code.constant(0x7FFFFFFF), word),
+        )
     return word.view("f32")
 
 
@@ -157,4 +202,3 @@ def high(pair: Vector) -> Vector:
 def joined(lower: Vector, upper: Vector) -> Vector:
     """Return two u16 as one b32."""
     return lower.to("u32") | (upper.to("u32") << 16)
-

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA C++ to PTX and machine code of sm_90a by NVRTC, which needs neither a GPU nor a driver."""
+"""CUDA C++ to PTX of sm_90a by NVRTC, which needs neither a GPU nor a driver."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -11,8 +11,8 @@ from fmtsim.support.errors import ArgumentError, DeviceError, shown
 _SWITCHES = ("fmad", "ftz", "prec_div", "prec_sqrt")  # options that take true or false
 
 
-def compiled(source: str, entry: str | None, options: Mapping[str, Any]) -> tuple[str, bytes, str | None]:
-    """Return the PTX of a CUDA C++ source, its machine code, and the name that a kernel has there.
+def compiled(source: str, entry: str | None, options: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the PTX of a CUDA C++ source, and the name that a kernel has there.
 
     Args:
         source: A translation unit; ``cuda_fp8.h``, ``cuda_bf16.h`` and others are found where CUDA's headers are
@@ -37,7 +37,7 @@ def compiled(source: str, entry: str | None, options: Mapping[str, Any]) -> tupl
 
 
 @cache
-def _compiled(source: str, entry: str | None, flags: tuple[str, ...]) -> tuple[str, bytes, str | None]:
+def _compiled(source: str, entry: str | None, flags: tuple[str, ...]) -> tuple[str, str | None]:
     """Return what NVRTC makes of a source under its own flags."""
     try:
         from cuda.bindings import nvrtc
@@ -62,12 +62,10 @@ def _compiled(source: str, entry: str | None, flags: tuple[str, ...]) -> tuple[s
             raise ArgumentError(f"NVRTC cannot compile {shown(entry or 'the source')}{hint}:\n{reason}")
         text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
         nvrtc.nvrtcGetPTX(program, text)
-        cubin = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
-        nvrtc.nvrtcGetCUBIN(program, cubin)
         lowered = nvrtc.nvrtcGetLoweredName(program, name)[1].decode() if name else None
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return bytes(text).decode().rstrip("\0"), bytes(cubin), lowered
+    return bytes(text).decode().rstrip("\0"), lowered
 
 
 @cache

@@ -115,7 +115,7 @@ class Module:
     target: str  # "sm_90a"
     functions: dict[str, Function]
     variables: dict[str, Variable]  # of the module
-    programs: dict[tuple[str, int], Any] = field(default_factory=dict, repr=False)  # what ``execute`` has made of entries
+    programs: dict[Any, Any] = field(default_factory=dict, repr=False)  # what ``execute`` has made of entries
 
     @property
     def entries(self) -> list[str]:
@@ -218,7 +218,9 @@ def parse(text: str) -> Module:
     reader = _Reader(text)
     module = Module(version="", target="", functions={}, variables={})
     # ".file 1 "/tmp/kernels.py"" stands behind the functions that name it
-    files = {number: name.rpartition("/")[2] for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
+    files = {
+        number: name.rpartition("/")[2] for number, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)
+    }
     while reader:
         token = reader.take()
         if token == ".version":
@@ -374,8 +376,9 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
                 return
         elif token == ";":
             continue
-        elif token == ".reg":
-            _read_registers(reader, function, scopes, blocks)
+        elif token.startswith(".reg"):  # ".reg .b32", and NVRTC's ".reg.b16"
+            kind = token[5:] or reader.take()[1:]
+            _read_registers(reader, kind, function, scopes, blocks)
         elif token in (".local", ".shared", ".param", ".global", ".const"):
             for variable in _read_variables(reader, token[1:]):
                 if len(scopes) > 1:
@@ -409,9 +412,8 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
             function.body.append(_read_instruction(reader, token, line, source, named))
 
 
-def _read_registers(reader: _Reader, function: Function, scopes: list[dict[str, str]], block: int) -> None:
-    """Read ``.reg .b32 %r<573>;`` or ``.reg .pred p, q;``."""
-    kind = reader.take()[1:]
+def _read_registers(reader: _Reader, kind: str, function: Function, scopes: list[dict[str, str]], block: int) -> None:
+    """Read ``%r<573>;`` or ``p, q;`` behind ``.reg .b32``."""
     if kind in ("v2", "v4"):
         raise ArgumentError(f"line {reader.line} of the PTX declares vector registers (.{kind})")
     while True:
@@ -447,7 +449,12 @@ def _read_instruction(reader: _Reader, token: str, line: int, source: str, named
     reader.take(";")
     text = reader.lines[line - 1].partition("//")[0].strip()
     return Instruction(
-        opcode=tuple(opcode.split(".")), operands=tuple(operands), predicate=predicate, line=line, source=source, text=text
+        opcode=tuple(opcode.split(".")),
+        operands=tuple(operands),
+        predicate=predicate,
+        line=line,
+        source=source,
+        text=text,
     )
 
 

@@ -14,8 +14,28 @@ import numpy as np
 
 from fmtsim.machine.ptx import block as b
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
-from fmtsim.machine.ptx.instructions import TABLE, divided_by, fused_factors, fused_sum, logic_of_three
-from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Module, Operand, Register, Symbol, width
+from fmtsim.machine.ptx.instructions import (
+    SIGN_ONLY,
+    TABLE,
+    clamped,
+    divided_by,
+    fused_factors,
+    fused_sum,
+    logic_of_three,
+    with_operand,
+)
+from fmtsim.machine.ptx.parse import (
+    Address,
+    Function,
+    Group,
+    Immediate,
+    Instruction,
+    Module,
+    Operand,
+    Register,
+    Symbol,
+    width,
+)
 from fmtsim.machine.ptx.products import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
@@ -31,11 +51,7 @@ _SPACES = {
     "global": b.GLOBAL, "const": b.GLOBAL, "param": b.GLOBAL, "param::entry": b.GLOBAL, "shared": b.SHARED, "shared::cta": b.SHARED,
     "shared::cluster": b.SHARED, "local": b.LOCAL, "param::func": b.LOCAL,
 }  # fmt: skip
-_NOTHING = (
-    "fence|membar|wgmma.fence|wgmma.commit_group|wgmma.wait_group|cp.async.commit_group|cp.async.wait_group|cp.async.wait_all|"
-    "cp.async.bulk.commit_group|cp.async.bulk.wait_group|prefetch|prefetchu|setmaxnreg|griddepcontrol|nanosleep|pmevent|"
-    "applypriority|discard|bar.warp|barrier.cluster|mbarrier.inval"
-).split("|")  # fmt: skip
+_NOTHING = ["fence", "membar", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all", "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep", "pmevent", "applypriority", "discard", "bar.warp", "barrier.cluster", "mbarrier.inval"]  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +82,9 @@ def storage(kind: str) -> str:
 
 def inlined(module: Module, function: Function) -> Function:
     """Return a function whose calls of functions with a body are written out."""
-    result = replace(function, body=[], labels={}, registers=dict(function.registers), variables=list(function.variables))
+    result = replace(
+        function, body=[], labels={}, registers=dict(function.registers), variables=list(function.variables)
+    )
     targets, count = dict(function.branch_targets), 0
 
     def write(source: Function, suffix: str, names: Mapping[str, str], depth: int) -> None:
@@ -74,7 +92,9 @@ def inlined(module: Module, function: Function) -> Function:
         if depth > 20:
             raise ArgumentError(f"{source.name} calls itself; a GPU's stack is not simulated")
         ends = f"$end{suffix}"
-        places = {number: [label for label, at in source.labels.items() if at == number] for number in source.labels.values()}
+        places = {
+            number: [label for label, at in source.labels.items() if at == number] for number in source.labels.values()
+        }
         for i, instruction in enumerate(source.body):
             for label in places.get(i, ()):
                 result.labels[label + suffix] = len(result.body)
@@ -86,8 +106,14 @@ def inlined(module: Module, function: Function) -> Function:
                 given = [group for group in instruction.operands if isinstance(group, Group)]
                 returned, passed = (given[0].items, given[-1].items) if len(given) == 2 else (
                     (given[0].items, ()) if callee.results and given else ((), given[0].items if given else ()))  # fmt: skip
-                bound = {v.name: _name(renamed_operand(o, suffix, names)) for v, o in zip(callee.results, returned, strict=True)}
-                bound |= {v.name: _name(renamed_operand(o, suffix, names)) for v, o in zip(callee.parameters, passed, strict=True)}
+                bound = {
+                    v.name: _name(renamed_operand(o, suffix, names))
+                    for v, o in zip(callee.results, returned, strict=True)
+                }
+                bound |= {
+                    v.name: _name(renamed_operand(o, suffix, names))
+                    for v, o in zip(callee.parameters, passed, strict=True)
+                }
                 result.registers.update({f"{r}{inner}": kind for r, kind in callee.registers.items()})
                 bound |= {v.name: f"{v.name}{inner}" for v in callee.variables}
                 result.variables += [replace(v, name=f"{v.name}{inner}") for v in callee.variables]
@@ -98,7 +124,9 @@ def inlined(module: Module, function: Function) -> Function:
                                            predicate=_renamed_predicate(instruction, suffix)))  # fmt: skip
             else:
                 operands = tuple(renamed_operand(o, suffix, names) for o in instruction.operands)
-                result.body.append(replace(instruction, operands=operands, predicate=_renamed_predicate(instruction, suffix)))
+                result.body.append(
+                    replace(instruction, operands=operands, predicate=_renamed_predicate(instruction, suffix))
+                )
         for label in places.get(len(source.body), ()):
             result.labels[label + suffix] = len(result.body)
         if suffix:
@@ -151,6 +179,9 @@ def _is_special(name: str) -> bool:
     return _SPECIAL.fullmatch(name) is not None
 
 
+_ONE = {"f32": 0x3F800000, "f16": 0x3C00, "f64": 0x3FF0 << 48}
+
+
 class Builder:
     """Rows while they are written."""
 
@@ -158,6 +189,14 @@ class Builder:
         self.module, self.function, self.threads, self.fusions = module, function, threads, contraction.fusions
         self.used = {fusion.product for fusion in self.fusions.values()}  # products whose factors are kept
         self.divisors = constant_divisors(function)
+        self.readers: dict[str, list[Instruction]] = {}  # instructions that name a register behind their first operand
+        self.writers: dict[str, list[int]] = {}
+        for number, instruction in enumerate(function.body):
+            for name in _registers(instruction.operands[1:]):
+                self.readers.setdefault(name, []).append(instruction)
+            for name in _registers(instruction.operands[:1]):
+                self.writers.setdefault(name, []).append(number)
+        self.clamps = self._clamps()
         self.rows: list[list[int]] = []
         self.owners: list[Instruction] = []
         self.keys: list[tuple[int, Any]] = []  # rows whose code is not compiled yet
@@ -169,6 +208,32 @@ class Builder:
         self.symbols: dict[str, int] = {}
         self.labels: dict[str, int] = {}
         self._lay_out_variables()
+
+    def _clamps(self) -> dict[int, int]:
+        """Return the maxima with 0 of minima with 1 that ptxas makes .sat, of NaN 0, by their numbers: the minimum's.
+
+        The minimum has no other reader.
+        """
+        found = {}
+        for number, x in enumerate(self.function.body):
+            if x.opcode[0] != "max" or x.opcode[-1] not in _ONE or "NaN" in x.opcode or len(x.operands) != 3:  # noqa: PLR2004
+                continue
+            first, zero = x.operands[1:]
+            writers = self.writers.get(first.name, []) if isinstance(first, Register) else []
+            if not isinstance(zero, Immediate) or zero.value or len(writers) != 1 or len(self.readers[_name(first)]) != 1:
+                continue
+            inner = self.function.body[writers[0]]
+            last = inner.operands[-1]
+            same = inner.opcode == ("min", *x.opcode[1:]) and inner.predicate is None and x.predicate is None
+            if same and isinstance(last, Immediate) and last.value == _ONE[x.opcode[-1]]:
+                found[number] = writers[0]
+        return found
+
+    def is_negated_in_place(self, instruction: Instruction) -> bool:
+        """Return True for a neg or abs that only selp reads: ptxas makes it part of that, which keeps NaN's bits."""
+        readers = self.readers.get(_name(instruction.operands[0]), [])
+        plain = instruction.opcode in (("neg", "f32"), ("abs", "f32"))
+        return plain and bool(readers) and all(reader.opcode[0] == "selp" for reader in readers)
 
     def _lay_out_variables(self) -> None:
         """Give shared and local variables their addresses: aligned, in order; arrays of the launch's size come last."""
@@ -284,7 +349,9 @@ class Builder:
             row[b.ADDRESS] = self.place(operand.base.name)
             row[b.ADDRESS_BITS] = bits(storage(self.kind(operand.base.name))) // 8
 
-    def compute(self, instruction: Instruction, key: str, semantics: Callable, results: tuple, operands: tuple) -> list[int]:
+    def compute(
+        self, instruction: Instruction, key: str, semantics: Callable, results: tuple, operands: tuple
+    ) -> list[int]:
         """Append a row of compiled code; results and operands are pairs of an operand and its kind."""
         row = self.add(instruction, b.COMPUTE)
         places, kinds = [], []
@@ -294,7 +361,9 @@ class Builder:
             places.append(self.place(register, own))
             kinds.append(storage(own))
         for operand, kind in operands:
-            at, kept = (self.place(operand, kind), storage(kind)) if isinstance(operand, str) else self.operand(operand, kind)
+            at, kept = (
+                (self.place(operand, kind), storage(kind)) if isinstance(operand, str) else self.operand(operand, kind)
+            )
             places.append(at)
             kinds.append(kept)
         if len(places) > b.COLUMNS - b.DATA:
@@ -309,7 +378,9 @@ class Builder:
         return row
 
 
-def _adapted(semantics: Callable, kept: list[str], wanted: tuple[str, ...], negated: tuple[bool, ...], count: int) -> Callable:
+def _adapted(
+    semantics: Callable, kept: list[str], wanted: tuple[str, ...], negated: tuple[bool, ...], count: int
+) -> Callable:
     """Return semantics on registers as they are kept: operands cut to their kinds, results extended to the register's bits."""
 
     def traced(*values: Vector) -> tuple[Vector, ...]:
@@ -342,7 +413,9 @@ def _immediate(operand: Immediate, kind: str) -> int:
     if operand.kind == "f64" and kind in ("f32", "b32"):
         return int(np.float32(np.uint64(operand.value).view(np.float64)).view(np.uint32))
     if operand.kind == "int" and kind in ("f32", "f64") and operand.value != 0:
-        number = np.float32(operand.value).view(np.uint32) if kind == "f32" else np.float64(operand.value).view(np.uint64)
+        number = (
+            np.float32(operand.value).view(np.uint32) if kind == "f32" else np.float64(operand.value).view(np.uint64)
+        )
         return int(number)
     return operand.value
 
@@ -444,13 +517,22 @@ def _is_product(instruction: Instruction) -> bool:
 def _results(instruction: Instruction) -> list[str]:
     """Return the registers of numbers that an instruction writes."""
     first = instruction.operands[0] if instruction.operands else None
-    writes = isinstance(first, Register | Group) and instruction.opcode[0] not in ("setp", "bra", "ret", "bar", "red", "mov", "cvta")
+    writes = isinstance(first, Register | Group) and instruction.opcode[0] not in (
+        "setp",
+        "bra",
+        "ret",
+        "bar",
+        "red",
+        "mov",
+        "cvta",
+    )
     return [r for r in _registers((first,)) if not r.startswith("%p")] if writes and first is not None else []
 
 
 def _note(block: Any, running: np.ndarray, *, instruction: Instruction, register: str) -> None:
     """Note what an instruction of a watched line wrote."""
-    block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
+    if block.notes is not None:
+        block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
 
 
 def unknown(instruction: Instruction) -> ArgumentError:
@@ -485,6 +567,14 @@ def _elementwise(builder: Builder, instruction: Instruction, number: int) -> Non
     if number in builder.divisors:  # a product with the constant's reciprocal
         semantics, factors = divided_by(instruction.opcode, builder.divisors[number])
         key = f"{name}/{builder.divisors[number]:x}"
+    if builder.is_negated_in_place(instruction):
+        semantics, key = SIGN_ONLY[instruction.opcode[0]], f"{name}!"
+    if number in builder.clamps.values():
+        pairs.append((f"#{number}.x", row.results[0]))
+        semantics, key = with_operand(row.semantics), f"{name}^"
+    if number in builder.clamps:
+        given = [(f"#{builder.clamps[number]}.x", row.results[0])]
+        semantics, key = clamped(instruction.opcode), f"{name}.sat"
     fusion = builder.fusions.get(number)
     if fusion is not None:
         kept = [(f"#{fusion.product}.{side}", row.results[0]) for side in "xy"]
@@ -547,7 +637,11 @@ def _store(builder: Builder, instruction: Instruction) -> None:
 def _address(builder: Builder, instruction: Instruction, row: list[int], operand: Operand) -> None:
     """Write a memory operand; parameters of calls lie in local memory."""
     builder.memory(row, operand)
-    if isinstance(operand, Address) and isinstance(operand.base, Symbol) and operand.base.name in builder.local_parameters:
+    if (
+        isinstance(operand, Address)
+        and isinstance(operand.base, Symbol)
+        and operand.base.name in builder.local_parameters
+    ):
         row[b.SPACE] = b.LOCAL
 
 
@@ -561,7 +655,13 @@ def _move(builder: Builder, instruction: Instruction) -> None:
         row = TABLE.get(".".join(instruction.opcode))
         if row is None:
             raise unknown(instruction)
-        builder.compute(instruction, ".".join(instruction.opcode), row.semantics, ((target, row.results[0]),), ((source, row.operands[0]),))
+        builder.compute(
+            instruction,
+            ".".join(instruction.opcode),
+            row.semantics,
+            ((target, row.results[0]),),
+            ((source, row.operands[0]),),
+        )
         return
     if kind not in ("b32", "b64", "u32", "u64"):
         raise unknown(instruction)
@@ -643,10 +743,11 @@ def _shuffle(builder: Builder, instruction: Instruction) -> None:
 
 def _vote(builder: Builder, instruction: Instruction) -> None:
     kinds = {"all": b.V_ALL, "any": b.V_ANY, "uni": b.V_UNIFORM, "ballot": b.V_BALLOT}
-    if instruction.opcode[1] != "sync" or instruction.opcode[2] not in kinds:
+    mode = next((part for part in instruction.opcode if part in kinds), "")
+    if "sync" not in instruction.opcode or not mode or len(instruction.opcode) != 4:  # noqa: PLR2004
         raise unknown(instruction)
     row = builder.add(instruction, b.VOTE)
-    row[b.FUNCTION] = kinds[instruction.opcode[2]]
+    row[b.FUNCTION] = kinds[mode]
     row[b.DATA], _ = builder.operand(instruction.operands[0], "b32")
     source = instruction.operands[1]
     row[b.DATA + 1], _ = builder.operand(source, "pred")
@@ -676,7 +777,14 @@ _ATOMS = {
 
 def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
     """Return the number of an atomic operation on a type."""
-    floats = {"f32": b.A_ADD_F32, "f64": b.A_ADD_F64, "f16": b.A_ADD_F16, "bf16": b.A_ADD_BF16, "f16x2": b.A_ADD_F16, "bf16x2": b.A_ADD_BF16}
+    floats = {
+        "f32": b.A_ADD_F32,
+        "f64": b.A_ADD_F64,
+        "f16": b.A_ADD_F16,
+        "bf16": b.A_ADD_BF16,
+        "f16x2": b.A_ADD_F16,
+        "bf16x2": b.A_ADD_BF16,
+    }
     if operation == "add" and kind in floats:
         return floats[kind]
     if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|b16", kind) or (kind == "b16" and operation != "cas"):
@@ -741,7 +849,9 @@ def _atomic(builder: Builder, instruction: Instruction) -> None:
             if _name(item) != "_":
                 row[b.DATA + i], _ = builder.operand(item, kind)
     builder.memory(row, operands[0])
-    values = [item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))]
+    values = [
+        item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))
+    ]
     values = values[: count + (operation == "cas")]  # behind them a cache policy
     for i, item in enumerate(values):
         row[b.DATA + 4 + i], _ = builder.operand(item, kind)
@@ -762,7 +872,11 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
     if tuple(parts) not in kinds:
         raise unknown(instruction)
     row = builder.add(instruction, b.MBARRIER)
-    row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = kinds[tuple(parts)], b.SHARED if "shared" in str(instruction.opcode) else b.GENERIC, 4
+    row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = (
+        kinds[tuple(parts)],
+        b.SHARED if "shared" in str(instruction.opcode) else b.GENERIC,
+        4,
+    )
     row[b.FLAGS] = int("expect_tx" in parts) | 4 * ("test_wait" in parts)
     waits = "wait" in parts[0]
     if parts[0] == "arrive" or waits:
@@ -828,7 +942,13 @@ def _window(builder: Builder, instruction: Instruction) -> None:
     if not space or instruction.opcode[-1] != "u64":
         raise unknown(instruction)
     start = -start if "to" in instruction.opcode else start
-    builder.compute(instruction, f"cvta{start}", lambda x: x + start, ((instruction.operands[0], "u64"),), ((instruction.operands[1], "u64"),))
+    builder.compute(
+        instruction,
+        f"cvta{start}",
+        lambda x: x + start,
+        ((instruction.operands[0], "u64"),),
+        ((instruction.operands[1], "u64"),),
+    )
 
 
 def _is_space(builder: Builder, instruction: Instruction) -> None:
@@ -846,16 +966,26 @@ def _is_space(builder: Builder, instruction: Instruction) -> None:
 def _map_shared(builder: Builder, instruction: Instruction) -> None:
     """mapa of a cluster of one block: the address itself."""
     kind = instruction.opcode[-1]
-    builder.compute(instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),))
+    builder.compute(
+        instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),)
+    )
 
 
 def _rank(builder: Builder, instruction: Instruction) -> None:
-    builder.compute(instruction, "getctarank", lambda x: x.to("u32") & 0, ((instruction.operands[0], "u32"),), ((instruction.operands[1], "u64"),))
+    builder.compute(
+        instruction,
+        "getctarank",
+        lambda x: x.to("u32") & 0,
+        ((instruction.operands[0], "u32"),),
+        ((instruction.operands[1], "u64"),),
+    )
 
 
 def _policy(builder: Builder, instruction: Instruction) -> None:
     """createpolicy: caches change no value."""
-    builder.compute(instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),))
+    builder.compute(
+        instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),)
+    )
 
 
 def _logic(builder: Builder, instruction: Instruction) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ptxas makes of a PTX text: the machine instructions that each PTX instruction became.
 
-Each PTX instruction gets a ``.loc`` of its own (the file is the function, the line is the instruction's number from 1),
-ptxas assembles the text with ``-lineinfo`` as Triton does, and nvdisasm prints the machine instructions with their lines.
-Lines do not change the code that ptxas makes (tests/machine/ptx/test_contract.py compares it with and without them).
+Each PTX instruction gets a ``.loc`` of its own (the file is the function, the line is the instruction's number from
+1), ptxas assembles the text with ``-lineinfo`` as Triton does, and nvdisasm prints the machine instructions with these
+lines. Lines do not change the code (tests/machine/ptx/test_contract.py compares it with and without them).
 """
 
 import functools
@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fmtsim.machine.ptx.parse import Module
+from fmtsim.machine.ptx.parse import Module, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,14 @@ class Listing:
 
     ptxas: str  # "12.8"
     is_same_release: bool  # of the ptxas that the PTX text was written for (its .version)
-    instructions: dict[
-        str, dict[int, tuple[str, ...]]
-    ]  # by function and number of the PTX instruction: "FADD R0, R1, R2"
+    # "FADD R0, R1, R2" by function and number of the PTX instruction; an FFMA has the number of its add
+    instructions: dict[str, dict[int, tuple[str, ...]]]
     count: int  # machine instructions in all, those without a line among them
 
 
 @functools.cache
 def assemblers() -> dict[tuple[int, int], Path]:
-    """Return the installed ptxas by release: Triton's, and CUDA's of CUDA_HOME and PATH. Triton's wins at equal releases."""
+    """Return the installed ptxas by release: Triton's, then CUDA's of CUDA_HOME and PATH."""
     found: dict[tuple[int, int], Path] = {}
     for folder in _folders():
         for name in ("ptxas", "ptxas-blackwell"):
@@ -59,16 +58,14 @@ def disassembled(text: str, *, fuse: bool = True) -> Listing | None:
         text: a module for sm_90a, as Triton, Inductor or NVRTC writes it.
         fuse: False passes ``--fmad=false``, as Triton does for ``enable_fp_fusion=False``.
     """
-    from fmtsim.machine.ptx.parse import parse  # noqa: PLC0415
-
     disassembler = next((folder / "nvdisasm" for folder in _folders() if (folder / "nvdisasm").is_file()), None)
     version = re.search(r"^\s*\.version\s+(\d+)\.(\d+)", text, re.M)
     if not assemblers() or disassembler is None or version is None:
         return None
-    # 1. the release whose PTX version the text has: 12.8 writes 8.7, 13.0 writes 9.0; else the newest that is older
+    # 1. the release whose PTX version the text has (12.8: 8.7, 13.0: 9.0), else the next newer, else the newest
     wanted = (int(version[1]), int(version[2]))
-    by_version = {(r[0] - 4, r[1] if r[0] > 12 else r[1] - 1): r for r in assemblers()}
-    known = wanted if wanted in by_version else max(by_version)
+    by_version = {(r[0] - 4, r[1] if r[0] > 12 else r[1] - 1): r for r in assemblers()}  # noqa: PLR2004
+    known = min((v for v in by_version if v >= wanted), default=max(by_version))
     release = by_version[known]
     marked = _marked(text, parse(text))
     if marked is None:

@@ -27,11 +27,26 @@ MAP = np.dtype([
 ])  # fmt: skip
 ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # of the field elemtype: u8, u16, u32, s32, u64, s64, f16 ...
 _TYPES = {0: "u1", 1: "u2", 2: "u4", 3: "i4", 4: "u8", 5: "i8", 7: "f4", 9: "f8"}
-_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 Handler = Callable[["Block", np.ndarray], None]
 
 
-def encode(address: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], element: int, swizzle: int, fill: int = 0) -> bytes:
+def encode(
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    element: int,
+    swizzle: int,
+    fill: int = 0,
+) -> bytes:
     """Return a tensor map.
 
     Args:
@@ -72,7 +87,9 @@ def _chunks(count: int, first: int, swizzle: int) -> np.ndarray:
     return number ^ ((number >> 3) & (0, 1, 3, 7)[swizzle])
 
 
-def _box(block: "Block", tensor_map: int, coordinates: Sequence[int]) -> tuple[np.void, np.ndarray | None, tuple[slice, ...], tuple[int, ...]]:
+def _box(
+    block: "Block", tensor_map: int, coordinates: Sequence[int]
+) -> tuple[np.void, np.ndarray | None, tuple[slice, ...], tuple[int, ...]]:
     """Return a map's record, its elements that a box holds as a strided view of bytes, their place in the box, its shape."""
     record = _bytes_at(block, tensor_map, 128, "a tensor map").view(MAP)[0]
     rank, size = int(record["rank"]), ELEMENT_BYTES[int(record["elemtype"])]
@@ -124,7 +141,9 @@ def _store_box(block: "Block", tensor_map: int, coordinates: Sequence[int], sour
     if combine is not None:
         kind = _TYPES.get(int(record["elemtype"]))
         if kind is None or (kind[0] == "f" and combine is not np.add):
-            raise ArgumentError(f"a tensor map of element type {record['elemtype']} is not combined by {combine.__name__} here")
+            raise ArgumentError(
+                f"a tensor map of element type {record['elemtype']} is not combined by {combine.__name__} here"
+            )
         old = np.ascontiguousarray(view).view(kind)
         with np.errstate(all="ignore"):
             total = combine(old, new.view(kind))
@@ -152,7 +171,9 @@ def prepare_bulk_copy(instruction: Instruction, builder: "Builder") -> Handler:
         def load(block: "Block", running: np.ndarray) -> None:
             target, (source, coordinates), mbarrier = operands[0](block)[0], operands[1](block), operands[2](block)[0]
             for t in np.flatnonzero(running):
-                nbytes = _load_box(block, int(source[t]), [_signed(c[t]) for c in coordinates], int(target[t]) & 0xFFFFFFFF)
+                nbytes = _load_box(
+                    block, int(source[t]), [_signed(c[t]) for c in coordinates], int(target[t]) & 0xFFFFFFFF
+                )
                 complete(block, int(mbarrier[t]) & 0xFFFFFFFF, nbytes)
 
         return load

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fmtsim.machine.ptx.tensor_map import encode
 from fmtsim.support.errors import ArgumentError, DeviceError, did_you_mean, shown
 
 MULTIPROCESSORS = 132
@@ -37,8 +36,8 @@ class Program:
     scratch: tuple[int, ...] = ()  # bytes a block of parameters behind the arguments, 0 of a null pointer
     config: str = ""
     compiled: Any = None  # Triton's record
-    cubin: bytes | None = None
     fuses: bool = True  # ptxas may fuse products into sums
+    doubts: tuple[str, ...] = ()  # what of the program is not certain
 
 
 class Driver:
@@ -125,7 +124,7 @@ def checked_tensor(what: str, x: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(f"{what} is a {type(x).__name__} of layout {x.layout}; give a plain strided tensor")
     if not x.is_cpu:
         raise ArgumentError(f"{what} is on {x.device}; kernels run on CPU tensors: move it with .cpu()")
-    return x.detach()
+    return x
 
 
 def configured(
@@ -251,20 +250,28 @@ def program(kernel: Any, grid: Any, args: tuple[Any, ...], named: dict[str, Any]
     """
     function, named, words = configured(kernel, config, args, named)
     found, bound = compiled(function, args, named)
+    return bound_program(found, grid(bound) if callable(grid) else grid, tuple(bound.values()), words)
+
+
+def bound_program(found: Any, grid: Any, values: tuple[Any, ...], config: str = "") -> Program:
+    """Return what Triton compiled, ready to run on all of its arguments in their order, constants among them.
+
+    Raises:
+        ArgumentError: More shared memory than a block has, or an argument that is no tensor where one is taken.
+    """
     facts = found.metadata
     if facts.shared > SHARED_LIMIT:
         raise ArgumentError(
             f"{found.name} takes {facts.shared:,} bytes of shared memory, and a block has {SHARED_LIMIT:,}: smaller "
             "blocks, or fewer num_stages"
         )
-    grid = grid(bound) if callable(grid) else grid
     arguments: list[Any] = []
     descriptors = iter(facts.tensordesc_meta or ())
-    for (name, kind), value in zip(found.src.signature.items(), bound.values(), strict=True):
+    for (name, kind), value in zip(found.src.signature.items(), values, strict=True):
         arguments += _flat(name, kind, value, descriptors)
     return Program(
-        name=function.__name__, entry=found.name, ptx=found.asm["ptx"], grid=grid, block=(32 * facts.num_warps, 1, 1),
-        shared_bytes=facts.shared, arguments=tuple(arguments), config=words, compiled=found, cubin=found.asm.get("cubin"),
+        name=found.src.name, entry=found.name, ptx=found.asm["ptx"], grid=grid, block=(32 * facts.num_warps, 1, 1),
+        shared_bytes=facts.shared, arguments=tuple(arguments), config=config, compiled=found,
         scratch=(facts.global_scratch_size, facts.profile_scratch_size), fuses=facts.enable_fp_fusion,
     )  # fmt: skip
 
@@ -289,9 +296,9 @@ def _flat(name: str, kind: Any, value: Any, descriptors: Any) -> list[Any]:
             return [value.base, *shape, *strides, int(value.padding == "nan"), *shape, *strides]
         return [TensorMap(value, facts), *shape, *strides]
     if kind in _FLOATS:
-        # as the launcher packs: a bfloat16 is truncated
+        # as the launcher packs, to a struct of 2 bytes: a bfloat16 is truncated
         code = struct.pack("<e", value) if kind == "fp16" else struct.pack("<f", value)[2:]
-        return [float(value) if kind in ("fp32", "fp64") else int.from_bytes(code, "little")]
+        return [float(value) if kind in ("fp32", "fp64") else code]
     return [int(value)]
 
 
@@ -307,11 +314,13 @@ class TensorMap:
 
     def encode(self, address: Callable[[torch.Tensor], int]) -> bytes:
         """Return the map as ``tensor_map`` lays it out; ``address`` tells where a tensor is."""
+        from fmtsim.machine.ptx.tensor_map import encode  # with numba
+
         tensor, facts = self.descriptor, self.facts
         shape = [int(n) for n in tensor.shape]
         shape[-1] *= 2 if facts["fp4_padded"] else 1
         strides = [int(n) * facts["elem_size"] for n in tensor.strides]
         return encode(
-            address(tensor.base), shape[::-1], strides[-2::-1], facts["block_size"][::-1], facts["elem_type"], facts["swizzle"],
-            int(tensor.padding == "nan"),
+            address(tensor.base), shape[::-1], strides[-2::-1], facts["block_size"][::-1], facts["elem_type"],
+            facts["swizzle"], int(tensor.padding == "nan"),
         )  # fmt: skip

@@ -9,7 +9,6 @@ language; the compiled function runs over all threads of a block, whose register
 Threads whose byte of ``mask`` is 0 keep their results; a null mask keeps none.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -236,9 +235,8 @@ class Tracer:
         self._waiting.clear()
 
 
-@functools.cache
 def _machine() -> Any:
-    """Return the compiler for this processor."""
+    """Return a compiler for this processor; the engine that it is given to owns it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
@@ -246,9 +244,7 @@ def _machine() -> Any:
     return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=2, jit=True)
 
 
-def _write(
-    module: ir.Module, name: str, semantics: Semantics, results: Sequence[str], operands: Sequence[str]
-) -> None:
+def _write(module: ir.Module, name: str, semantics: Semantics, results: Sequence[str], operands: Sequence[str]) -> None:
     """Write the function of one row: a loop over vectors of threads, once with and once without a mask."""
     word = ir.IntType(64)
     kind = ir.FunctionType(ir.VoidType(), [_POINTER, word.as_pointer(), _POINTER, word])
