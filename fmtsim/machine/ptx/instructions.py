@@ -18,8 +18,8 @@ import numpy as np
 from numba import types
 
 from fmtsim.machine import mufu as mufu_unit
-from fmtsim.machine.ptx.block import c_address, lanes_of
-from fmtsim.machine.ptx.numbers import (
+from fmtsim.machine.ptx.block_memory import c_address, lanes_of
+from fmtsim.machine.ptx.gpu_numbers import (
     bf16_to_f32,
     canonical,
     encode,
