@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PTX instructions compute, slowly and obviously: codes in, codes out, on Python's integers.
 
-Written from the PTX ISA 8.7 (chapter 9.7) and from what ptxas makes of an instruction for sm_90a; nothing of the engine is
-used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that returns
+Written from the PTX ISA 8.7 (chapter 9.7), from what ptxas makes of an instruction for sm_90a and, where it says "H100", from
+recordings of one; nothing of the engine is used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that returns
 the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
 """
 
@@ -18,12 +18,7 @@ from fmtsim.machine import mufu
 
 # To be compared with a GPU: what neither the ISA nor ptxas's machine code settles; opcodes, case, what is taken here
 OPEN = (
-    ("*.ftz.f32, *.ftz.f16", "exact results just below the smallest normal number that round up to it", "rounded, then not flushed"),
-    ("{add|sub|mul|fma|mad|neg|abs}.f64, sqrt.rn.f64 of NaN, cvt.r?i.f64.f64, cvt.f64.{f32|f16|bf16}", "NaN", "0x7FFFFFFFFFFFFFFF"),
     ("{min|max}.f64", "zeros of both signs", "-0 is below +0"),
-    ("{min|max}.*.xorsign.abs.*", "NaN", "one NaN: the other's magnitude, both: the canonical one; the xor of the signs in any case"),
-    ("cvt.r?i.{u8|s8|u16|s16}.f64", "NaN", "the top bit of the result's width, as the ISA says of 32 and 64 bits"),
-    ("cvt.{rn|rz}.tf32.f32", "NaN", "0x7FFFFFFF"),
     ("cvt.ftz.f32.bf16", "NaN", "0x7FFFFFFF"),
     ("{fma|cvt}.*.relu.*", "-0", "+0"),
     ("*.sat.*", "-0", "+0"),
@@ -112,7 +107,14 @@ def encode(kind: str, value: Value, mods: Any = (), unit: int = UNIT, more: bool
     if code > f.largest:
         towards_zero = mode == "rz" or mode == ("rp" if sign else "rm") or "satfinite" in mods
         code = f.largest + (not towards_zero)
-    return sign * top | (0 if "ftz" in mods and code < 1 << f.mantissa else code)
+    free = magnitude.bit_length() - 1 - unit - f.mantissa  # ftz (H100): tiny after rounding without a least exponent
+    tiny = rounded(sign, magnitude, free + unit, mode, more).bit_length() + free <= f.least + f.mantissa
+    return sign * top | (0 if "ftz" in mods and tiny else code)
+
+
+def nan_64(*codes: int) -> int:
+    """Return the first NaN of float64 operands, made quiet, or the one that arises of numbers (H100)."""
+    return next((code | 1 << 51 for code in codes if decode("f64", code) is NAN), 0xFFF8 << 48)
 
 
 def ftz_of(kind: str, mods: Any) -> bool:
@@ -149,21 +151,22 @@ def arithmetic(name: str, mods: Any, kind: str, *codes: int) -> int:
     mode = next((m for m in mods if m in MODES), "rn")
     if name in ("add", "sub"):
         negated = b if name == "add" or b is NAN else (1 - b[0], b[1])
-        return encode(kind, total(a, negated, mode), mods)
-    result = product(a, b)
+        result, units = total(a, negated, mode), UNIT
+    else:
+        result, units = product(a, b), 2 * UNIT
     if rest:  # fma, mad
         c = rest[0]
         c = c if c is NAN or c[1] == INF else (c[0], int(c[1]) << UNIT)
         result = total(result, c, mode)
-    return encode(kind, result, mods, 2 * UNIT)
+    if kind == "f64" and result is NAN:  # the second's, the third's, then the first's (H100)
+        return nan_64(*codes[1:], codes[0])
+    return encode(kind, result, mods, units)
 
 
 def quotient(mods: Any, kind: str, x: int, y: int) -> int:
     a, b = (decode(kind, code, ftz_of(kind, mods)) for code in (x, y))
-    if kind == "f64" and NAN in (a, b):  # an operand's, made quiet
-        return (x if a is NAN else y) | 1 << 51
     if a is NAN or b is NAN or a[1] == b[1] == INF or a[1] == b[1] == 0:
-        return 0xFFF8 << 48 if kind == "f64" else encode(kind, NAN)
+        return nan_64(x, y) if kind == "f64" else encode(kind, NAN)
     sign = a[0] ^ b[0]
     if INF in (a[1], b[1]) or b[1] == 0:
         return encode(kind, (sign, INF if a[1] == INF or b[1] == 0 else 0), [])
@@ -174,7 +177,7 @@ def quotient(mods: Any, kind: str, x: int, y: int) -> int:
 def root(mods: Any, kind: str, x: int) -> int:
     a = decode(kind, x, ftz_of(kind, mods))
     if a is NAN or (a[0] and a[1]):
-        return 0xFFF8 << 48 if kind == "f64" and a is not NAN else encode(kind, NAN)
+        return nan_64(x) if kind == "f64" else encode(kind, NAN)
     if a[1] in (0, INF):
         return encode(kind, a)
     whole = math.isqrt(int(a[1]) << 128)
@@ -201,7 +204,7 @@ def extreme(name: str, mods: Any, kind: str, x: int, y: int) -> int:
         x, y = x & ~top, y & ~top
     nans = [decode(kind, code) is NAN for code in (x, y)]
     if all(nans) or (any(nans) and "NaN" in mods):
-        return y | 1 << 51 if kind == "f64" else f.nan | sign if "xorsign" in mods else f.nan
+        return nan_64(y) if kind == "f64" else f.nan  # without the sign of .xorsign (H100)
     below = signed_order(f, x) < signed_order(f, y)
     chosen = y if nans[0] else x if nans[1] or below == (name == "min") else y
     return chosen & ~top | sign if "xorsign" in mods else chosen
@@ -214,10 +217,12 @@ def signed_order(f: Format, code: int) -> int:
 
 
 def of_one_float(name: str, mods: Any, kind: str, x: int) -> int:
-    """neg and abs: sums with -0, which make NaN the unit's."""
+    """neg and abs: sums with -0, which make NaN the unit's, of float64 quiet (H100)."""
     x = flushed(kind, x, mods)
     top = 1 << (FORMATS[kind].bits - 1)
-    return encode(kind, NAN) if decode(kind, x) is NAN else (x ^ top if name == "neg" else x & ~top)
+    if decode(kind, x) is NAN:
+        return nan_64(x) if kind == "f64" else encode(kind, NAN)
+    return x ^ top if name == "neg" else x & ~top
 
 
 def tested(kind: str, what: str, x: int) -> int:
@@ -277,6 +282,37 @@ def approximate(name: str, mods: Any, *codes: int) -> int:
     return arithmetic("add", [], "f32", y, 0xC1C00000) if name == "lg2" else times(y, 12 if name == "rsqrt" else -12)
 
 
+def approximate_16(kind: str, x: int) -> int:
+    """ex2 of 16 bits: MUFU's result cut off, but of float16 65536 and more is Inf (H100)."""
+    if kind == "bf16":
+        return unit("ex2", x << 16) >> 16
+    y = unit("ex2", encode("f32", decode("f16", x)))
+    return 0x7C00 if 0x47800000 <= y <= 0x7F800000 else encode("f16", decode("f32", y), ["rz"])
+
+
+def approximate_64(name: str, mods: Any, x: int) -> int:
+    """rcp and rsqrt: MUFU on the upper 20 bits of a fraction, and 20 of its result (H100); without .ftz Newton's steps follow."""
+    a = decode("f64", x, "ftz" in mods)
+    if "ftz" not in mods:  # rsqrt
+        if a is NAN or a[1] == INF or a[0] or not a[1]:
+            return nan_64(x) if a is NAN or (a[0] and a[1]) else (x & 1 << 63) | (0x7FF0 << 48 if not a[1] else 0)
+        times, plus = partial(arithmetic, "mul", [], "f64"), partial(arithmetic, "fma", [], "f64")
+        x, back = (times(x, 1077 << 52), 1050 << 52) if x >> 52 == 0 else (x, one("f64"))  # 2^54, 2^27
+        y = approximate_64(name, ["ftz"], x)
+        error = plus(x, times(y, y) ^ 1 << 63, one("f64"))
+        return times(plus(plus(error, 0x3FD8 << 48, 0x3FE0 << 48), times(y, error), y), back)
+    a = decode("f64", x >> 32 << 32, True)  # NaN of zeros above is Inf
+    if a is NAN or (name == "rsqrt" and a[0] and a[1]):
+        return 0x7FFFFFFF << 32
+    if a[1] in (0, INF):
+        return a[0] << 63 | (0 if a[1] else 0x7FF0 << 48)
+    exponent = (x >> 52 & 0x7FF) - 1023
+    odd = exponent & 1 if name == "rsqrt" else 0
+    y = unit(name, (127 + odd) << 23 | (x >> 32 & mask(20)) << 3)
+    field = (y >> 23) - 127 - ((exponent - odd) >> (name == "rsqrt")) + 1023
+    return a[0] << 63 | (field << 52 | (y & mask(23)) >> 3 << 32 if field > 0 else 0)
+
+
 # Integers
 
 
@@ -293,13 +329,15 @@ def funnel(mods: Any, low: int, high: int, by: int) -> int:
 
 
 def extracted(kind: str, x: int, start: int, length: int) -> int:
-    start, length, bits = start & 255, length & 255, int(kind[1:])
+    bits = int(kind[1:])
+    start, length = (start & 255, length & 255) if bits == 32 else (start, length)  # all 32 bits of 64 (H100)
     fill = kind[0] == "s" and length > 0 and x >> min(start + length - 1, bits - 1) & 1
     return sum((x >> (start + i) & 1 if i < length and start + i < bits else int(fill)) << i for i in range(bits))
 
 
 def inserted(kind: str, x: int, y: int, start: int, length: int) -> int:
-    start, length, bits = start & 255, length & 255, int(kind[1:])
+    bits = int(kind[1:])
+    start, length = (start & 255, length & 255) if bits == 32 else (start, length)  # all 32 bits of 64 (H100)
     for i in range(min(length, max(bits - start, 0))):
         y = y & ~(1 << (start + i)) | (x >> i & 1) << (start + i)
     return y
@@ -432,7 +470,7 @@ def converted(mods: Any, target: str, source: str, *codes: int) -> int:
             return max(least, min(most, value)) if "sat" in mods else value
         a = decode(source, x, "ftz" in mods and source == "f32")
         if a is NAN:
-            return 1 << (bits - 1) if bits == 64 or source == "f64" else 0
+            return 1 << (bits - 1) if bits == 64 or (bits == 32 and source == "f64") else 0  # H100
         mode = next(MODES[m] for m in mods if m in MODES)
         magnitude = 1 << 64 if a[1] == INF else rounded(a[0], int(a[1]), UNIT, mode)
         return max(least, min(most, -magnitude if a[0] else magnitude))
@@ -446,10 +484,15 @@ def converted(mods: Any, target: str, source: str, *codes: int) -> int:
     if target == "tf32":
         if a is NAN:  # rna looks at bits: a NaN loses the lower ones, or comes down to a number
             cut = x & 0xFFFFE000
-            return cut - 0x2000 if "satfinite" in mods else cut if "rna" in mods else mask(31)
+            return cut - 0x2000 if "satfinite" in mods else cut if "rna" in mods else 0x7FFFE000  # H100
         return encode("tf32", a, mods) << 13
     if (target, source) == ("f32", "bf16") and not mods:
         return x << 16
+    if a is NAN and "f64" in (target, source) and "sat" not in mods:  # sign and upper bits of the fraction, quiet (H100)
+        x = mask(31) if "ftz" in mods and source == "f32" else x
+        t, f = FORMATS[target], FORMATS[source]
+        fraction = (x & mask(f.mantissa)) << 52 >> f.mantissa >> (52 - t.mantissa)
+        return x >> (f.bits - 1) << (t.bits - 1) | t.largest + 1 | 1 << (t.mantissa - 1) | fraction
     return encode(target, a, [m for m in mods if m != "ftz" or target == "f32"])
 
 
@@ -499,9 +542,12 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
     # floats and integers of one type; pairs of 16 bits by halves
     base = kind.removesuffix("x2")
     is_float = base in FORMATS
-    if is_float and ("approx" in mods or "full" in mods):
-        return single(approximate, name, mods)
     function: Callable[..., int]
+    if is_float and ("approx" in mods or "full" in mods):
+        if base == "f64":
+            return single(approximate_64, name, mods)
+        function = partial(approximate, name, mods) if base == "f32" else partial(approximate_16, base)
+        return single(function) if base == kind else single(halves, function)
     if is_float and name in ("add", "sub", "mul", "fma", "mad"):
         function = partial(arithmetic, name, mods, base)
     elif is_float and name in ("min", "max"):
