@@ -33,16 +33,9 @@ from fmtsim.machine.ptx.block_memory import (
     A_XOR,
 )
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
-from fmtsim.machine.ptx.instructions import (
-    SIGN_ONLY,
-    TABLE,
-    clamped,
-    divided_by,
-    fused_factors,
-    fused_sum,
-    logic_of_three,
-    with_operand,
-)
+from fmtsim.machine.ptx.float_instructions import divided_by
+from fmtsim.machine.ptx.instructions import SIGN_ONLY, TABLE, clamped, fused_factors, fused_sum, with_operand
+from fmtsim.machine.ptx.integer_instructions import logic_of_three
 from fmtsim.machine.ptx.matrix_instructions import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.parse import (
     Address,
