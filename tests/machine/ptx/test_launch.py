@@ -106,6 +106,7 @@ def test_kinds_that_are_refused(changes, message):
         scaled(**changes)
 
 
+@pytest.mark.slow
 def test_compilers_that_are_missing_are_named(tmp_path):
     code = (
         "import sys; sys.modules['cuda.bindings'] = sys.modules['triton'] = None\n"
@@ -346,7 +347,9 @@ def caches(tmp_path_factory) -> Iterator[dict[str, tuple[str, list[torch.Tensor]
 
 @needs_golden
 @needs_triton
-@pytest.mark.parametrize("function", ["softmax", "rms", "swiglu", "ce", "ln", "sum"])
+@pytest.mark.parametrize("function", [
+    "rms", "ln", "sum", *(pytest.param(name, marks=pytest.mark.slow) for name in ("softmax", "swiglu", "ce")),
+])  # fmt: skip
 def test_a_gpu_s_graphs(caches, function):
     folder, (*inputs, want) = caches[function]
     with fmtsim.simulate(target="h100", strict=True, compiled=folder) as run:
