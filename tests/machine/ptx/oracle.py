@@ -16,14 +16,8 @@ import numpy as np
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.machine import mufu
 
-# To be compared with a GPU: what neither the ISA nor ptxas's machine code settles; opcodes, case, what is taken here
-OPEN = (
-    ("{min|max}.f64", "zeros of both signs", "-0 is below +0"),
-    ("cvt.ftz.f32.bf16", "NaN", "0x7FFFFFFF"),
-    ("{fma|cvt}.*.relu.*", "-0", "+0"),
-    ("*.sat.*", "-0", "+0"),
-    ("dp2a, dp4a, bmsk.*, szext.*", "beyond 32 bits", "read from the ISA's text alone"),
-)
+# Not compared with a GPU: zeros of both signs in {min|max}.f64 (-0 is below +0), -0 with .relu and .sat (+0), NaN in cvt.ftz.f32.bf16
+# (0x7FFFFFFF), cvt.{rn|rp}.ftz.f32.f64 from 2^-126 (1 - 2^-24) to 2^-126; dp2a, dp4a, bmsk and szext beyond 32 bits
 
 Value = tuple[int, float] | None  # sign, magnitude in units of 2^-1074 (an exact integer, or INF); None is NaN
 INF, NAN = math.inf, None

@@ -34,13 +34,10 @@ CASES = {
     "addend stays": (TWO + "add.f32 %r3, %r1, %r2; sub.f32 %r4, %r1, %r2;", {"%r3": "%r1 +", "%r4": "%r1 -"}),
     "fewer uses go first": (
         TWO + "add.f32 %r3, %r1, %r2; add.f32 %r4, %r1, %e; add.f32 %r5, %r2, %f; sub.f32 %r6, %r1, %f;"
-        " st.global.b32 [%q+80], %r6;",
-        {"%r3": "%r2 +", "%r5": "%r2 +"},
-    ),
+        " st.global.b32 [%q+80], %r6;", {"%r3": "%r2 +", "%r5": "%r2 +"}),
     "three in a circle": (
         TWO + "mul.f32 %r6, %e, %f; add.f32 %r3, %r1, %r2; add.f32 %r4, %r2, %r6; add.f32 %r5, %r6, %r1;",
-        {"%r3": "%r1 +", "%r4": "%r6 +", "%r5": "%r6 +"},
-    ),
+        {"%r3": "%r1 +", "%r4": "%r6 +", "%r5": "%r6 +"}),
     "rounded product": ("mul.rn.f32 %r1, %a, %b; add.f32 %r3, %r1, %c;", {}),
     "rounded sum": (MUL + "add.rn.f32 %r3, %r1, %c;", {}),
     "one flushes": (MUL + "add.ftz.f32 %r3, %r1, %c;", {}),
@@ -54,33 +51,22 @@ CASES = {
     "halves": ("mul.bf16x2 %r1, %a, %b; add.bf16x2 %r3, %r1, %c;", {"%r3": "%r1 +"}),
     "barrier between": (MUL + "bar.sync 0; add.f32 %r3, %r1, %c;", {"%r3": "%r1 +"}),
     "predicated store between": (IF + MUL + "@%p1 st.global.b32 [%q+99], %d; add.f32 %r3, %r1, %c;", {}),
-    "predicated move between": (
-        IF + MUL + "mov.b32 %r4, %d; @%p1 mov.b32 %r4, %a; add.f32 %r3, %r1, %c;",
-        {"%r3": "%r1 +"},
-    ),
+    "predicated move between": (IF + MUL + "mov.b32 %r4, %d; @%p1 mov.b32 %r4, %a; add.f32 %r3, %r1, %c;",
+        {"%r3": "%r1 +"}),
     "IEEE quotient between": (MUL + "div.rn.f32 %r4, %d, %e; add.f32 %r3, %r1, %c;", {}),
     "predicated sum": (IF + MUL + "mov.b32 %r3, %d; @%p1 add.f32 %r3, %r1, %c;", {"%r3": "%r1 +"}),
     "predicated product": (IF + "mov.b32 %r1, %d; @%p1 mul.f32 %r1, %a, %b; add.f32 %r3, %r1, %c;", {}),
-    "loop": (
-        "mov.b32 %r3, 0; mov.b32 %r9, 0; L: ld.volatile.global.b32 %r2, [%p]; mul.f32 %r1, %r2, %b;"
-        " add.f32 %r3, %r1, %r3; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, %f; @%p2 bra L;",
-        {"%r3": "%r1 +"},
-    ),
+    "loop": ("mov.b32 %r3, 0; mov.b32 %r9, 0; L: ld.volatile.global.b32 %r2, [%p]; mul.f32 %r1, %r2, %b;"
+        " add.f32 %r3, %r1, %r3; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, %f; @%p2 bra L;", {"%r3": "%r1 +"}),
     "behind a branch": (IF + MUL + "@%p1 bra L; bar.sync 0; L: add.f32 %r3, %r1, %c;", {}),
-    "constant behind a branch": (
-        IF + "mul.f32 %r1, %a, 0f40400000; @%p1 bra L; bar.sync 0; L: add.f32 %r3, %r1, %c;",
-        {"%r3": "%r1 +"},
-    ),
+    "constant behind a branch": (IF + "mul.f32 %r1, %a, 0f40400000; @%p1 bra L; bar.sync 0; L: add.f32 %r3, %r1, %c;",
+        {"%r3": "%r1 +"}),
     "constant divisor into a loop": (
         "mov.b32 %r2, 0f447A0000; div.full.f32 %r1, %a, %r2; mov.b32 %r3, 0; mov.b32 %r9, 0; L: sub.f32 %r3, %r3, %r1;"
-        " bar.sync 0; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, %f; @%p2 bra L;",
-        {"%r3": "-%r1 +"},
-    ),
-    "written again": (
-        MUL + "add.f32 %r1, %r1, %c; mul.f32 %r2, %r1, %d; add.f32 %r3, %r2, %e;",
-        {"%r1": "%r1 +", "%r3": "%r2 +"},
-    ),
-}
+        " bar.sync 0; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, %f; @%p2 bra L;", {"%r3": "-%r1 +"}),
+    "written again": (MUL + "add.f32 %r1, %r1, %c; mul.f32 %r2, %r1, %d; add.f32 %r3, %r2, %e;",
+        {"%r1": "%r1 +", "%r3": "%r2 +"}),
+}  # fmt: skip
 LOOP_CARRIED = (
     "mov.b32 %r9, 0; mov.b32 %r3, 0; mov.b32 %r1, %f; L: add.f32 %r3, %r1, %r3; ld.volatile.global.b32 %e, [%p];"
     " mul.f32 %r1, %e, %b; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, 4; @%p2 bra L;"

@@ -185,6 +185,8 @@ def test_instructions_have_the_bits_of_the_oracle(family: str, count: int) -> No
     opcodes = _FAMILIES[family]
     if family.startswith("set"):  # 2,000 opcodes: one in six of those that differ in the comparison alone
         opcodes = [opcode for i, opcode in enumerate(opcodes) if (i + i // 12) % 6 == zlib.crc32(family.encode()) % 6]
+    if count < 2816:  # of many opcodes at most 16: compiling them takes the time
+        opcodes = opcodes[:: len(opcodes) // 16 * 2 + 1]
     assert not differing(opcodes, count)
 
 
