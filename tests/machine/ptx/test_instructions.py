@@ -49,7 +49,8 @@ def pool(kind: str, opcode: str) -> list[int]:
             codes = floats(name)
             return [code | codes[(11 * i + 5) % len(codes)] << 16 for i, code in enumerate(codes)]
     top = 1 << width - 1
-    wide = [*_INTS, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, top // 2, 0x5555555555555555, 0xFEDCBA9876543210]
+    ties = [top | top >> k | j for k in (11, 24) for j in (0, 1)] if opcode.startswith("cvt") else []  # of conversions to floats
+    wide = [*_INTS, *ties, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, top // 2, 0x5555555555555555, 0xFEDCBA9876543210]
     return sorted({code & 2 * top - 1 for code in wide})
 
 
