@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fmtsim.cpu.runtime.pool import get_num_threads
-from fmtsim.machine.ptx import block as b
+from fmtsim.machine.ptx import row_layout as b
+from fmtsim.machine.ptx.block import run_block
 from fmtsim.machine.ptx.contract import Contraction
+from fmtsim.machine.ptx.kernel_program import Program, build
 from fmtsim.machine.ptx.parse import Instruction, Module, Variable, width
-from fmtsim.machine.ptx.program import Program, build
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.support.errors import ArgumentError
 
@@ -212,7 +213,7 @@ class Block:
         threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
         threads.counters[self.live :] = b.ENDED
         while True:
-            b.run_block(self.program.rows, self._memory, threads, self.threads, state)
+            run_block(self.program.rows, self._memory, threads, self.threads, state)
             if state[b.STATUS] != b.CALL_HOST:
                 break
             running = threads.running.view(np.bool_)

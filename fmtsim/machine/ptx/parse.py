@@ -505,7 +505,9 @@ def _read_list(reader: _Reader, end: str, named: _Named) -> Iterator[Operand]:
 
 def _negative(number: Immediate) -> Immediate:
     """Return minus a constant; of a float the sign bit changes."""
-    return Immediate(-number.value if number.kind == "int" else number.value ^ 1 << int(number.kind[1:]) - 1, number.kind)
+    return Immediate(
+        -number.value if number.kind == "int" else number.value ^ 1 << int(number.kind[1:]) - 1, number.kind
+    )
 
 
 def _element(number: Immediate, kind: str) -> int:

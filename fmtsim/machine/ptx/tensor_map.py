@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fmtsim.machine.ptx import block as b
+from fmtsim.machine.ptx import row_layout as b
+from fmtsim.machine.ptx.block import mbarrier_settled
 from fmtsim.machine.ptx.parse import Address, Immediate, Instruction, Operand
 from fmtsim.support.errors import ArgumentError
 
 if TYPE_CHECKING:
     from fmtsim.machine.ptx.execute import Block
-    from fmtsim.machine.ptx.program import Builder
+    from fmtsim.machine.ptx.kernel_program import Builder
 
 MAP = np.dtype([
     ("global_address", "<u8"), ("global_dim", "<u4", 5), ("global_stride", "<u8", 4), ("box_dim", "<u2", 5), ("element_stride", "<u2", 5),
@@ -155,7 +156,7 @@ def complete(block: "Block", mbarrier: int, nbytes: int) -> None:
     """Tell an mbarrier that bytes have arrived."""
     word = block.shared[mbarrier : mbarrier + 8].view(np.uint64)
     value = (int(word[0]) - (nbytes << 40)) & ((1 << 64) - 1)
-    word[0] = b.mbarrier_settled.py_func(np.uint64(value))
+    word[0] = mbarrier_settled.py_func(np.uint64(value))
     block.wake()
 
 

@@ -188,7 +188,7 @@ if find_spec("triton") is not None:
         tl.store(y + i[:, None] * SIZE + i[None], tile)
 
 
-def after(kernel, *args, grid=(1,), **named) -> tuple[torch.Tensor, "fmtsim.machine.ptx.launch.Launch"]:
+def after(kernel, *args, grid=(1,), **named) -> tuple[torch.Tensor, "fmtsim.machine.ptx.launching.Launch"]:
     y = torch.zeros(100)
     return y, fmtsim.launch(kernel, grid, X, y, *args, **named)
 

@@ -16,7 +16,7 @@ import torch
 
 import fmtsim
 from fmtsim.machine.ptx.instructions import TABLE
-from fmtsim.machine.ptx.program import _adapted, storage
+from fmtsim.machine.ptx.kernel_program import _adapted, storage
 from fmtsim.machine.ptx.values import Tracer, bits
 
 records = pytest.importorskip("tools.kernels.record", reason="the cases are in tools/, which a wheel does not have")
@@ -102,7 +102,7 @@ def test_a_record_sees_a_wrong_bit():
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 10))])
 def test_recorded_instructions_have_every_bit(part, monkeypatch):
     module = importlib.import_module("tools.kernels.instruction_cases")
-    monkeypatch.setattr("fmtsim.machine.ptx.launch.disassembled", lambda *_, **__: None)  # one instruction: nothing is fused
+    monkeypatch.setattr("fmtsim.machine.ptx.launching.disassembled", lambda *_, **__: None)  # one instruction: nothing is fused
     record = records.Records(FOLDER / "h100_instructions.zip")
     wrong, refused, run = {}, [], 0
     for case in module.cases()[part::10]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fmtsim.casts.ops import load_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import gemm_call, resolve
 from fmtsim.machine.ptx.parse import Group, Immediate, Instruction, Operand, Register
 from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
-from fmtsim.casts.ops import load_engine
 from fmtsim.support.errors import ArgumentError
 
 if TYPE_CHECKING:

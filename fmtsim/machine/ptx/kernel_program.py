@@ -12,18 +12,31 @@ from typing import Any
 
 import numpy as np
 
-from fmtsim.machine.ptx import block as b
-from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
-from fmtsim.machine.ptx.instructions import (
-    SIGN_ONLY,
-    TABLE,
-    clamped,
-    divided_by,
-    fused_factors,
-    fused_sum,
-    logic_of_three,
-    with_operand,
+from fmtsim.machine.ptx import row_layout as b
+from fmtsim.machine.ptx.block import M_ARRIVE, M_EXPECT, M_INIT, M_WAIT, M_WAIT_PARITY
+from fmtsim.machine.ptx.block_memory import (
+    A_ADD,
+    A_ADD_BF16,
+    A_ADD_F16,
+    A_ADD_F32,
+    A_ADD_F64,
+    A_AND,
+    A_COMPARE,
+    A_DECREMENT,
+    A_EXCHANGE,
+    A_INCREMENT,
+    A_MAX,
+    A_MAX_S,
+    A_MIN,
+    A_MIN_S,
+    A_OR,
+    A_XOR,
 )
+from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
+from fmtsim.machine.ptx.float_instructions import divided_by
+from fmtsim.machine.ptx.instructions import SIGN_ONLY, TABLE, clamped, fused_factors, fused_sum, with_operand
+from fmtsim.machine.ptx.integer_instructions import logic_of_three
+from fmtsim.machine.ptx.matrix_instructions import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.parse import (
     Address,
     Function,
@@ -36,9 +49,9 @@ from fmtsim.machine.ptx.parse import (
     Symbol,
     width,
 )
-from fmtsim.machine.ptx.products import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
+from fmtsim.machine.ptx.warps import S_BUTTERFLY, S_DOWN, S_INDEX, S_UP, V_ALL, V_ANY, V_BALLOT, V_UNIFORM
 from fmtsim.support.errors import ArgumentError
 
 _tracer = Tracer()
@@ -220,7 +233,12 @@ class Builder:
                 continue
             first, zero = x.operands[1:]
             writers = self.writers.get(first.name, []) if isinstance(first, Register) else []
-            if not isinstance(zero, Immediate) or zero.value or len(writers) != 1 or len(self.readers[_name(first)]) != 1:
+            if (
+                not isinstance(zero, Immediate)
+                or zero.value
+                or len(writers) != 1
+                or len(self.readers[_name(first)]) != 1
+            ):
                 continue
             inner = self.function.body[writers[0]]
             last = inner.operands[-1]
@@ -732,7 +750,7 @@ def _shuffle(builder: Builder, instruction: Instruction) -> None:
     if instruction.opcode[1] != "sync" or instruction.opcode[3] != "b32":
         raise unknown(instruction)
     row = builder.add(instruction, b.SHUFFLE)
-    row[b.FUNCTION] = {"up": b.S_UP, "down": b.S_DOWN, "bfly": b.S_BUTTERFLY, "idx": b.S_INDEX}[instruction.opcode[2]]
+    row[b.FUNCTION] = {"up": S_UP, "down": S_DOWN, "bfly": S_BUTTERFLY, "idx": S_INDEX}[instruction.opcode[2]]
     target, predicate = _with_predicate(instruction.operands[0])
     row[b.DATA], _ = builder.operand(target, "b32")
     if predicate is not None:
@@ -742,7 +760,7 @@ def _shuffle(builder: Builder, instruction: Instruction) -> None:
 
 
 def _vote(builder: Builder, instruction: Instruction) -> None:
-    kinds = {"all": b.V_ALL, "any": b.V_ANY, "uni": b.V_UNIFORM, "ballot": b.V_BALLOT}
+    kinds = {"all": V_ALL, "any": V_ANY, "uni": V_UNIFORM, "ballot": V_BALLOT}
     mode = next((part for part in instruction.opcode if part in kinds), "")
     if "sync" not in instruction.opcode or not mode or len(instruction.opcode) != 4:  # noqa: PLR2004
         raise unknown(instruction)
@@ -770,27 +788,27 @@ def _match(builder: Builder, instruction: Instruction) -> None:
 
 
 _ATOMS = {
-    "add": b.A_ADD, "and": b.A_AND, "or": b.A_OR, "xor": b.A_XOR, "exch": b.A_EXCHANGE, "cas": b.A_COMPARE, "inc": b.A_INCREMENT,
-    "dec": b.A_DECREMENT, "min": b.A_MIN, "max": b.A_MAX,
+    "add": A_ADD, "and": A_AND, "or": A_OR, "xor": A_XOR, "exch": A_EXCHANGE, "cas": A_COMPARE, "inc": A_INCREMENT,
+    "dec": A_DECREMENT, "min": A_MIN, "max": A_MAX,
 }  # fmt: skip
 
 
 def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
     """Return the number of an atomic operation on a type."""
     floats = {
-        "f32": b.A_ADD_F32,
-        "f64": b.A_ADD_F64,
-        "f16": b.A_ADD_F16,
-        "bf16": b.A_ADD_BF16,
-        "f16x2": b.A_ADD_F16,
-        "bf16x2": b.A_ADD_BF16,
+        "f32": A_ADD_F32,
+        "f64": A_ADD_F64,
+        "f16": A_ADD_F16,
+        "bf16": A_ADD_BF16,
+        "f16x2": A_ADD_F16,
+        "bf16x2": A_ADD_BF16,
     }
     if operation == "add" and kind in floats:
         return floats[kind]
     if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|b16", kind) or (kind == "b16" and operation != "cas"):
         raise unknown(instruction)
     if kind[0] == "s" and operation in ("min", "max"):
-        return b.A_MIN_S if operation == "min" else b.A_MAX_S
+        return A_MIN_S if operation == "min" else A_MAX_S
     return _ATOMS[operation]
 
 
@@ -862,9 +880,9 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
     parts = [p for p in _plain(instruction)[1:] if p not in ("b64", "shared", "shared::cta", "shared::cluster")]
     operands = list(instruction.operands)
     kinds = {
-        ("init",): b.M_INIT, ("expect_tx",): b.M_EXPECT, ("arrive",): b.M_ARRIVE, ("arrive", "expect_tx"): b.M_ARRIVE,
-        ("try_wait",): b.M_WAIT, ("test_wait",): b.M_WAIT, ("try_wait", "parity"): b.M_WAIT_PARITY,
-        ("test_wait", "parity"): b.M_WAIT_PARITY,
+        ("init",): M_INIT, ("expect_tx",): M_EXPECT, ("arrive",): M_ARRIVE, ("arrive", "expect_tx"): M_ARRIVE,
+        ("try_wait",): M_WAIT, ("test_wait",): M_WAIT, ("try_wait", "parity"): M_WAIT_PARITY,
+        ("test_wait", "parity"): M_WAIT_PARITY,
     }  # fmt: skip
     if parts == ["inval"]:
         builder.add(instruction, b.NOTHING)
@@ -903,7 +921,7 @@ def _copy(builder: Builder, instruction: Instruction) -> None:
         return
     if text.startswith("cp.async.mbarrier.arrive"):
         row = builder.add(instruction, b.MBARRIER)
-        row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = b.M_ARRIVE, b.SHARED if "shared" in text else b.GENERIC, 4
+        row[b.FUNCTION], row[b.SPACE], row[b.SIZE] = M_ARRIVE, b.SHARED if "shared" in text else b.GENERIC, 4
         row[b.FLAGS] = 0 if "noinc" in text else 2
         builder.memory(row, instruction.operands[0])
         return
