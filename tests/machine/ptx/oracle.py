@@ -17,9 +17,9 @@ from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.machine import mufu
 
 # To be compared with a GPU: what neither the ISA nor ptxas's machine code settles; opcodes, case, what is taken here.
-# Recorded on an H100 since: NaN of float64 and of conversions, which keep what they can of a payload, and xorsign of NaN.
+# Recorded on an H100 since: NaN of float64 and of conversions, which keep what they can of a payload, xorsign of NaN, results
+# with .ftz just below the normal numbers, fields of 64 bits beyond their end.
 OPEN = (
-    ("*.ftz.f32, *.ftz.f16", "exact results just below the smallest normal number that round up to it", "rounded, then not flushed"),
     ("cvt.ftz.f32.bf16", "NaN", "0x7FFFFFFF"),
     ("{fma|cvt}.*.relu.*, *.sat.*", "-0", "+0"),
     ("bmsk.*, szext.*", "beyond 32 bits", "read from the ISA's text alone"),
@@ -102,12 +102,15 @@ def encode(kind: str, value: Value, mods: Any = (), unit: int = UNIT, more: bool
     if magnitude == INF:
         return sign * top | (f.largest if "satfinite" in mods else f.largest + 1)
     magnitude = int(magnitude)
-    last = max(magnitude.bit_length() - 1 - unit - f.mantissa, f.least)  # exponent of the result's last place
+    free = magnitude.bit_length() - 1 - unit - f.mantissa  # exponent of the last place without and with subnormal numbers
+    if "ftz" in mods and magnitude and rounded(sign, magnitude << 64, free + unit + 64, mode, more).bit_length() + free <= f.least + f.mantissa:
+        return sign * top  # rounded as if exponents had no end, it is below the normal numbers
+    last = max(free, f.least)
     code = ((last - f.least) << f.mantissa) + rounded(sign, magnitude, last + unit, mode, more)
     if code > f.largest:
         towards_zero = mode == "rz" or mode == ("rp" if sign else "rm") or "satfinite" in mods
         code = f.largest + (not towards_zero)
-    return sign * top | (0 if "ftz" in mods and code < 1 << f.mantissa else code)
+    return sign * top | code
 
 
 def nan_as(target: str, source: str, code: int) -> int:
@@ -349,13 +352,15 @@ def funnel(mods: Any, low: int, high: int, by: int) -> int:
 
 
 def extracted(kind: str, x: int, start: int, length: int) -> int:
-    start, length, bits = start & 255, length & 255, int(kind[1:])
+    bits = int(kind[1:])
+    start, length = (start & 255, length & 255) if bits == 32 else (start, length)  # 64 bits: instructions that read all
     fill = kind[0] == "s" and length > 0 and x >> min(start + length - 1, bits - 1) & 1
     return sum((x >> (start + i) & 1 if i < length and start + i < bits else int(fill)) << i for i in range(bits))
 
 
 def inserted(kind: str, x: int, y: int, start: int, length: int) -> int:
-    start, length, bits = start & 255, length & 255, int(kind[1:])
+    bits = int(kind[1:])
+    start, length = (start & 255, length & 255) if bits == 32 else (start, length)
     for i in range(min(length, max(bits - start, 0))):
         y = y & ~(1 << (start + i)) | (x >> i & 1) << (start + i)
     return y
