@@ -101,6 +101,15 @@ def test_all_threads_of_a_block_meet_at_a_barrier(threads: int) -> None:
     assert got == list(range(threads))[::-1]
 
 
+def test_threads_that_end_let_a_barrier_go() -> None:
+    body = "setp.gt.u32 %p0, %r0, 20; @%p0 bra OUT; bar.sync 0; st.global.u32 [%d1], 5; ret; OUT: st.global.u32 [%d1], 6;"
+    assert run(body, words(64), threads=(64, 1, 1)) == [5] * 21 + [6] * 43
+
+
+def test_a_warp_with_few_threads_counts_whole_at_a_named_barrier() -> None:
+    assert run("bar.sync 1, 64; st.global.u32 [%d1], 5;", words(40), threads=(40, 1, 1)) == [5] * 40
+
+
 @pytest.mark.parametrize("producer", [0, 2])
 def test_named_barriers_count_the_warps_that_come(producer: int) -> None:
     # warp 1 waits at barrier 3 for a producer that does not wait; the other warp never comes
@@ -152,13 +161,16 @@ def test_an_mbarrier_waits_for_arrivals_and_for_bytes() -> None:
     mbarrier.test_wait.shared::cta.b64 %p4, [bar], %d4; selp.u32 %r4, 1, 0, %p4; st.global.u32 [%d0+136], %r4;
     cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [buffer], [%d9], 128, [bar];
     WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0; @!%p1 bra WAIT;
+    @%p0 mbarrier.arrive.shared::cta.b64 _, [bar];
     mbarrier.test_wait.parity.shared::cta.b64 %p4, [bar], 1; selp.u32 %r4, 1, 0, %p4; @%p0 st.global.u32 [%d0+140], %r4;
+    @%p0 mbarrier.arrive.shared::cta.b64 _, [bar];
+    mbarrier.test_wait.parity.shared::cta.b64 %p4, [bar], 1; selp.u32 %r4, 1, 0, %p4; @%p0 st.global.u32 [%d0+144], %r4;
     mov.u32 %r5, buffer; mad.lo.u32 %r5, %r0, 4, %r5; ld.shared.u32 %r6, [%r5]; st.global.u32 [%d1], %r6;"""
     module = ".shared .align 8 .b64 bar; .shared .align 128 .b8 buffer[128];"
-    got = run(body, words(36), torch.arange(32, dtype=torch.int32) * 3, module=module)
-    assert got == [*range(0, 96, 3), 0, 0, 0, 0]
+    got = run(body, words(37), torch.arange(32, dtype=torch.int32) * 3, module=module)
+    assert got == [*range(0, 96, 3), 0, 0, 0, 0, 1]
     with pytest.raises(ArgumentError, match="threads wait at a barrier to which the others never come, thread 0 .*try_wait"):
-        run(body.replace("128, [bar];", "112, [bar];"), words(36), torch.zeros(32, dtype=torch.int32), module=module)
+        run(body.replace("128, [bar];", "112, [bar];"), words(37), torch.zeros(32, dtype=torch.int32), module=module)
 
 
 # Atomics and warps
