@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PTX instructions compute, slowly and obviously: codes in, codes out, on Python's integers.
 
-Written from the PTX ISA 8.7 (chapter 9.7) and from what ptxas makes of an instruction for sm_90a; nothing of the engine is
-used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that returns
-the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
+Written from the PTX ISA 8.7 (chapter 9.7) and from what ptxas makes of an instruction for sm_90a; nothing of the engine
+is used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that
+returns the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
 """
 
 import math
@@ -17,8 +17,8 @@ from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.machine import mufu
 
 # To be compared with a GPU: what neither the ISA nor ptxas's machine code settles; opcodes, case, what is taken here.
-# Recorded on an H100 since: NaN of float64 and of conversions, which keep what they can of a payload, xorsign of NaN, results
-# with .ftz just below the normal numbers, fields of 64 bits beyond their end.
+# Recorded on an H100 since: NaN of float64 and of conversions, which keep what they can of a payload, xorsign of NaN,
+# results with .ftz just below the normal numbers, fields of 64 bits beyond their end.
 OPEN = (
     ("cvt.ftz.f32.bf16", "NaN", "0x7FFFFFFF"),
     ("{fma|cvt}.*.relu.*, *.sat.*", "-0", "+0"),
@@ -35,7 +35,7 @@ def mask(bits: int) -> int:
 
 
 class Format(NamedTuple):
-    """A float format: its bits, those of its mantissa, log2 of the least number, the largest code, the NaN that units return."""
+    """A float format: its bits, those of its mantissa, log2 of the least number, the largest code, the NaN of its units."""
 
     bits: int
     mantissa: int
@@ -47,9 +47,20 @@ class Format(NamedTuple):
 FORMATS = {
     "f16": Format(16, 10, -24, 0x7BFF, 0x7FFF), "bf16": Format(16, 7, -133, 0x7F7F, 0x7FFF),
     "f32": Format(32, 23, -149, 0x7F7FFFFF, 0x7FFFFFFF), "f64": Format(64, 52, -1074, (0x7FF0 << 48) - 1, 0xFFF8 << 48),
-    "tf32": Format(19, 10, -136, 0x3FBFF, 0x3FFFF), "e4m3": Format(8, 3, -9, 0x7E, 0x7F), "e5m2": Format(8, 2, -16, 0x7B, 0x7F),
+    "tf32": Format(19, 10, -136, 0x3FBFF, 0x3FFFF),
+    "e4m3": Format(8, 3, -9, 0x7E, 0x7F), "e5m2": Format(8, 2, -16, 0x7B, 0x7F),
 }  # fmt: skip
-MODES = {"rn": "rn", "rz": "rz", "rm": "rm", "rp": "rp", "rna": "rna", "rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
+MODES = {
+    "rn": "rn",
+    "rz": "rz",
+    "rm": "rm",
+    "rp": "rp",
+    "rna": "rna",
+    "rni": "rn",
+    "rzi": "rz",
+    "rmi": "rm",
+    "rpi": "rp",
+}
 
 
 def signed(code: int, bits: int) -> int:
@@ -88,7 +99,7 @@ def rounded(sign: int, magnitude: int, shift: int, mode: str, more: bool = False
 
 
 def encode(kind: str, value: Value, mods: Any = (), unit: int = UNIT, more: bool = False) -> int:
-    """Round a value, whose magnitude is in units of 2^-unit, once; ``mods`` may hold a direction, ftz, sat, relu, satfinite."""
+    """Round a value, in units of 2^-unit, once; ``mods`` may hold a direction, ftz, sat, relu, satfinite."""
     f = FORMATS[kind]
     if value is NAN:
         return 0 if "sat" in mods else f.nan
@@ -102,8 +113,14 @@ def encode(kind: str, value: Value, mods: Any = (), unit: int = UNIT, more: bool
     if magnitude == INF:
         return sign * top | (f.largest if "satfinite" in mods else f.largest + 1)
     magnitude = int(magnitude)
-    free = magnitude.bit_length() - 1 - unit - f.mantissa  # exponent of the last place without and with subnormal numbers
-    if "ftz" in mods and magnitude and rounded(sign, magnitude << 64, free + unit + 64, mode, more).bit_length() + free <= f.least + f.mantissa:
+    free = (
+        magnitude.bit_length() - 1 - unit - f.mantissa
+    )  # exponent of the last place without and with subnormal numbers
+    if (
+        "ftz" in mods
+        and magnitude
+        and rounded(sign, magnitude << 64, free + unit + 64, mode, more).bit_length() + free <= f.least + f.mantissa
+    ):
         return sign * top  # rounded as if exponents had no end, it is below the normal numbers
     last = max(free, f.least)
     code = ((last - f.least) << f.mantissa) + rounded(sign, magnitude, last + unit, mode, more)
@@ -240,7 +257,8 @@ def tested(kind: str, what: str, x: int) -> int:
     subnormal = 0 < low < 1 << f.mantissa
     finite = value is not NAN and value[1] != INF
     return int({
-        "finite": finite, "infinite": value is not NAN and not finite, "number": value is not NAN, "notanumber": value is NAN,
+        "finite": finite, "infinite": value is not NAN and not finite, "number": value is not NAN,
+        "notanumber": value is NAN,
         "normal": finite and not subnormal, "subnormal": subnormal,
     }[what])  # fmt: skip
 
@@ -264,7 +282,7 @@ def unit(name: str, code: int) -> int:
 
 
 def unit_64(name: str, x: int) -> int:
-    """rcp and rsqrt of float64: those of the upper word, the result's lower word is 0; below the normal numbers a zero."""
+    """rcp and rsqrt of float64: of the upper word, the result's lower word is 0; below the normal numbers a zero."""
     x = x >> 32 << 32
     value, sign, field = decode("f64", x), x >> 63, x >> 52 & 0x7FF
     if value is NAN or (sign and field and name == "rsqrt"):
@@ -322,7 +340,11 @@ def approximate(name: str, mods: Any, *codes: int) -> int:
     if name in ("sin", "cos") or ftz:
         return unit(name, x)
     if name == "ex2":
-        low = x >> 31 and power(6) - power(0) and signed_order(FORMATS["f32"], x) < signed_order(FORMATS["f32"], 0xC2FC0000)
+        low = (
+            x >> 31
+            and power(6) - power(0)
+            and signed_order(FORMATS["f32"], x) < signed_order(FORMATS["f32"], 0xC2FC0000)
+        )
         if not low or magnitude > 0x7F800000:
             return unit(name, x)
         y = unit(name, times(x, -1))
@@ -353,7 +375,9 @@ def funnel(mods: Any, low: int, high: int, by: int) -> int:
 
 def extracted(kind: str, x: int, start: int, length: int) -> int:
     bits = int(kind[1:])
-    start, length = (start & 255, length & 255) if bits == 32 else (start, length)  # 64 bits: instructions that read all
+    start, length = (
+        (start & 255, length & 255) if bits == 32 else (start, length)
+    )  # 64 bits: instructions that read all
     fill = kind[0] == "s" and length > 0 and x >> min(start + length - 1, bits - 1) & 1
     return sum((x >> (start + i) & 1 if i < length and start + i < bits else int(fill)) << i for i in range(bits))
 
@@ -386,7 +410,8 @@ def permuted(mods: Any, x: int, y: int, choice: int) -> int:
     parts = [(y << 32 | x) >> 8 * i & 255 for i in range(8)]
     c = choice & 3
     order = {
-        "f4e": [c + i for i in range(4)], "b4e": [(c - i) % 8 for i in range(4)], "rc8": [c] * 4, "ecl": [max(c, i) for i in range(4)],
+        "f4e": [c + i for i in range(4)], "b4e": [(c - i) % 8 for i in range(4)], "rc8": [c] * 4,
+        "ecl": [max(c, i) for i in range(4)],
         "ecr": [min(c, i) for i in range(4)], "rc16": [2 * (c & 1) + (i & 1) for i in range(4)],
     }  # fmt: skip
     mode = next((m for m in mods if m in order), None)
@@ -425,7 +450,8 @@ def integer(name: str, mods: Any, kind: str, *codes: int) -> int:
     if name in ("add", "sub") and "sat" in mods:
         return max(-(1 << 31), min(mask(31), x + y if name == "add" else x - y))
     return int({
-        "add": x + y, "sub": x - y, "min": min(x, y), "max": max(x, y), "sad": z + abs(x - y), "abs": abs(x), "neg": -x, "and": x & y,
+        "add": x + y, "sub": x - y, "min": min(x, y), "max": max(x, y), "sad": z + abs(x - y), "abs": abs(x),
+        "neg": -x, "and": x & y,
         "or": x | y, "xor": x ^ y, "not": ~x, "cnot": x == 0, "popc": x.bit_count(), "clz": bits - x.bit_length(),
         "brev": int(f"{x:0{bits}b}"[::-1], 2) if kind[0] == "b" else 0,
     }[name])  # fmt: skip
@@ -446,7 +472,8 @@ def with_carry(name: str, mods: Any, kind: str, *codes: int) -> tuple[int, int]:
 # Comparisons
 
 _RELATIONS = {
-    "eq": lambda x, y: x == y, "ne": lambda x, y: x != y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "gt": lambda x, y: x > y,
+    "eq": lambda x, y: x == y, "ne": lambda x, y: x != y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
     "ge": lambda x, y: x >= y,
 }  # fmt: skip
 _RELATIONS |= {name: _RELATIONS[same] for name, same in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge"))}
@@ -518,7 +545,7 @@ def converted(mods: Any, target: str, source: str, *codes: int) -> int:
 
 @cache
 def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
-    """Return a function of the codes of an opcode's operands: the codes of its results, cut to their registers by the caller."""
+    """Return a function of the codes of an opcode's operands: those of its results, not yet cut to registers."""
     name, *parts = opcode.split(".")
     kind, mods = parts[-1], parts[:-1]
 
@@ -527,7 +554,9 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
 
     if name == "cvt":
         if parts[0] == "pack":
-            return lambda a, b: (sum((converted(["sat"], parts[-2], "s32", v) & 0xFFFF) << s for v, s in ((a, 16), (b, 0))),)
+            return lambda a, b: (
+                sum((converted(["sat"], parts[-2], "s32", v) & 0xFFFF) << s for v, s in ((a, 16), (b, 0))),
+            )
         return single(converted, parts[:-2], parts[-2], parts[-1])
     if name in ("setp", "set"):
         relation, mods = parts[0], parts[1:]
@@ -542,11 +571,17 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
     if name == "selp":
         return lambda x, y, p: (x if p else y,)
     if name == "slct":
-        return lambda x, y, c: (x if (compared("ge", mods, "f32", c, 0) if kind == "f32" else signed(c, 32) >= 0) else y,)
+        return lambda x, y, c: (
+            x if (compared("ge", mods, "f32", c, 0) if kind == "f32" else signed(c, 32) >= 0) else y,
+        )
     if name == "mov":
         return lambda x: (x,)
     if kind == "pred":
-        return single({"and": lambda p, q: p & q, "or": lambda p, q: p | q, "xor": lambda p, q: p ^ q, "not": lambda p: 1 - p}[name])
+        return single(
+            {"and": lambda p, q: p & q, "or": lambda p, q: p | q, "xor": lambda p, q: p ^ q, "not": lambda p: 1 - p}[
+                name
+            ]
+        )
     if name == "prmt":
         return single(permuted, mods + [kind])
     if name in ("addc", "subc", "madc") or "cc" in mods:
@@ -596,7 +631,9 @@ def shuffled(kind: str, values: list[int], lanes: list[int], clamps: list[int]) 
     for lane in range(32):
         by, clamp, segment = lanes[lane] & 31, clamps[lane] & 31, clamps[lane] >> 8 & 31
         end = lane & segment | clamp & ~segment & 31
-        source = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment & 31}[kind]
+        source = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment & 31}[
+            kind
+        ]
         holds = source >= end if kind == "up" else source <= end
         results.append(values[source if holds else lane])
         inside.append(int(holds))
