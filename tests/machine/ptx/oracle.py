@@ -35,7 +35,7 @@ def mask(bits: int) -> int:
 
 
 class Format(NamedTuple):
-    """A float format: its bits, those of its mantissa, log2 of the least number, the largest code, the NaN of its units."""
+    """A float format: its bits, those of its mantissa, log2 of the least number, the largest code, its NaN."""
 
     bits: int
     mantissa: int
