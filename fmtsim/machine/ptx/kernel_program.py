@@ -223,9 +223,10 @@ class Builder:
 
     def is_negated_in_place(self, instruction: Instruction) -> bool:
         """Return True for a neg or abs that only selp reads: ptxas makes it part of that, which keeps NaN's bits."""
+        if instruction.opcode not in (("neg", "f32"), ("abs", "f32")):
+            return False
         readers = self.readers.get(operand_name(instruction.operands[0]), [])
-        plain = instruction.opcode in (("neg", "f32"), ("abs", "f32"))
-        return plain and bool(readers) and all(reader.opcode[0] == "selp" for reader in readers)
+        return bool(readers) and all(reader.opcode[0] == "selp" for reader in readers)
 
     def _lay_out_variables(self) -> None:
         """Give shared and local variables their addresses: aligned, in order; arrays of the launch's size come last."""
