@@ -16,7 +16,8 @@ from fmtsim.cpu.runtime.pool import get_num_threads
 from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.block import run_block
 from fmtsim.machine.ptx.contract import Contraction
-from fmtsim.machine.ptx.kernel_program import Program, build
+from fmtsim.machine.ptx.kernel_program import Program
+from fmtsim.machine.ptx.lowering import build
 from fmtsim.machine.ptx.parse import Instruction, Module, Variable, width
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.support.errors import ArgumentError

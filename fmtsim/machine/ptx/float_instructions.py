@@ -244,7 +244,8 @@ def _root_64(opcode: Opcode, x: Vector) -> Vector:
     better = step.call("fma", y * error, y)
     better = where(tiny, better * 2.0**27, better)
     special = ((word & 0x7FF00000) == 0x7FF00000) | (x < 0.0)
-    return propagate(where(special | (x == 0.0), y, better), x)
+    # 2. a NaN whose upper word is that of Inf is one, too
+    return propagate(where(x.isnan(), x, where(special | (x == 0.0), y, better)), x)
 
 
 @row("{rcp|rsqrt}.approx.ftz.f64", "t", "t", "9.7.3.14")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - kernels in strings
 """What threads of a block do to each other and to memory: divergence, barriers, atomics, warps; and every error's text."""
 
 import random
@@ -101,6 +102,17 @@ def test_all_threads_of_a_block_meet_at_a_barrier(threads: int) -> None:
     assert got == list(range(threads))[::-1]
 
 
+def test_threads_that_end_let_a_barrier_go() -> None:
+    body = (
+        "setp.gt.u32 %p0, %r0, 20; @%p0 bra OUT; bar.sync 0; st.global.u32 [%d1], 5; ret; OUT: st.global.u32 [%d1], 6;"
+    )
+    assert run(body, words(64), threads=(64, 1, 1)) == [5] * 21 + [6] * 43
+
+
+def test_a_warp_with_few_threads_counts_whole_at_a_named_barrier() -> None:
+    assert run("bar.sync 1, 64; st.global.u32 [%d1], 5;", words(40), threads=(40, 1, 1)) == [5] * 40
+
+
 @pytest.mark.parametrize("producer", [0, 2])
 def test_named_barriers_count_the_warps_that_come(producer: int) -> None:
     # warp 1 waits at barrier 3 for a producer that does not wait; the other warp never comes
@@ -152,13 +164,18 @@ def test_an_mbarrier_waits_for_arrivals_and_for_bytes() -> None:
     mbarrier.test_wait.shared::cta.b64 %p4, [bar], %d4; selp.u32 %r4, 1, 0, %p4; st.global.u32 [%d0+136], %r4;
     cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [buffer], [%d9], 128, [bar];
     WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [bar], 0; @!%p1 bra WAIT;
+    @%p0 mbarrier.arrive.shared::cta.b64 _, [bar];
     mbarrier.test_wait.parity.shared::cta.b64 %p4, [bar], 1; selp.u32 %r4, 1, 0, %p4; @%p0 st.global.u32 [%d0+140], %r4;
+    @%p0 mbarrier.arrive.shared::cta.b64 _, [bar];
+    mbarrier.test_wait.parity.shared::cta.b64 %p4, [bar], 1; selp.u32 %r4, 1, 0, %p4; @%p0 st.global.u32 [%d0+144], %r4;
     mov.u32 %r5, buffer; mad.lo.u32 %r5, %r0, 4, %r5; ld.shared.u32 %r6, [%r5]; st.global.u32 [%d1], %r6;"""
     module = ".shared .align 8 .b64 bar; .shared .align 128 .b8 buffer[128];"
-    got = run(body, words(36), torch.arange(32, dtype=torch.int32) * 3, module=module)
-    assert got == [*range(0, 96, 3), 0, 0, 0, 0]
-    with pytest.raises(ArgumentError, match="threads wait at a barrier to which the others never come, thread 0 .*try_wait"):
-        run(body.replace("128, [bar];", "112, [bar];"), words(36), torch.zeros(32, dtype=torch.int32), module=module)
+    got = run(body, words(37), torch.arange(32, dtype=torch.int32) * 3, module=module)
+    assert got == [*range(0, 96, 3), 0, 0, 0, 0, 1]
+    with pytest.raises(
+        ArgumentError, match="threads wait at a barrier to which the others never come, thread 0 .*try_wait"
+    ):
+        run(body.replace("128, [bar];", "112, [bar];"), words(37), torch.zeros(32, dtype=torch.int32), module=module)
 
 
 # Atomics and warps
@@ -226,16 +243,34 @@ def test_warps_exchange_as_the_oracle_says() -> None:
 
         fives = [int(v == 5) for v in values]
         for kind in ("all", "any", "uni"):
-            assert of(f"vote.sync.{kind}.pred %p2, %p1, %r9; selp.u32 %r3, 1, 0, %p2;") == [voted(kind, fives, lanes)] * len(running)
-        assert of("vote.sync.ballot.b32 %r3, !%p1, %r9;") == [voted("ballot", [1 - v for v in fives], lanes)] * len(running)
+            for votes, predicate in ((fives, "%p1"), ([1] * 32, "%p3")):
+                body = f"setp.ne.u32 %p3, %r1, 7; vote.sync.{kind}.pred %p2, {predicate}, %r9; selp.u32 %r3, 1, 0, %p2;"
+                assert of(body) == [voted(kind, votes, lanes)] * len(running)
+        assert of("vote.sync.ballot.b32 %r3, !%p1, %r9;") == [voted("ballot", [1 - v for v in fives], lanes)] * len(
+            running
+        )
         masks, _ = matched("any", values, lanes)
         assert of("match.any.sync.b32 %r3, %r1, %r9;") == [masks[t] for t in running]
         masks, same = matched("all", values, lanes)
-        assert of("match.all.sync.b32 %r3|%p3, %r1, %r9; @%p3 xor.b32 %r3, %r3, 1;") == [masks[t] ^ same for t in running]
-        for name, kind in [("add", "u32"), ("add", "s32"), ("min", "u32"), ("max", "s32"), ("and", "b32"), ("or", "b32"), ("xor", "b32")]:
+        assert of("match.all.sync.b32 %r3|%p3, %r1, %r9; @%p3 xor.b32 %r3, %r3, 1;") == [
+            masks[t] ^ same for t in running
+        ]
+        for name, kind in [
+            ("add", "u32"),
+            ("add", "s32"),
+            ("min", "u32"),
+            ("max", "s32"),
+            ("and", "b32"),
+            ("or", "b32"),
+            ("xor", "b32"),
+        ]:
             moved = "sub.u32 %r1, 4, %r1;" if kind == "s32" else ""
             wanted = reduced(name, kind, [4 - v & 0xFFFFFFFF for v in values] if moved else values, lanes)
-            assert of(f"{moved} redux.sync.{name}.{kind} %r3, %r1, %r9;") == [wanted] * len(running), (name, kind, members)
+            assert of(f"{moved} redux.sync.{name}.{kind} %r3, %r1, %r9;") == [wanted] * len(running), (
+                name,
+                kind,
+                members,
+            )
         elected = of("mov.u32 %r3, 0; elect.sync %r4|%p2, %r9; selp.u32 %r3, 64, 0, %p2; add.u32 %r3, %r3, %r4;")
         assert elected == [running[0] + 64 * (t == running[0]) for t in running]
 
@@ -243,7 +278,9 @@ def test_warps_exchange_as_the_oracle_says() -> None:
 @pytest.mark.parametrize("tables", [range(0, 256, 17), pytest.param(range(256), marks=pytest.mark.slow)])
 def test_lop3_has_every_table(tables: range) -> None:
     x, y, z = 0x0F0F3355, 0x12345678, 0xFEDC3210
-    body = "".join(f"lop3.b32 %r1, {x}, {y}, {z}, {table}; @!%p0 st.global.u32 [%d0+{4 * table}], %r1;" for table in tables)
+    body = "".join(
+        f"lop3.b32 %r1, {x}, {y}, {z}, {table}; @!%p0 st.global.u32 [%d0+{4 * table}], %r1;" for table in tables
+    )
     got = run("setp.ne.u32 %p0, %r0, 0;" + body, words(256))
     assert [got[table] & 0xFFFFFFFF for table in tables] == [logic(table, x, y, z) for table in tables]
 
@@ -266,7 +303,9 @@ def test_generic_addresses_reach_shared_and_global_memory() -> None:
     mov.u64 %d2, buffer; cvta.shared.u64 %d3, %d2; add.u64 %d4, %d3, %d8; st.u32 [%d4], %r0; bar.sync 0;
     xor.b32 %r1, %r0, 5; mul.wide.u32 %d5, %r1, 4; add.u64 %d5, %d5, %d3; ld.u32 %r2, [%d5]; cvta.to.shared.u64 %d6, %d5;
     cvt.u32.u64 %r3, %d6; ld.shared.u32 %r4, [%r3]; add.u32 %r2, %r2, %r4; cvta.to.global.u64 %d7, %d1; st.u32 [%d7], %r2;"""
-    assert run(body, words(), module=".shared .b32 pad[3]; .shared .b32 buffer[32];") == [2 * (t ^ 5) for t in range(32)]
+    assert run(body, words(), module=".shared .b32 pad[3]; .shared .b32 buffer[32];") == [
+        2 * (t ^ 5) for t in range(32)
+    ]
 
 
 def test_loads_and_stores_of_every_width() -> None:
@@ -297,7 +336,12 @@ def test_device_functions_are_called_twice() -> None:
     mul.lo.u32 %r3, %r1, %r2; st.param.b32 [result], %r3; ret; $LARGE: st.param.b32 [result], %r2; ret; }"""
     call = """{{ .param .b32 pa; .param .b32 pb; .param .b32 pr; st.param.b32 [pa], {a}; st.param.b32 [pb], {b};
     call.uni (pr), times, (pa, pb); ld.param.b32 %r5, [pr]; }}"""
-    body = call.format(a="%r0", b="7") + "add.u32 %r6, %r5, 1;" + call.format(a="%r6", b="%r0") + "st.global.u32 [%d1], %r5;"
+    body = (
+        call.format(a="%r0", b="7")
+        + "add.u32 %r6, %r5, 1;"
+        + call.format(a="%r6", b="%r0")
+        + "st.global.u32 [%d1], %r5;"
+    )
 
     def times(a: int, b: int) -> int:
         return b if a > 9 else a * b
@@ -355,7 +399,9 @@ def test_errors_name_the_place_and_the_instruction(body: str) -> None:
 
 
 def test_arguments_have_to_fit_the_parameters() -> None:
-    module = parse(".version 8.7\n.target sm_90a\n.visible .entry k(.param .u64 x, .param .u32 n, .param .align 8 .b8 s[16]) { ret; }")
+    module = parse(
+        ".version 8.7\n.target sm_90a\n.visible .entry k(.param .u64 x, .param .u32 n, .param .align 8 .b8 s[16]) { ret; }"
+    )
     good: list = [words(), 3, bytes(16)]
     cases = [
         ([words(), 3], "2 arguments; the kernel has 3: x, n, s"), ([words(), words(), bytes(16)], r"argument 1 \(n\) is a tensor; .*type u32"),

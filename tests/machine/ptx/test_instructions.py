@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - kernels in strings
 """Every instruction of one thread against the oracle, bit for bit: one kernel a family, on special and random operands."""
 
 import itertools
@@ -17,7 +18,32 @@ from tests.machine.ptx.oracle import FORMATS, expected
 _REGISTERS = {1: ("pred", "%p"), 8: ("b16", "%h"), 16: ("b16", "%h"), 32: ("b32", "%r"), 64: ("b64", "%d")}
 _THREADS = 256
 _FLOATS = ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2")
-_INTS = [0, 1, 2, 3, 7, 8, 15, 16, 24, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 0x0F1E, 0x3210, 0x7FFF, 0x8000, 0xFFFF]
+_INTS = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    15,
+    16,
+    24,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    255,
+    256,
+    0x0F1E,
+    0x3210,
+    0x7FFF,
+    0x8000,
+    0xFFFF,
+]
 
 
 def bits(kind: str) -> int:
@@ -28,7 +54,10 @@ def floats(kind: str) -> list[int]:
     """Return codes of a format: zeros, subnormals, ones and their neighbours, halves of last places, the largest, Inf, NaN."""
     f = FORMATS[kind]
     one, last = ((1 << f.bits - 2 - f.mantissa) - 1) << f.mantissa, 1 << f.mantissa
-    halves = [one + (k << f.mantissa) + j for k, j in ((-1, 0), (1, last // 2), (7, 3), (f.mantissa - 1, 1), (f.mantissa, 1), (31, 0), (63, 1))]
+    halves = [
+        one + (k << f.mantissa) + j
+        for k, j in ((-1, 0), (1, last // 2), (7, 3), (f.mantissa - 1, 1), (f.mantissa, 1), (31, 0), (63, 1))
+    ]
     if kind == "bf16":
         halves[-1] = one + 1
     small = [1, last // 2, last - 1, last, last + 1, one - (f.mantissa + 1 << f.mantissa), one // 2, one // 2 + 1]
@@ -49,7 +78,21 @@ def pool(kind: str, opcode: str) -> list[int]:
             codes = floats(name)
             return [code | codes[(11 * i + 5) % len(codes)] << 16 for i, code in enumerate(codes)]
     top = 1 << width - 1
-    wide = [*_INTS, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, top // 2, 0x5555555555555555, 0xFEDCBA9876543210]
+    ties = (
+        [top | top >> k | j for k in (11, 24) for j in (0, 1)] if opcode.startswith("cvt") else []
+    )  # of conversions to floats
+    wide = [
+        *_INTS,
+        *ties,
+        top - 1,
+        top,
+        top + 1,
+        2 * top - 1,
+        2 * top - 2,
+        top // 2,
+        0x5555555555555555,
+        0xFEDCBA9876543210,
+    ]
     return sorted({code & 2 * top - 1 for code in wide})
 
 
@@ -67,7 +110,9 @@ def patterns(opcode: str, kinds: tuple[str, ...]) -> np.ndarray:
     whole = np.array(rows, np.uint64).T
     # random ones: any bits, and numbers of near exponents, the last of which nearly cancels the others
     count = 160 if not opcode.startswith("set") else 40
-    rest = rng.integers(0, 1 << 63, (len(kinds), 2 * count), np.uint64) * 2 + rng.integers(0, 2, (len(kinds), 2 * count), np.uint64)
+    rest = rng.integers(0, 1 << 63, (len(kinds), 2 * count), np.uint64) * 2 + rng.integers(
+        0, 2, (len(kinds), 2 * count), np.uint64
+    )
     kind = next((name for name in ("f16", "bf16", "f32", "f64") if name in opcode.replace("x2", "").split(".")), None)
     if kind is not None and len(numbers) > 1:
         f = FORMATS[kind]
@@ -77,7 +122,9 @@ def patterns(opcode: str, kinds: tuple[str, ...]) -> np.ndarray:
         if len(numbers) == 3 and kind in ("f32", "f64"):
             dtype = {32: np.float32, 64: np.float64}[f.bits]
             x, y = (codes[i].astype(f"u{f.bits // 8}").view(dtype) for i in (0, 1))
-            codes[2] = (-(x * y)).view(f"u{f.bits // 8}") + rng.integers(0, 3, count, np.uint64).astype(f"u{f.bits // 8}")
+            codes[2] = (-(x * y)).view(f"u{f.bits // 8}") + rng.integers(0, 3, count, np.uint64).astype(
+                f"u{f.bits // 8}"
+            )
         rest[:, :count] = codes if kinds[0] != "b32" else codes | codes << np.uint64(16)
     whole = np.concatenate([whole, rest], axis=1)
     return whole & np.array([(1 << bits(k)) - 1 for k in kinds], np.uint64)[:, None]
@@ -90,7 +137,9 @@ def families() -> dict[str, list[str]]:
         kinds = [*row.results, "from", *row.operands]
         name = opcode.partition(".")[0]
         types = [part for part in opcode.split(".") if part in _FLOATS] if name != "cvt" else []
-        found[f"{'-'.join([name, *types])}-{'-'.join(k if k == 'from' or name == 'cvt' else str(bits(k)) for k in kinds)}"].append(opcode)
+        found[
+            f"{'-'.join([name, *types])}-{'-'.join(k if k == 'from' or name == 'cvt' else str(bits(k)) for k in kinds)}"
+        ].append(opcode)
     return dict(found)
 
 
@@ -100,11 +149,17 @@ _FAMILIES = families()
 def code_of(i: int, opcode: str, n: int) -> list[str]:
     """Return the lines that compute an opcode and store its results, at 2 i and 2 i + 1 times n numbers."""
     row = TABLE[opcode]
-    sources = [f"%{'prhd'[(1, 32, 16, 64).index(max(bits(k), 16) if k != 'pred' else 1)]}{j}" for j, k in enumerate(row.operands)]
+    sources = [
+        f"%{'prhd'[(1, 32, 16, 64).index(max(bits(k), 16) if k != 'pred' else 1)]}{j}"
+        for j, k in enumerate(row.operands)
+    ]
     lines, results = [], list(row.results)
     if "%p" in sources[-1] and opcode.startswith(("addc", "subc", "madc")):
         name = "sub" if opcode.startswith("subc") else "add"  # the flag: 0 - p borrows, p + ~0 carries
-        lines += [f"selp.u32 %r30, 1, 0, {sources.pop()};", f"{name}.cc.u32 %r30, {'0, %r30' if name == 'sub' else '%r30, -1'};"]
+        lines += [
+            f"selp.u32 %r30, 1, 0, {sources.pop()};",
+            f"{name}.cc.u32 %r30, {'0, %r30' if name == 'sub' else '%r30, -1'};",
+        ]
     carries = ".cc." in opcode or opcode.startswith(("addc", "subc", "madc"))
     wide = opcode.startswith("cvt") and bits(results[0]) <= 16 and results[0][0] in "us"  # extended in a wider register
     widths = [32 if wide else max(bits(k), 16) if k != "pred" else 1 for k in results[: 1 if carries else 2]]
@@ -150,7 +205,12 @@ def wanted(opcode: str, columns: list[list[int]]) -> list[list[int]]:
         results = [[code | (-(code >> size - 1) << size) & 0xFFFFFFFF] for [code] in results]
     if ".cc." in opcode and opcode.startswith("sub"):
         results = [[code, -borrow & 0xFFFFFFFF] for code, borrow in results]
-    single = ".cc." not in opcode and opcode.startswith(("addc", "subc", "madc")) or opcode.startswith("setp") and opcode.endswith("f16")
+    single = (
+        ".cc." not in opcode
+        and opcode.startswith(("addc", "subc", "madc"))
+        or opcode.startswith("setp")
+        and opcode.endswith("f16")
+    )
     return [result[:1] for result in results] if single else results
 
 
@@ -173,7 +233,9 @@ def differing(opcodes: list[str], count: int) -> list[str]:
                if [int(v) for v in found[2 * i : 2 * i + len(result), k]] != result]  # fmt: skip
         if bad:
             operands, result, engine = ([f"{v:x}" for v in part] for part in bad[0])
-            lines.append(f"{opcode}: {len(bad)} of {len(columns)}, operands {operands}: oracle {result}, engine {engine}")
+            lines.append(
+                f"{opcode}: {len(bad)} of {len(columns)}, operands {operands}: oracle {result}, engine {engine}"
+            )
     return lines
 
 

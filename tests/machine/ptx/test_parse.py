@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - kernels in strings
 """PTX text as records: what stands where, and what is refused with its line."""
 
 import pytest
@@ -49,7 +50,11 @@ def test_a_module_has_its_functions_and_variables() -> None:
     assert [(p.name, p.type, p.nbytes, p.align, p.is_array) for p in kernel.parameters] == [
         ("x", "u64", 8, 16, False), ("s", "b8", 24, 8, True)]  # fmt: skip
     assert kernel.required_threads == (64, 2) and kernel.variables[0].name == "frame"
-    assert kernel.registers["%p2"] == "pred" and kernel.registers["accumulator"] == "b32" and kernel.registers["%r1$1"] == "b32"
+    assert (
+        kernel.registers["%p2"] == "pred"
+        and kernel.registers["accumulator"] == "b32"
+        and kernel.registers["%r1$1"] == "b32"
+    )
     assert module.functions["declared"].is_declared and not module.functions["second"].is_entry
 
 
@@ -59,9 +64,13 @@ def test_instructions_have_opcode_operands_line_and_source() -> None:
     assert load.operands == (Group((Register("%r1"), Register("_"))), Address(Register("%rd1"), -8))
     assert (load.line, load.source, compare.source) == (21, "kernels.py:7", "kernels.py:9")
     assert str(load).endswith("[%rd1+-8]; in line 21 of the PTX (kernels.py:7)")
-    assert inner.operands == (Register("%r1$1"), Register("accumulator")) and move.operands[1] == Address(Symbol("table"), 8)
+    assert inner.operands == (Register("%r1$1"), Register("accumulator")) and move.operands[1] == Address(
+        Symbol("table"), 8
+    )
     assert parse(_TEXT).functions["kernel"].labels == {"$L1": 1}
-    assert compare.operands[0] == Group((Register("%p0"), Register("%p2"))) and compare.operands[2] == Immediate(0xBF800000, "f32")
+    assert compare.operands[0] == Group((Register("%p0"), Register("%p2"))) and compare.operands[2] == Immediate(
+        0xBF800000, "f32"
+    )
     assert copy.operands[1] == Address(Register("%rd1"), 0, (Register("%r1"), Immediate(4)))
     assert add.operands[1:] == (Immediate(5), Immediate(15)) and double.opcode == ("mov", "b64")
 
@@ -80,7 +89,9 @@ def test_constants_have_the_codes_of_their_operands() -> None:
     for body, code in cases.items():
         out = torch.zeros(1, dtype=torch.int64)
         head = ".version 8.7\n.target sm_90a\n.visible .entry k(.param .u64 x) { .reg .b16 %h<3>; .reg .b32 %r<3>; .reg .b64 %d<3>;"
-        execute(parse(f"{head} ld.param.u64 %d0, [x]; mov.u32 %r0, 3; {body} ret; }}"), "k", (1, 1, 1), (1, 1, 1), [out])
+        execute(
+            parse(f"{head} ld.param.u64 %d0, [x]; mov.u32 %r0, 3; {body} ret; }}"), "k", (1, 1, 1), (1, 1, 1), [out]
+        )
         assert out.item() & (1 << 64) - 1 == code, body
 
 
