@@ -34,7 +34,7 @@ class Watched:
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{x:.9g}" if isinstance(x, float) else str(x) for x in self.values.tolist())
-        return f"{self.source}  {self.instruction:50}  {numbers}"
+        return f"{self.source}  {' '.join(self.instruction.split()):46}  {numbers}"
 
 
 def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str]:
@@ -83,6 +83,7 @@ def _assignments(function: Any, name: str) -> list[int]:
     return found
 
 
+_BITWISE = ("and", "or", "xor", "not", "shl", "prmt", "bfi")  # of addresses and codes, shown as integers
 _TYPES = {"f32": np.float32, "f64": np.float64, "s32": np.int32, "s64": np.int64, "b32": np.float32, "s16": np.int16}
 
 
@@ -99,6 +100,8 @@ def watched(
         # of a conversion the last but one type is the result's
         if instruction.opcode[0] == "cvt":
             kind = instruction.opcode[-2]
+        elif instruction.opcode[0] in _BITWISE:
+            kind = ""
         codes = words[chosen]
         if kind in ("f16", "bf16") and codes.itemsize == 2:
             values = torch.from_numpy(codes.view(np.int16)).view(torch.float16 if kind == "f16" else torch.bfloat16)
