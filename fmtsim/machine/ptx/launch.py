@@ -110,7 +110,8 @@ def launch(
     >>> x.tolist()  # the nearest float32 to 2^1.4 is 2.6390156745910645
     [1.4142135381698608, 2.6390159130096436]
 
-    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits.
+    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits, unless blocks race for one place, which is not
+    found.
 
     Raises:
         ArgumentError: A target, grid, block, argument or keyword that does not fit; PTX for another architecture;
@@ -123,8 +124,7 @@ def launch(
         raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
     seen = Watch()
     if watch is not None:
-        at = [watch_block] if isinstance(watch_block, int) else watch_block
-        of = [watch_threads] if isinstance(watch_threads, int) else watch_threads
+        at, of = (n if isinstance(n, list | tuple | range) else [n] for n in (watch_block, watch_threads))
         seen = Watch(places(kernel, watch), (*at, 0, 0)[:3], tuple(of))
     if triton.is_triton(kernel):
         given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
@@ -194,9 +194,16 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
     listing = disassembled(program.ptx, fuse=program.fuses) if may_contract(function) else None
-    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
-        done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
-                       listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
+            done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
+                           listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
+    except ArgumentError as error:
+        # Triton's PTX numbers its parameters, of which constants are none: the source's name says more
+        text = str(error)
+        for i, name in enumerate(program.names):
+            text = text.replace(f"argument {i} ({program.entry}_param_{i})", f"argument {name}")
+        raise ArgumentError(text) from None
     reasons = program.doubts + done.reasons + done.contraction.doubts
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if program.compiled is not None and any(x.untyped_storage().data_ptr() % 16 for x in tensors):
@@ -248,6 +255,8 @@ def _check_watch(seen: Watch, function: Function, grid: tuple[int, int, int], th
             f"watch= names {', '.join(sorted(seen.places))}, of which no instruction is left in the PTX; it has "
             f"{', '.join(sorted(lines)) or 'no line numbers'}"
         )
+    if not all(isinstance(n, int) for n in (*seen.block, *seen.threads)):
+        raise ArgumentError(f"watch_block={seen.block}, watch_threads={seen.threads}; give an int or several")
     if not all(0 <= n < most for n, most in zip(seen.block, grid, strict=True)):
         raise ArgumentError(f"watch_block={seen.block} is not in the grid {grid}")
     if outside := [t for t in seen.threads if not 0 <= t < threads]:
@@ -275,6 +284,8 @@ def _argument(place: int, parameter: Variable, value: Any) -> Any:
     if isinstance(value, bool | numpy.bool_ | numpy.integer):
         value = int(value)
     if kind[0] == "f" and isinstance(value, int | float | numpy.floating):
+        if abs(value) > 2**1023 and isinstance(value, int):
+            raise ArgumentError(f"{what} is {shown(value)}, which .{kind} does not hold")
         return float(value)
     if not isinstance(value, int):
         wanted = "a tensor or an int" if width(kind) == 64 else "a float" if kind[0] == "f" else "an int"

@@ -48,7 +48,7 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
     while not inspect.isfunction(function) and hasattr(function, "fn"):
         function = function.fn
     file = function.__code__.co_filename.rpartition("/")[2] if inspect.isfunction(function) else "kernel.cu"
-    for item in [watch] if isinstance(watch, str | int) else watch:
+    for item in watch if isinstance(watch, list | tuple | set) else [watch]:
         if isinstance(item, str) and ":" in item:
             found.add(item)
         elif isinstance(item, int):
@@ -57,7 +57,7 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
             lines = _assignments(function, item) if inspect.isfunction(function) else []
             if not lines:
                 raise ArgumentError(
-                    f"watch={shown(item)} is not assigned in the kernel; give a variable, a line's number or 'file.py:5'"
+                    f"watch={shown(item)} is not assigned in the kernel; give a variable, a line, or 'file.py:5'"
                 )
             found |= {f"{file}:{line}" for line in lines}
     return frozenset(found)
