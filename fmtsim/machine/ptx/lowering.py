@@ -101,7 +101,7 @@ def build(
                 _elementwise(builder, instruction, number)
         except ArgumentError as error:
             raise ArgumentError(f"{error}: {instruction}") from None
-        if instruction.source in watched:
+        if not watched.isdisjoint((instruction.source, *instruction.callers)):
             for register in _results(instruction):
                 builder.host(instruction, partial(_note, instruction=instruction, register=register))
     for label in targets.get(len(function.body), ()):

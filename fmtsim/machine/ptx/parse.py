@@ -65,10 +65,12 @@ class Instruction:
     predicate: Register | None = None
     line: int  # of the PTX text, from 1
     source: str = ""  # "kernels.py:44", the place that Triton or NVRTC named last
+    callers: tuple[str, ...] = ()  # the places where its function was inlined, outermost last
     text: str  # as written
 
     def __str__(self) -> str:
-        place = f" ({self.source})" if self.source else ""
+        caller = f", called from {self.callers[-1]}" if self.callers else ""
+        place = f" ({self.source}{caller})" if self.source else ""
         return f"{self.text} in line {self.line} of the PTX{place}"
 
 
@@ -136,6 +138,7 @@ _TOKEN = re.compile(r"""
   | (?P<word>[.%$_a-zA-Z][\w$.%]*(?:::[\w$.]+)*)
   | (?P<mark>[-+{}()\[\]<>,;:=|!@*/&~])
 """, re.VERBOSE | re.DOTALL)  # fmt: skip
+_CALLERS = re.compile(r"@\[ ([^\s:]+:\d+)")  # of "// standard.py:263:15 @[ kernels.py:15:19 ]"
 _MODULE_SPACES = {".global", ".const", ".shared", ".extern", ".visible", ".weak", ".common"}
 
 
@@ -356,7 +359,7 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
     """Read the instructions of a function; names that a block in braces declares get its number behind them."""
     reader.take("{")
     scopes: list[dict[str, str]] = [{}]
-    source, blocks = "", 0
+    source, callers, blocks = "", (), 0
 
     def renamed(name: str) -> str:
         return next((scope[name] for scope in reversed(scopes) if name in scope), name)
@@ -387,9 +390,14 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
         elif token == ".loc":
             file, row, _ = reader.take(), reader.take(), reader.take()
             source = f"{files.get(file, file)}:{row}"
-            while reader.skip(","):  # function_name and inlined_at
+            # LLVM's comment has all callers, innermost first; NVRTC writes the nearest behind inlined_at
+            callers = tuple(_CALLERS.findall(reader.lines[line - 1]))
+            while reader.skip(","):
+                words = []
                 while reader.next and reader.line == line and reader.next != ",":
-                    reader.take()
+                    words.append(reader.take())
+                if words[0] == "inlined_at" and not callers:
+                    callers = (f"{files.get(words[1], words[1])}:{words[2]}",)
         elif token in (".pragma", ".loc_end"):
             reader.take()
             reader.take(";")
@@ -409,7 +417,7 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
                     scopes[-1][token] = label = f"{token}${blocks}"
                 function.labels[label] = len(function.body)
         else:
-            function.body.append(_read_instruction(reader, token, line, source, named))
+            function.body.append(_read_instruction(reader, token, line, (source, *callers), named))
 
 
 def _read_registers(reader: _Reader, kind: str, function: Function, scopes: list[dict[str, str]], block: int) -> None:
@@ -434,7 +442,7 @@ def _read_registers(reader: _Reader, kind: str, function: Function, scopes: list
     reader.take(";")
 
 
-def _read_instruction(reader: _Reader, token: str, line: int, source: str, named: _Named) -> Instruction:
+def _read_instruction(reader: _Reader, token: str, line: int, places: tuple[str, ...], named: _Named) -> Instruction:
     """Read one instruction, whose first token was taken."""
     predicate = None
     if token == "@":
@@ -453,7 +461,8 @@ def _read_instruction(reader: _Reader, token: str, line: int, source: str, named
         operands=tuple(operands),
         predicate=predicate,
         line=line,
-        source=source,
+        source=places[0],
+        callers=places[1:],
         text=text,
     )
 

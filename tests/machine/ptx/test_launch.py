@@ -79,6 +79,7 @@ REFUSED = {
     "config": ({"config": 1}, "config=1 is for @triton.autotune"),
     "few arguments": ({"args": (X,)}, "scale takes 4 arguments and got 1"),
     "large number": ({"args": (X, X, 2**32, 0.5)}, r"argument 2 \(n\) is 4294967296, which .u32 does not hold"),
+    "huge number": ({"args": (X, X, 3, 10**400)}, r"argument 3 \(s\) is 10+.*, which .f32 does not hold"),
     "meta": ({"args": (X.to("meta"), X, 3, 0.5)}, r"argument 0 \(x\) is on meta; .* move it with .cpu\(\)"),
     "sparse": ({"args": (X.to_sparse(), X, 3, 0.5)}, "layout torch.sparse_coo; give a plain strided tensor"),
     "out of range": ({"args": (X, torch.zeros(99), 100, 0.5)}, r"element 99 of argument 1 .*line 16 of the PTX"),
@@ -178,6 +179,11 @@ if find_spec("triton") is not None:
         i = tl.arange(0, SIZE)
         tl.store(y + i[:, None] * SIZE + i[None], tile)
 
+    @triton.jit
+    def summed(x, y, SIZE: tl.constexpr):
+        total = tl.sum(tl.load(x + tl.arange(0, SIZE)))
+        tl.store(y, total)
+
 
 def after(kernel, *args, grid=(1,), **named) -> tuple[torch.Tensor, "fmtsim.machine.ptx.launching.Launch"]:
     y = torch.zeros(100)
@@ -204,6 +210,30 @@ def test_a_triton_function_is_specialised_as_by_its_launcher():
         fmtsim.launch(affine, 1, X.to(dtype), y, 100, 2.0)
         assert torch.equal(y, X.to(dtype).float() * 2 + 1), dtype
     assert fmtsim.launch(affine, 1, X.to(torch.bool), y, 100, 2.0).exact
+
+
+@needs_triton
+def test_watched_values():
+    x, y = torch.arange(512.0), torch.zeros(1)
+    record = fmtsim.launch(summed, 1, x, y, SIZE=512, num_warps=2, watch="total", watch_threads=(0, 1))
+    adds = [note.values.tolist() for note in record.watched if note.instruction.startswith("add.f32")]
+    # two loads of four neighbours, whose sums are exact; then the other lanes, and the other warp's
+    assert adds[:3] == [[1.0, 9.0], [3.0, 15.0], [6.0, 22.0]] and adds[6] == [1036.0, 1068.0]
+    assert adds[-1][0] == y.item() == 511 * 256 and len(adds) == 7 + 5 + 1
+    line = summed.fn.__code__.co_firstlineno + 2
+    again = fmtsim.launch(summed, 1, x, y, SIZE=512, num_warps=2, watch=line, watch_block=0, watch_threads=1)
+    assert [note.values.tolist() for note in again.watched if note.instruction.startswith("add.f32")][0] == [9.0]
+    assert "standard.py:" in str(record) and "1036, 1068" in str(record)
+    for options, message in (
+        ({"watch": "y"}, "watch='y' is not assigned in the kernel"),
+        ({"watch": 1}, r"test_launch.py:1, of which no instruction is left in the PTX; it has .*test_launch.py"),
+        ({"watch": "total", "watch_block": (1,)}, r"watch_block=\(1, 0, 0\) is not in the grid \(1, 1, 1\)"),
+        ({"watch": 1.5}, "watch=1.5 is not assigned in the kernel"),
+        ({"watch": "total", "watch_threads": "0"}, r"watch_threads=\('0',\); give an int or several"),
+        ({"watch": "total", "watch_threads": [-1, 64]}, r"watch_threads=\[-1, 64\]; a block has 64 threads"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            fmtsim.launch(summed, 1, x, y, SIZE=512, num_warps=2, **options)
 
 
 @needs_triton
@@ -238,6 +268,9 @@ TRITON = {
     "unknown": (lambda: after(affine, 1, 2.0, num_warp=2), "no argument 'num_warp', .*did you mean 'num_warps'"),
     "warps": (lambda: after(affine, 1, 2.0, num_warps=3), "affine: num_warps must be a power of 2"),
     "cluster": (lambda: after(affine, 1, 2.0, num_ctas=2), "num_ctas=2; clusters of blocks are not simulated"),
+    "type": (lambda: fmtsim.launch(affine, 1, X.to(torch.complex64), X, 3, 2.0), "no type for tensors of 'complex64'"),
+    "source": (lambda: after(affine, 100, 2.0, SIZE=100), r"(?s)Triton cannot compile affine: .*must be a power of 2"),
+    "range": (lambda: after(affine, 128, 2.0), r"element 100 of argument x, which has 100\)"),
     "device": (lambda: fmtsim.launch(affine, 1, X.to("meta"), X, 3, 2.0), "x is on meta; kernels run on CPU tensors"),
     "twice": (
         lambda: after(triton.autotune([triton.Config({"SIZE": 64})], key=[])(affine), 100, 2.0, SIZE=32),
