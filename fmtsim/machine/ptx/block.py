@@ -77,8 +77,10 @@ M_INIT, M_EXPECT, M_ARRIVE, M_WAIT, M_WAIT_PARITY, M_INVALIDATE = range(6)
 
 @device
 def mbarrier_settled(value):
-    """Return an mbarrier whose phase ends where nothing is pending: arrivals in bits 0 to 19, the count of a phase in 20 to
-    39, bytes that are expected in 40 to 62 (offset 2^22), the phase in bit 63."""
+    """Return an mbarrier whose phase ends where nothing is pending.
+
+    Bits 0 to 19 are arrivals, 20 to 39 the count of a phase, 40 to 62 bytes that are expected (plus 2^22), 63 the phase.
+    """
     pending, count = value & uint64(0xFFFFF), (value >> uint64(20)) & uint64(0xFFFFF)
     expected = (value >> uint64(40)) & uint64(0x7FFFFF)
     if pending == uint64(0) and expected == uint64(1 << 22):
@@ -89,7 +91,7 @@ def mbarrier_settled(value):
 
 @subroutine
 def mbarrier(memory, row, running, threads, state):
-    """mbarrier.* (9.7.13.15): DATA the result (a state, or a predicate), DATA + 1 the count, the bytes, the state or the parity.
+    """mbarrier.* (9.7.13.15): DATA the result (a state, a predicate), DATA + 1 the count, bytes, state or parity.
 
     Return 1 where all threads go on, 2 where threads that wait are to look again, 3 where this group has to wait.
     """
@@ -105,7 +107,7 @@ def mbarrier(memory, row, running, threads, state):
         value = register(memory, row[DATA + 1], t, row[SIZE]) if row[DATA + 1] >= 0 else uint64(1)
         if kind == M_INIT:
             new = (uint64(1 << 22) << uint64(40)) | (value << uint64(20)) | value
-        elif kind == M_WAIT or kind == M_WAIT_PARITY:
+        elif kind in (M_WAIT, M_WAIT_PARITY):
             phase = old >> uint64(63)
             awaited = value >> uint64(63) if kind == M_WAIT else value & uint64(1)
             done = phase != awaited
@@ -225,7 +227,7 @@ def _together(memory, row, running, threads, state):
     kind = row[KIND]
     if kind == SHUFFLE:
         return shuffle(memory, row, running, threads, state)
-    if kind == LOAD_MATRIX or kind == STORE_MATRIX:
+    if kind in (LOAD_MATRIX, STORE_MATRIX):
         return matrices(memory, row, running, threads, state)
     if kind == ATOMIC:
         return atomic(memory, row, running, threads, state)
@@ -240,7 +242,7 @@ def _together(memory, row, running, threads, state):
 
 @kernel
 def run_block(rows, memory, threads, count, state):
-    """Run the threads of a block until all have returned, a row asks for the host, or something is wrong (``state``)."""
+    """Run a block until all threads have returned, a row asks for the host, or something is wrong (``state``)."""
     active, running, counters, waits = threads.active, threads.running, threads.counters, threads.waits
     mask = int64(running.ctypes.data)
     state[STATUS] = DONE
@@ -308,7 +310,7 @@ def run_block(rows, memory, threads, count, state):
                     if active[t]:
                         counters[t] = ENDED if running[t] else at + 1
                 _release(threads, count, -1)
-            elif kind == BARRIER or kind == ARRIVE:
+            elif kind in (BARRIER, ARRIVE):
                 ok, parted = _barrier(memory, row, threads, count, at), True
             elif kind == MBARRIER:
                 outcome = mbarrier(memory, row, running, count, state)

@@ -282,7 +282,7 @@ def _flushed(x):
 
 @device
 def _sum_16(kind, old, value):
-    """Return the sum of two codes of 16 bits: float32 has bits enough for a second rounding to be that of the exact sum."""
+    """Return the sum of two codes of 16 bits: in float32 first, whose 24 bits make the second rounding right."""
     code = np.empty(1, np.uint16)
     if kind == A_ADD_F16:
         put(code, 0, number(np.uint16(old), np.float32(0.0)) + number(np.uint16(value), np.float32(0.0)))
@@ -310,7 +310,7 @@ def combined(kind, old, value, other, size, flush):
         total = a + x
         nan = value if x != x else old if a != a else uint64(0xFFF8000000000000)
         return uint64(bits64(total)) if total == total else nan | uint64(1 << 51)
-    if kind == A_ADD_F16 or kind == A_ADD_BF16:
+    if kind in (A_ADD_F16, A_ADD_BF16):
         total = _sum_16(kind, old & uint64(0xFFFF), value & uint64(0xFFFF))
         if size == 4:
             total |= _sum_16(kind, old >> uint64(16), value >> uint64(16)) << uint64(16)

@@ -147,7 +147,7 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
 
 
 class Block:
-    """One block while it runs: registers, shared memory and its place in the grid, as the host's instructions see them."""
+    """One block while it runs: registers and memory, as the instructions of the host see them."""
 
     def __init__(self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int) -> None:
         threads = live + -live % 32  # the last warp is whole; threads that are none have ended
@@ -170,9 +170,12 @@ class Block:
             np.cumsum([0, *sizes[:-1]]).astype(np.int64),
         )  # fmt: skip
         self._threads = b.Threads(
-            np.zeros(threads, np.int32), np.zeros(threads, np.int32), np.zeros(threads, np.uint8), np.zeros(threads, np.uint8),
+            np.zeros(threads, np.int32),
+            np.zeros(threads, np.int32),
+            np.zeros(threads, np.uint8),
+            np.zeros(threads, np.uint8),
             np.zeros(32, np.int32),
-        )  # fmt: skip
+        )
         for offset, size, value in program.constants:
             self.array(offset, size)[:] = value
         for name, offset, size in program.addresses:
@@ -283,9 +286,17 @@ def _fill_special(
 
 
 def execute(
-    module: Module, entry: str, grid: tuple[int, int, int], shape: tuple[int, int, int], arguments: Sequence[Argument], *,
-    shared_bytes: int = 0, listing: Listing | None = None, watched: frozenset[str] = frozenset(), watched_block: Sequence[int] = (0, 0, 0),
-) -> Execution:  # fmt: skip
+    module: Module,
+    entry: str,
+    grid: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    arguments: Sequence[Argument],
+    *,
+    shared_bytes: int = 0,
+    listing: Listing | None = None,
+    watched: frozenset[str] = frozenset(),
+    watched_block: Sequence[int] = (0, 0, 0),
+) -> Execution:
     """Run a kernel on CPU tensors.
 
     Args:

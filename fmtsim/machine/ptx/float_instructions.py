@@ -145,6 +145,7 @@ def _sign(opcode: Opcode, x: Vector) -> Vector:
 @row("{min|max}" + FTZ + "{|.NaN}{|.xorsign.abs}.f32", "t", "t t", "9.7.3.11")
 @row("{min|max}.f64", "t", "t t", "9.7.3.11")
 def extremum(opcode: Opcode, x: Vector, y: Vector) -> Vector:
+    """Return min or max of floats, also of magnitudes with the product of signs (.xorsign.abs)."""
     if "ftz" in opcode:
         x, y = flush(x), flush(y)
     sign = 1 << (bits(x.kind) - 1)
@@ -179,10 +180,13 @@ def _test(opcode: Opcode, x: Vector) -> Vector:
     magnitude = x.view(f"u{bits(x.kind)}") & ((1 << (bits(x.kind) - 1)) - 1)
     infinity, normal = ((1 << (bits(x.kind) - 1 - fraction)) - 1) << fraction, 1 << fraction
     return {
-        "finite": magnitude < infinity, "infinite": magnitude == infinity, "number": magnitude <= infinity,
-        "notanumber": magnitude > infinity, "normal": ((magnitude >= normal) & (magnitude < infinity)) | (magnitude == 0),
+        "finite": magnitude < infinity,
+        "infinite": magnitude == infinity,
+        "number": magnitude <= infinity,
+        "notanumber": magnitude > infinity,
+        "normal": ((magnitude >= normal) & (magnitude < infinity)) | (magnitude == 0),
         "subnormal": (magnitude != 0) & (magnitude < normal),
-    }[opcode[1]]  # fmt: skip
+    }[opcode[1]]
 
 
 # The special-function unit (9.7.3.14 to 9.7.3.21)
@@ -250,7 +254,7 @@ def _root_64(opcode: Opcode, x: Vector) -> Vector:
 
 @row("{rcp|rsqrt}.approx.ftz.f64", "t", "t", "9.7.3.14")
 def _approximate_64(opcode: Opcode, x: Vector) -> Vector:
-    """Return the unit's result for the upper 32 bits of a number, whose lower 32 bits are 0: 20 bits of its fraction."""
+    """Return the unit's result for the upper 32 bits of a number, with 20 bits of fraction; the lower 32 are 0."""
     word = (x.view("u64") >> 32).to("u32")
     sign, field, fraction = word & 0x80000000, (word >> 20) & 0x7FF, word & 0xFFFFF
     # 1. the float32 unit on a number of [1, 2), or [1, 4) of a root, cut off to 20 bits

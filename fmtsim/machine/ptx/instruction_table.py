@@ -32,8 +32,10 @@ def spelled(pattern: str) -> list[str]:
 
 
 def row(pattern: str, results: str, operands: str, section: str) -> Callable[[Callable], Callable]:
-    """Add the rows of a pattern; kinds are names, or ``t`` for the opcode's last type, ``w`` for one of twice its width,
-    ``d`` for the last but one, ``p`` for a predicate where the opcode joins one (``setp.lt.and.s32``).
+    """Add the rows of a pattern.
+
+    Kinds are names, or ``t`` for the opcode's last type, ``w`` for one of twice its width, ``d`` for the last but one,
+    ``p`` for a predicate where the opcode joins one (``setp.lt.and.s32``).
 
     The semantics takes the opcode, then the operands.
     """

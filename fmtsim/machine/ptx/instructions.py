@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PTX instructions compute, one row each: the opcode with every modifier and type, its semantics, its section of the ISA.
+"""What PTX instructions compute, one row each: an opcode with every modifier and type, semantics, section of the ISA.
 
 An opcode that no row spells is refused: a modifier or a type that is not known is never taken for another. Rows are
 instructions of one thread, from registers to registers; ``block`` has memory, control and what threads do together.

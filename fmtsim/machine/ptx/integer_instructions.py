@@ -333,6 +333,17 @@ def _set_number(opcode: Opcode, x: Vector, y: Vector, third: Vector | None = Non
     return where(holds, constant(opcode[-2], 1.0 if opcode[-2] == "f32" else -1), constant(opcode[-2], 0))
 
 
+@row("set." + _FLOAT_RELATIONS + FTZ + ".{f16.f16|f16x2.f16x2}", "t", "t t", "9.7.7.1")
+@row("set." + _FLOAT_RELATIONS + ".{bf16.bf16|bf16x2.bf16x2}", "t", "t t", "9.7.7.1")
+def _set_half(opcode: Opcode, x: Vector, y: Vector) -> Vector:
+    """Return 1.0 of 16 bits where a comparison holds, else 0; of both halves of pairs."""
+    if opcode[-1].endswith("x2"):
+        single = (*opcode[:-2], opcode[-2][:-2], opcode[-1][:-2])
+        return joined(*(_set_half(single, part(x), part(y)) for part in (low, high)))
+    holds, _ = _set_predicates(opcode, x, y)
+    return where(holds, constant("u16", 0x3C00 if opcode[-1] == "f16" else 0x3F80), constant("u16", 0))
+
+
 def _wide(x: Vector, opcode: Opcode) -> Vector:
     """Return an operand of a comparison as float32 where it has 16 bits, and flushed where .ftz says so."""
     if opcode[-1] in ("f16", "bf16"):

@@ -35,10 +35,39 @@ NO_VALUE = re.compile(
     r"L1::\w+|L2::\w+|\d+B|nc|relaxed|acquire|release|acq_rel|volatile|weak|cta|gpu|sys|cluster|ca|cg|cs|lu|cv|wb|wt|noftz"
 )
 SPACES = {
-    "global": b.GLOBAL, "const": b.GLOBAL, "param": b.GLOBAL, "param::entry": b.GLOBAL, "shared": b.SHARED, "shared::cta": b.SHARED,
-    "shared::cluster": b.SHARED, "local": b.LOCAL, "param::func": b.LOCAL,
-}  # fmt: skip
-NOTHING = ["fence", "membar", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all", "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep", "pmevent", "applypriority", "discard", "bar.warp", "barrier.cluster", "mbarrier.inval"]  # fmt: skip
+    "global": b.GLOBAL,
+    "const": b.GLOBAL,
+    "param": b.GLOBAL,
+    "param::entry": b.GLOBAL,
+    "shared": b.SHARED,
+    "shared::cta": b.SHARED,
+    "shared::cluster": b.SHARED,
+    "local": b.LOCAL,
+    "param::func": b.LOCAL,
+}
+NOTHING = [
+    "fence",
+    "membar",
+    "wgmma.fence",
+    "wgmma.commit_group",
+    "wgmma.wait_group",
+    "cp.async.commit_group",
+    "cp.async.wait_group",
+    "cp.async.wait_all",
+    "cp.async.bulk.commit_group",
+    "cp.async.bulk.wait_group",
+    "prefetch",
+    "prefetchu",
+    "setmaxnreg",
+    "griddepcontrol",
+    "nanosleep",
+    "pmevent",
+    "applypriority",
+    "discard",
+    "bar.warp",
+    "barrier.cluster",
+    "mbarrier.inval",
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +120,11 @@ def inlined(module: Module, function: Function) -> Function:
                 count += 1
                 inner = f"${count}"
                 given = [group for group in instruction.operands if isinstance(group, Group)]
-                returned, passed = (given[0].items, given[-1].items) if len(given) == 2 else (
-                    (given[0].items, ()) if callee.results and given else ((), given[0].items if given else ()))  # fmt: skip
+                returned, passed = (
+                    (given[0].items, given[-1].items)
+                    if len(given) == 2
+                    else ((given[0].items, ()) if callee.results and given else ((), given[0].items if given else ()))
+                )
                 bound = {
                     v.name: operand_name(renamed_operand(o, suffix, names))
                     for v, o in zip(callee.results, returned, strict=True)
@@ -146,10 +178,12 @@ def inlined(module: Module, function: Function) -> Function:
 
 
 def callee_name(instruction: Instruction) -> str:
+    """Return the function that a call names, empty where it calls through a pointer."""
     return next((o.name for o in instruction.operands if isinstance(o, Symbol)), "")
 
 
 def operand_name(operand: Operand) -> str:
+    """Return the name of a register or symbol."""
     assert isinstance(operand, Symbol | Register)
     return operand.name
 
@@ -188,9 +222,16 @@ class Builder:
         self.owners: list[Instruction] = []
         self.keys: list[tuple[int, Any]] = []  # rows whose code is not compiled yet
         self.program = Program(
-            name=function.name, rows=np.zeros((0, b.COLUMNS), np.int64), instructions=self.owners, register_bytes=0, offsets={},
-            constants=[], special=[], addresses=[], contraction=contraction,
-        )  # fmt: skip
+            name=function.name,
+            rows=np.zeros((0, b.COLUMNS), np.int64),
+            instructions=self.owners,
+            register_bytes=0,
+            offsets={},
+            constants=[],
+            special=[],
+            addresses=[],
+            contraction=contraction,
+        )
         self._constants: dict[tuple[int, int], str] = {}
         self.symbols: dict[str, int] = {}
         self.labels: dict[str, int] = {}

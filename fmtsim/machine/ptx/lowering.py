@@ -47,12 +47,39 @@ from fmtsim.support.errors import ArgumentError
 @cache
 def _handlers() -> dict[str, Callable[[Builder, Instruction], None]]:
     return {
-        "ld": _load, "ldu": _load, "st": _store, "mov": _move, "bra": partial(_one_row, kind=b.BRANCH), "brx": _branch_index, "ret": partial(_one_row, kind=b.EXIT), "exit": partial(_one_row, kind=b.EXIT),
-        "trap": partial(_one_row, kind=b.TRAP), "brkpt": partial(_one_row, kind=b.TRAP), "bar": _bar, "barrier": _bar, "shfl": _shuffle, "vote": _vote, "match": _match, "redux": _redux,
-        "elect": _elect, "activemask": _active, "ldmatrix": _matrix, "stmatrix": _matrix, "atom": _atomic, "red": _atomic,
-        "mbarrier": _mbarrier, "cp": _copy, "call": _call, "cvta": _window, "isspacep": _is_space, "mapa": _map_shared,
-        "getctarank": _rank, "createpolicy": _policy, "tensormap": _tensor_map, "lop3": _logic,
-    }  # fmt: skip
+        "ld": _load,
+        "ldu": _load,
+        "st": _store,
+        "mov": _move,
+        "bra": partial(_one_row, kind=b.BRANCH),
+        "brx": _branch_index,
+        "ret": partial(_one_row, kind=b.EXIT),
+        "exit": partial(_one_row, kind=b.EXIT),
+        "trap": partial(_one_row, kind=b.TRAP),
+        "brkpt": partial(_one_row, kind=b.TRAP),
+        "bar": _bar,
+        "barrier": _bar,
+        "shfl": _shuffle,
+        "vote": _vote,
+        "match": _match,
+        "redux": _redux,
+        "elect": _elect,
+        "activemask": _active,
+        "ldmatrix": _matrix,
+        "stmatrix": _matrix,
+        "atom": _atomic,
+        "red": _atomic,
+        "mbarrier": _mbarrier,
+        "cp": _copy,
+        "call": _call,
+        "cvta": _window,
+        "isspacep": _is_space,
+        "mapa": _map_shared,
+        "getctarank": _rank,
+        "createpolicy": _policy,
+        "tensormap": _tensor_map,
+        "lop3": _logic,
+    }
 
 
 def build(
@@ -81,9 +108,15 @@ def build(
         # products that wait are computed before their registers are read, and where another way joins or begins
         name = instruction.opcode[0]
         is_product = _is_product(instruction)
-        asked = bool(pending) and not is_product and (
-            name in ("bra", "brx", "ret", "exit", "bar", "barrier") or instruction.opcode[:2] == ("wgmma", "commit_group")
-            or not pending.isdisjoint(register_names(instruction.operands)))  # fmt: skip
+        asked = (
+            bool(pending)
+            and not is_product
+            and (
+                name in ("bra", "brx", "ret", "exit", "bar", "barrier")
+                or instruction.opcode[:2] == ("wgmma", "commit_group")
+                or not pending.isdisjoint(register_names(instruction.operands))
+            )
+        )
         if pending and (asked or number in targets):
             builder.host(replace(instruction, predicate=None), flush)
             pending = set()
@@ -281,8 +314,13 @@ def _move(builder: Builder, instruction: Instruction) -> None:
         part = whole // len(target.items)
         for i, item in enumerate(target.items):
             if operand_name(item) != "_":
-                builder.compute(instruction, f"mov.part{i}.{part}", lambda x, i=i, part=part: (x >> (i * part)).to(f"u{part}"),
-                                ((item, f"u{part}"),), ((source, f"u{whole}"),))  # fmt: skip
+                builder.compute(
+                    instruction,
+                    f"mov.part{i}.{part}",
+                    lambda x, i=i, part=part: (x >> (i * part)).to(f"u{part}"),
+                    ((item, f"u{part}"),),
+                    ((source, f"u{whole}"),),
+                )
         return
     assert isinstance(source, Group)
     part = whole // len(source.items)
@@ -375,9 +413,17 @@ def _match(builder: Builder, instruction: Instruction) -> None:
 
 
 _ATOMS = {
-    "add": block_memory.A_ADD, "and": block_memory.A_AND, "or": block_memory.A_OR, "xor": block_memory.A_XOR, "exch": block_memory.A_EXCHANGE, "cas": block_memory.A_COMPARE, "inc": block_memory.A_INCREMENT,
-    "dec": block_memory.A_DECREMENT, "min": block_memory.A_MIN, "max": block_memory.A_MAX,
-}  # fmt: skip
+    "add": block_memory.A_ADD,
+    "and": block_memory.A_AND,
+    "or": block_memory.A_OR,
+    "xor": block_memory.A_XOR,
+    "exch": block_memory.A_EXCHANGE,
+    "cas": block_memory.A_COMPARE,
+    "inc": block_memory.A_INCREMENT,
+    "dec": block_memory.A_DECREMENT,
+    "min": block_memory.A_MIN,
+    "max": block_memory.A_MAX,
+}
 
 
 def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
@@ -467,10 +513,15 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
     parts = [p for p in _plain(instruction)[1:] if p not in ("b64", "shared", "shared::cta", "shared::cluster")]
     operands = list(instruction.operands)
     kinds = {
-        ("init",): block.M_INIT, ("expect_tx",): block.M_EXPECT, ("arrive",): block.M_ARRIVE, ("arrive", "expect_tx"): block.M_ARRIVE,
-        ("try_wait",): block.M_WAIT, ("test_wait",): block.M_WAIT, ("try_wait", "parity"): block.M_WAIT_PARITY,
+        ("init",): block.M_INIT,
+        ("expect_tx",): block.M_EXPECT,
+        ("arrive",): block.M_ARRIVE,
+        ("arrive", "expect_tx"): block.M_ARRIVE,
+        ("try_wait",): block.M_WAIT,
+        ("test_wait",): block.M_WAIT,
+        ("try_wait", "parity"): block.M_WAIT_PARITY,
         ("test_wait", "parity"): block.M_WAIT_PARITY,
-    }  # fmt: skip
+    }
     if parts == ["inval"]:
         builder.add(instruction, b.NOTHING)
         return
@@ -564,8 +615,13 @@ def _is_space(builder: Builder, instruction: Instruction) -> None:
     }.get(space, (None, None))  # fmt: skip
     if least is None or most is None:
         raise unknown(instruction)
-    builder.compute(instruction, f"isspacep.{space}", lambda x: (x >= least) & (x < most), ((instruction.operands[0], "pred"),),
-                    ((instruction.operands[1], "u64"),))  # fmt: skip
+    builder.compute(
+        instruction,
+        f"isspacep.{space}",
+        lambda x: (x >= least) & (x < most),
+        ((instruction.operands[0], "pred"),),
+        ((instruction.operands[1], "u64"),),
+    )
 
 
 def _map_shared(builder: Builder, instruction: Instruction) -> None:

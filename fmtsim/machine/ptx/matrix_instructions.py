@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix instructions, mma.sync and wgmma: fragments and shared-memory descriptors as matrices, products by the exact engine.
+"""Matrix instructions, mma.sync and wgmma: fragments and descriptors as matrices, products by the exact engine.
 
 An instruction is collected when it runs and computed when its result is asked for: instructions that add to the same
-registers one after the other become one product with a longer K, which the unit's chain computes with the same bits, and
-those of all warps one batch. Source: PTX ISA 8.7, sections 9.7.14 (mma) and 9.7.15 (wgmma).
+registers one after the other become one product with a longer K, which the unit's chain computes with the same bits,
+and those of all warps one batch. Source: PTX ISA 8.7, sections 9.7.14 (mma) and 9.7.15 (wgmma).
 """
 
 import functools
@@ -157,7 +157,7 @@ def _b_fragment(words: np.ndarray, shape: Form) -> np.ndarray:
 
 
 def _c_matrix(words: np.ndarray, shape: Form) -> np.ndarray:
-    """Return sums of warps as [warps, M', N] of codes, M' = 8 or 16: registers run over columns, halves of rows, tiles of 8."""
+    """Return sums of warps as codes [warps, 8 or 16, N]: registers run over columns, halves of rows, tiles."""
     warps, halves = len(words), min(shape.m // 8, 2)
     kind = np.uint16 if shape.sums == "f16" else words.dtype
     codes = np.ascontiguousarray(words).view(kind).reshape(warps, 8, 4, shape.n // 8, halves, 2)

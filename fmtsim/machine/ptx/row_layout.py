@@ -16,9 +16,29 @@ TARGET = FIRST_OPERAND  # row of a branch
 
 # What a row does
 (
-    COMPUTE, NOTHING, BRANCH, BRANCH_INDEX, EXIT, TRAP, BARRIER, ARRIVE, LOAD, STORE, ATOMIC, COPY, SHUFFLE, VOTE, MATCH,
-    REDUCE, ELECT, ACTIVE, LOAD_MATRIX, STORE_MATRIX, MBARRIER, HOST,
-) = range(22)  # fmt: skip
+    COMPUTE,
+    NOTHING,
+    BRANCH,
+    BRANCH_INDEX,
+    EXIT,
+    TRAP,
+    BARRIER,
+    ARRIVE,
+    LOAD,
+    STORE,
+    ATOMIC,
+    COPY,
+    SHUFFLE,
+    VOTE,
+    MATCH,
+    REDUCE,
+    ELECT,
+    ACTIVE,
+    LOAD_MATRIX,
+    STORE_MATRIX,
+    MBARRIER,
+    HOST,
+) = range(22)
 GENERIC, GLOBAL, SHARED, LOCAL = range(4)
 SHARED_WINDOW, LOCAL_WINDOW = 1 << 56, 1 << 57  # where generic addresses of these spaces begin
 SHARED_START = 1024  # a block's own shared memory begins behind what Hopper keeps for itself

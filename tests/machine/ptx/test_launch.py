@@ -84,10 +84,13 @@ REFUSED = {
     "sparse": ({"args": (X.to_sparse(), X, 3, 0.5)}, "layout torch.sparse_coo; give a plain strided tensor"),
     "out of range": ({"args": (X, torch.zeros(99), 100, 0.5)}, r"element 99 of argument 1 .*line 16 of the PTX"),
     "kind of n": ({"args": (X, X, 3.5, 0.5)}, r"argument 2 \(n\) is float; the parameter is .u32: give an int"),
-    "kind of x": ({"args": (1.5, X, 3, 0.5)}, r"argument 0 \(x\) is float; the parameter is .u64: give a tensor or an int"),
+    "kind of x": (
+        {"args": (1.5, X, 3, 0.5)},
+        r"argument 0 \(x\) is float; the parameter is .u64: give a tensor or an int",
+    ),
     "kind of s": ({"args": (X, X, 3, X)}, r"argument 3 \(s\) is Tensor; the parameter is .f32: give a float"),
     "kind of kernel": ({"kernel": 3}, "kernel is int; give a triton.jit function, PTX or CUDA C\\+\\+ source"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

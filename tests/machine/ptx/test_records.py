@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that were recorded on an H100, launched here: every bit, by source alone.
 
-The cases (``tools.kernels``) draw their operands from seeds; the records hold what a GPU wrote. By default some of each kind
-run; all of them with ``-m slow``.
+The cases (``tools.kernels``) draw their operands from seeds; the records hold what a GPU wrote. By default some of each
+kind run; all of them with ``-m slow``.
 """
 
 import copy
@@ -27,11 +27,41 @@ REFUSED = {
     "cuda_integer_intrinsics": "vabsdiff4", "cuda_doubles": "mul.rp.f64", "inline_assembly": "vadd4",
 }  # fmt: skip
 DEFAULT = {  # of kernels: one of each kind
-    "triton": """matmul_gelu_bf16 matmul_tf32x3 matmul_fp16_acc_mma matmul_int8_mma fp8_block_scaled w4a16_mma persistent
-        tma_bf16_64x64x64 tma_device tma_reduce tma_specialized_64_w4 dot_scaled_mxfp8_mxfp4 flash_d64_causal layernorm_welford adamw
-        argmax_argmin sort histogram atomics_int atomics_f64 cast_f32_e5m2_rtz functions_two_3 functions_2 control_flow""".split(),
-    "cuda": "cuda_shuffle_sums cuda_fast_math_1 cuda_half2_arithmetic cuda_rounding cuda_inline_mma cuda_libm_1".split(),
-    "unit": """unit_wgmma_n64_f32_e4m3_e4m3_s64_wild unit_wgmma_n16_f32_tf32_tf32_s128_registers unit_brx_idx""".split(),
+    "triton": [
+        "matmul_gelu_bf16",
+        "matmul_tf32x3",
+        "matmul_fp16_acc_mma",
+        "matmul_int8_mma",
+        "fp8_block_scaled",
+        "w4a16_mma",
+        "persistent",
+        "tma_bf16_64x64x64",
+        "tma_device",
+        "tma_reduce",
+        "tma_specialized_64_w4",
+        "dot_scaled_mxfp8_mxfp4",
+        "flash_d64_causal",
+        "layernorm_welford",
+        "adamw",
+        "argmax_argmin",
+        "sort",
+        "histogram",
+        "atomics_int",
+        "atomics_f64",
+        "cast_f32_e5m2_rtz",
+        "functions_two_3",
+        "functions_2",
+        "control_flow",
+    ],
+    "cuda": [
+        "cuda_shuffle_sums",
+        "cuda_fast_math_1",
+        "cuda_half2_arithmetic",
+        "cuda_rounding",
+        "cuda_inline_mma",
+        "cuda_libm_1",
+    ],
+    "unit": ["unit_wgmma_n64_f32_e4m3_e4m3_s64_wild", "unit_wgmma_n16_f32_tf32_tf32_s128_registers", "unit_brx_idx"],
 }
 
 
@@ -59,7 +89,9 @@ def _launched(case, record):
     else:
         source = case.kernel if case.kind == "ptx" else record.ptx(case.name)
         options = {"block": case.options.get("block", 128 if case.kind == "ptx" else None)}
-        done = fmtsim.launch(source, case.grid, *after, entry=case.entry or None, shared=case.options.get("shared", 0), **options)
+        done = fmtsim.launch(
+            source, case.grid, *after, entry=case.entry or None, shared=case.options.get("shared", 0), **options
+        )
     return record.differences(case.name, before, after), done
 
 
@@ -104,7 +136,9 @@ def test_a_record_sees_a_wrong_bit():
 ])  # fmt: skip
 def test_recorded_instructions_have_every_bit(part, parts, monkeypatch):
     module = importlib.import_module("tools.kernels.instruction_cases")
-    monkeypatch.setattr("fmtsim.machine.ptx.launching.disassembled", lambda *_, **__: None)  # one instruction: nothing is fused
+    monkeypatch.setattr(
+        "fmtsim.machine.ptx.launching.disassembled", lambda *_, **__: None
+    )  # one instruction: nothing is fused
     record = records.Records(FOLDER / "h100_instructions.zip")
     wrong, refused, run = {}, [], 0
     for case in module.cases()[part::parts]:
@@ -124,7 +158,11 @@ def test_recorded_instructions_have_every_bit(part, parts, monkeypatch):
 
 def _range_cases():
     module = importlib.import_module("tools.kernels.instruction_cases")
-    return [instruction for instruction, _ in module.RANGES if instruction in TABLE and len(TABLE[instruction].operands) == 1]
+    return [
+        instruction
+        for instruction, _ in module.RANGES
+        if instruction in TABLE and len(TABLE[instruction].operands) == 1
+    ]
 
 
 @pytest.mark.slow
