@@ -79,7 +79,7 @@ M_INIT, M_EXPECT, M_ARRIVE, M_WAIT, M_WAIT_PARITY, M_INVALIDATE = range(6)
 def mbarrier_settled(value):
     """Return an mbarrier whose phase ends where nothing is pending.
 
-    Bits 0 to 19 are arrivals, 20 to 39 the count of a phase, 40 to 62 bytes that are expected (plus 2^22), 63 the phase.
+    Bits 0 to 19: arrivals; 20 to 39: the count of a phase; 40 to 62: bytes that are expected, plus 2^22; 63: the phase.
     """
     pending, count = value & uint64(0xFFFFF), (value >> uint64(20)) & uint64(0xFFFFF)
     expected = (value >> uint64(40)) & uint64(0x7FFFFF)

@@ -137,10 +137,10 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
     if parameter.type == "f64":
         return np.float64(argument).tobytes()
     if isinstance(argument, float):
-        kinds = {2: np.float16, 4: np.float32, 8: np.float64}
+        kinds: dict[int, Any] = {2: np.float16, 4: np.float32, 8: np.float64}
         if size not in kinds or parameter.type[0] != "b":
             raise ArgumentError(f"{name} is {argument}; the kernel takes an integer of type {parameter.type}")
-        return kinds[size](argument).tobytes()
+        return bytes(kinds[size](argument).tobytes())
     if not -(1 << (8 * size - 1)) <= int(argument) < 1 << (8 * size):
         raise ArgumentError(f"{name} is {argument}, which does not fit {parameter.type}")
     return (int(argument) & ((1 << (8 * size)) - 1)).to_bytes(size, "little")
@@ -332,7 +332,9 @@ def run_grid(
     count = grid[0] * grid[1] * grid[2]
     # threads that ask the host wait for each other more than they gain
     workers = 1 if program.has_atomics or program.host else min(get_num_threads(), count)
-    lock, next_block, failures, states = threading.Lock(), iter(range(count)), [], []
+    lock, next_block = threading.Lock(), iter(range(count))
+    failures: list[tuple[int, BaseException]] = []
+    states: list[np.ndarray] = []
     notes: list[Note] = []
 
     def work() -> None:
@@ -359,5 +361,5 @@ def run_grid(
                 future.result()
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    totals = [sum(int(state[i]) for state in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED)]
-    return Execution(*totals, program.contraction, program.reasons, tuple(notes))
+    steps, undefined, repeated = (sum(int(s[i]) for s in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED))
+    return Execution(steps, undefined, repeated, program.contraction, program.reasons, tuple(notes))

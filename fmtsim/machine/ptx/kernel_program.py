@@ -415,7 +415,7 @@ class Builder:
 def _adapted(
     semantics: Callable, kept: list[str], wanted: tuple[str, ...], negated: tuple[bool, ...], count: int
 ) -> Callable:
-    """Return semantics on registers as they are kept: operands cut to their kinds, results extended to the register's bits."""
+    """Return semantics on registers as they are kept: operands are cut to their kinds, results extended."""
 
     def traced(*values: Vector) -> tuple[Vector, ...]:
         operands = []
@@ -465,3 +465,23 @@ def register_names(operands: tuple[Operand, ...]) -> list[str]:
         elif isinstance(operand, Address):
             names += register_names((operand.base, *operand.coordinates))
     return names
+
+
+def unknown(instruction: Instruction) -> ArgumentError:
+    """Return the refusal of an instruction that no table knows."""
+    return ArgumentError(f"{'.'.join(instruction.opcode)} is not an instruction that fmtsim runs")
+
+
+def without_caches(instruction: Instruction) -> list[str]:
+    """Return the opcode without what changes no value."""
+    return [part for part in instruction.opcode if not NO_VALUE.fullmatch(part)]
+
+
+def space_number(parts: list[str]) -> int:
+    """Return the number of the state space among an opcode's parts, generic where there is none."""
+    return next((SPACES[part] for part in parts if part in SPACES), b.GENERIC)
+
+
+def vector_length(parts: list[str]) -> int:
+    """Return the numbers of a vector access: 4 of .v4."""
+    return next((int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)), 1)

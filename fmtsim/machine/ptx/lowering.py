@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from fmtsim.machine.ptx import block, block_memory, warps
+from fmtsim.machine.ptx import block
 from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.contract import contracted
 from fmtsim.machine.ptx.float_instructions import divided_by
-from fmtsim.machine.ptx.instructions import SIGN_ONLY, TABLE, clamped, fused_factors, fused_sum, with_operand
+from fmtsim.machine.ptx.instruction_table import TABLE
+from fmtsim.machine.ptx.instructions import SIGN_ONLY, clamped, fused_factors, fused_sum, with_operand
 from fmtsim.machine.ptx.integer_instructions import logic_of_three
 from fmtsim.machine.ptx.kernel_program import (
-    NO_VALUE,
     NOTHING,
     SPACES,
     Builder,
@@ -25,7 +25,11 @@ from fmtsim.machine.ptx.kernel_program import (
     inlined,
     operand_name,
     register_names,
+    space_number,
     tracer,
+    unknown,
+    vector_length,
+    without_caches,
 )
 from fmtsim.machine.ptx.matrix_instructions import flush, prepare_product, registers_of
 from fmtsim.machine.ptx.parse import (
@@ -41,6 +45,16 @@ from fmtsim.machine.ptx.parse import (
 )
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.machine.ptx.values import Vector, bits
+from fmtsim.machine.ptx.warp_rows import (
+    lower_active,
+    lower_atomic,
+    lower_elect,
+    lower_match,
+    lower_matrix,
+    lower_redux,
+    lower_shuffle,
+    lower_vote,
+)
 from fmtsim.support.errors import ArgumentError
 
 
@@ -59,16 +73,16 @@ def _handlers() -> dict[str, Callable[[Builder, Instruction], None]]:
         "brkpt": partial(_one_row, kind=b.TRAP),
         "bar": _bar,
         "barrier": _bar,
-        "shfl": _shuffle,
-        "vote": _vote,
-        "match": _match,
-        "redux": _redux,
-        "elect": _elect,
-        "activemask": _active,
-        "ldmatrix": _matrix,
-        "stmatrix": _matrix,
-        "atom": _atomic,
-        "red": _atomic,
+        "shfl": lower_shuffle,
+        "vote": lower_vote,
+        "match": lower_match,
+        "redux": lower_redux,
+        "elect": lower_elect,
+        "activemask": lower_active,
+        "ldmatrix": lower_matrix,
+        "stmatrix": lower_matrix,
+        "atom": lower_atomic,
+        "red": lower_atomic,
         "mbarrier": _mbarrier,
         "cp": _copy,
         "call": _call,
@@ -179,11 +193,6 @@ def _note(block: Any, running: np.ndarray, *, instruction: Instruction, register
         block.notes.append((instruction, register, block.register(register).copy(), running.copy()))
 
 
-def unknown(instruction: Instruction) -> ArgumentError:
-    """Return the refusal of an instruction that no table knows."""
-    return ArgumentError(f"{'.'.join(instruction.opcode)} is not an instruction that fmtsim runs")
-
-
 def _elementwise(builder: Builder, instruction: Instruction, number: int) -> None:
     """Write a row of ``TABLE``."""
     name = ".".join(part for part in instruction.opcode if part != "uni")
@@ -201,12 +210,12 @@ def _elementwise(builder: Builder, instruction: Instruction, number: int) -> Non
         if len(row.operands) > len(operands):
             operands.append(Register("%cc"))
     kinds = row.results[: len(results)]
-    pairs = [(r, k) for r, k in zip(results, kinds, strict=True) if operand_name(r) != "_"]
+    pairs: list[tuple[Any, str]] = [(r, k) for r, k in zip(results, kinds, strict=True) if operand_name(r) != "_"]
     if len(pairs) < len(results) and len(results) == 2 and operand_name(results[0]) == "_":
         raise ArgumentError("a first result that is thrown away is not supported")
     if len(operands) != len(row.operands):
         raise ArgumentError(f"{len(operands)} operands; {name} has {len(row.operands)}")
-    given = list(zip(operands, row.operands, strict=True))
+    given: list[tuple[Any, str]] = list(zip(operands, row.operands, strict=True))
     semantics, factors, key = row.semantics, fused_factors(instruction.opcode, row), name
     if number in builder.divisors:  # a product with the constant's reciprocal
         semantics, factors = divided_by(instruction.opcode, builder.divisors[number])
@@ -230,31 +239,18 @@ def _elementwise(builder: Builder, instruction: Instruction, number: int) -> Non
     builder.compute(instruction, key, semantics, tuple(pairs), tuple(given))
 
 
-def _plain(instruction: Instruction) -> list[str]:
-    """Return the opcode without what changes no value."""
-    return [part for part in instruction.opcode if not NO_VALUE.fullmatch(part)]
-
-
-def _space(parts: list[str]) -> int:
-    return next((SPACES[part] for part in parts if part in SPACES), b.GENERIC)
-
-
-def _vector(parts: list[str]) -> int:
-    return next((int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)), 1)
-
-
 _MEMORY = re.compile(r"(b8|u8|s8|b16|u16|s16|b32|u32|s32|b64|u64|s64|f16|bf16|f32|f64|b128)$")
 
 
 def _access(builder: Builder, instruction: Instruction, registers: Operand, kind: int) -> list[int]:
     """Write what loads and stores share: space, size, registers."""
-    parts = _plain(instruction)
+    parts = without_caches(instruction)
     known = all(part in SPACES or re.fullmatch(r"v[24]", part) or _MEMORY.match(part) for part in parts[1:])
     if not known or not _MEMORY.match(parts[-1]) or parts[-1] == "b128":
         raise unknown(instruction)
     row = builder.add(instruction, kind)
     size = width(parts[-1]) // 8
-    row[b.SIZE], row[b.COUNT], row[b.SPACE] = size, _vector(parts), _space(parts)
+    row[b.SIZE], row[b.COUNT], row[b.SPACE] = size, vector_length(parts), space_number(parts)
     items = registers.items if isinstance(registers, Group) else (registers,)
     if len(items) != row[b.COUNT]:
         raise ArgumentError(f"{len(items)} registers for {row[b.COUNT]} numbers")
@@ -365,152 +361,8 @@ def _bar(builder: Builder, instruction: Instruction) -> None:
         row[b.DATA + 1], _ = builder.operand(instruction.operands[1], "u32")
 
 
-def _with_predicate(operand: Operand) -> tuple[Operand, Operand | None]:
-    return (operand.items[0], operand.items[1]) if isinstance(operand, Group) else (operand, None)
-
-
-def _shuffle(builder: Builder, instruction: Instruction) -> None:
-    if instruction.opcode[1] != "sync" or instruction.opcode[3] != "b32":
-        raise unknown(instruction)
-    row = builder.add(instruction, b.SHUFFLE)
-    row[b.FUNCTION] = {"up": warps.S_UP, "down": warps.S_DOWN, "bfly": warps.S_BUTTERFLY, "idx": warps.S_INDEX}[
-        instruction.opcode[2]
-    ]
-    target, predicate = _with_predicate(instruction.operands[0])
-    row[b.DATA], _ = builder.operand(target, "b32")
-    if predicate is not None:
-        row[b.DATA + 1], _ = builder.operand(predicate, "pred")
-    for i in range(3):
-        row[b.DATA + 2 + i], _ = builder.operand(instruction.operands[1 + i], "b32")
-
-
-def _vote(builder: Builder, instruction: Instruction) -> None:
-    kinds = {"all": warps.V_ALL, "any": warps.V_ANY, "uni": warps.V_UNIFORM, "ballot": warps.V_BALLOT}
-    mode = next((part for part in instruction.opcode if part in kinds), "")
-    if "sync" not in instruction.opcode or not mode or len(instruction.opcode) != 4:  # noqa: PLR2004
-        raise unknown(instruction)
-    row = builder.add(instruction, b.VOTE)
-    row[b.FUNCTION] = kinds[mode]
-    row[b.DATA], _ = builder.operand(instruction.operands[0], "b32")
-    source = instruction.operands[1]
-    row[b.DATA + 1], _ = builder.operand(source, "pred")
-    row[b.FLAGS] = int(isinstance(source, Register) and source.negated)
-    row[b.DATA + 2], _ = builder.operand(instruction.operands[2], "b32")
-
-
-def _match(builder: Builder, instruction: Instruction) -> None:
-    _, kind, sync, size = instruction.opcode
-    if kind not in ("any", "all") or sync != "sync" or size not in ("b32", "b64"):
-        raise unknown(instruction)
-    row = builder.add(instruction, b.MATCH)
-    row[b.SIZE], row[b.FLAGS] = bits(size) // 8, int(kind == "all")
-    target, predicate = _with_predicate(instruction.operands[0])
-    row[b.DATA], _ = builder.operand(target, "b32")
-    if predicate is not None:
-        row[b.DATA + 1], _ = builder.operand(predicate, "pred")
-    row[b.DATA + 2], _ = builder.operand(instruction.operands[1], size)
-    row[b.DATA + 3], _ = builder.operand(instruction.operands[2], "b32")
-
-
-_ATOMS = {
-    "add": block_memory.A_ADD,
-    "and": block_memory.A_AND,
-    "or": block_memory.A_OR,
-    "xor": block_memory.A_XOR,
-    "exch": block_memory.A_EXCHANGE,
-    "cas": block_memory.A_COMPARE,
-    "inc": block_memory.A_INCREMENT,
-    "dec": block_memory.A_DECREMENT,
-    "min": block_memory.A_MIN,
-    "max": block_memory.A_MAX,
-}
-
-
-def _atom_kind(instruction: Instruction, operation: str, kind: str) -> int:
-    """Return the number of an atomic operation on a type."""
-    floats = {
-        "f32": block_memory.A_ADD_F32,
-        "f64": block_memory.A_ADD_F64,
-        "f16": block_memory.A_ADD_F16,
-        "bf16": block_memory.A_ADD_BF16,
-        "f16x2": block_memory.A_ADD_F16,
-        "bf16x2": block_memory.A_ADD_BF16,
-    }
-    if operation == "add" and kind in floats:
-        return floats[kind]
-    if operation not in _ATOMS or not re.fullmatch(r"[bus](32|64)|b16", kind) or (kind == "b16" and operation != "cas"):
-        raise unknown(instruction)
-    if kind[0] == "s" and operation in ("min", "max"):
-        return block_memory.A_MIN_S if operation == "min" else block_memory.A_MAX_S
-    return _ATOMS[operation]
-
-
-def _redux(builder: Builder, instruction: Instruction) -> None:
-    if len(instruction.opcode) != 4 or instruction.opcode[3] not in ("u32", "s32", "b32"):
-        raise unknown(instruction)
-    row = builder.add(instruction, b.REDUCE)
-    row[b.FUNCTION] = _atom_kind(instruction, instruction.opcode[2], instruction.opcode[3])
-    for i in range(3):
-        row[b.DATA + i], _ = builder.operand(instruction.operands[i], "b32")
-
-
-def _elect(builder: Builder, instruction: Instruction) -> None:
-    row = builder.add(instruction, b.ELECT)
-    target, predicate = _with_predicate(instruction.operands[0])
-    if operand_name(target) != "_":
-        row[b.DATA], _ = builder.operand(target, "b32")
-    row[b.DATA + 1], _ = builder.operand(predicate, "pred")  # type: ignore[arg-type]
-
-
-def _active(builder: Builder, instruction: Instruction) -> None:
-    row = builder.add(instruction, b.ACTIVE)
-    row[b.DATA], _ = builder.operand(instruction.operands[0], "b32")
-
-
-def _matrix(builder: Builder, instruction: Instruction) -> None:
-    name, *rest = instruction.opcode
-    parts = [p for p in rest if p not in ("sync", "aligned", "shared", "shared::cta", "trans")]
-    if len(parts) != 3 or parts[0] != "m8n8" or parts[1] not in ("x1", "x2", "x4") or parts[2] != "b16":
-        raise unknown(instruction)
-    row = builder.add(instruction, b.LOAD_MATRIX if name == "ldmatrix" else b.STORE_MATRIX)
-    registers, address = instruction.operands if name == "ldmatrix" else instruction.operands[::-1]
-    items = registers.items if isinstance(registers, Group) else (registers,)
-    row[b.COUNT], row[b.FLAGS] = int(parts[1][1:]), int("trans" in rest)
-    for i, item in enumerate(items):
-        row[b.DATA + i], _ = builder.operand(item, "b32")
-    builder.memory(row, address)
-
-
-def _atomic(builder: Builder, instruction: Instruction) -> None:
-    parts = _plain(instruction)
-    returns = parts[0] == "atom"
-    operation = next((p for p in parts[1:] if p in _ATOMS), "")
-    kind, count = parts[-1], _vector(parts)
-    rest = [p for p in parts[1:] if p not in SPACES and p not in (operation, kind) and not re.fullmatch(r"v[24]", p)]
-    number = _atom_kind(instruction, operation, kind)
-    if rest:
-        raise unknown(instruction)
-    row = builder.add(instruction, b.ATOMIC)
-    row[b.FUNCTION], row[b.SIZE], row[b.COUNT], row[b.SPACE] = number, width(kind) // 8, count, _space(parts)
-    row[b.FLAGS] = int(kind == "f32" and row[b.SPACE] != b.SHARED)  # a global sum of float32 flushes subnormal numbers
-    operands = list(instruction.operands)
-    if returns:
-        old = operands.pop(0)
-        for i, item in enumerate(old.items if isinstance(old, Group) else (old,)):
-            if operand_name(item) != "_":
-                row[b.DATA + i], _ = builder.operand(item, kind)
-    builder.memory(row, operands[0])
-    values = [
-        item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))
-    ]
-    values = values[: count + (operation == "cas")]  # behind them a cache policy
-    for i, item in enumerate(values):
-        row[b.DATA + 4 + i], _ = builder.operand(item, kind)
-    builder.program.has_atomics |= row[b.SPACE] != b.SHARED
-
-
 def _mbarrier(builder: Builder, instruction: Instruction) -> None:
-    parts = [p for p in _plain(instruction)[1:] if p not in ("b64", "shared", "shared::cta", "shared::cluster")]
+    parts = [p for p in without_caches(instruction)[1:] if p not in ("b64", "shared", "shared::cta", "shared::cluster")]
     operands = list(instruction.operands)
     kinds = {
         ("init",): block.M_INIT,
@@ -563,7 +415,7 @@ def _copy(builder: Builder, instruction: Instruction) -> None:
         row[b.FLAGS] = 0 if "noinc" in text else 2
         builder.memory(row, instruction.operands[0])
         return
-    parts = [p for p in _plain(instruction) if p not in ("cp", "async", *SPACES)]
+    parts = [p for p in without_caches(instruction) if p not in ("cp", "async", *SPACES)]
     if parts or "global" not in instruction.opcode:
         raise unknown(instruction)
     target, source, size, *rest = instruction.operands

@@ -7,7 +7,7 @@ and those of all warps one batch. Source: PTX ISA 8.7, sections 9.7.14 (mma) and
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -363,7 +363,7 @@ def _product(a: np.ndarray, b: np.ndarray, c: np.ndarray, shape: Form) -> np.nda
     dtype = {"f32": torch.float32, "f16": torch.float16, "f64": torch.float64}[shape.sums]
     addend = torch.from_numpy(c).view(dtype)
     out = torch.empty(c.shape, dtype=dtype)
-    left = range(len(a))
+    left: Sequence[int] = range(len(a))
     if shape.sums == "f32":
         left = load_engine("cpu").gemm_batch(x, y, spec, None, out, addend)
     for i in left:

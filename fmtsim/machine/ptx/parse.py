@@ -272,7 +272,8 @@ def _read_variables(reader: _Reader, space: str) -> list[Variable]:
         elif token not in (".ptr", ".global", ".shared", ".local", ".const"):
             kind = token[1:]
     while True:
-        name, count, is_array, values = reader.take(), 1, False, ()
+        name, count, is_array = reader.take(), 1, False
+        values: tuple[int | str, ...] = ()
         if name.endswith(">"):
             raise ArgumentError(f"line {reader.line} of the PTX declares registers outside of .reg")
         size: int | None = count
@@ -359,7 +360,8 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
     """Read the instructions of a function; names that a block in braces declares get its number behind them."""
     reader.take("{")
     scopes: list[dict[str, str]] = [{}]
-    source, callers, blocks = "", (), 0
+    callers: tuple[str, ...] = ()
+    source, blocks = "", 0
 
     def renamed(name: str) -> str:
         return next((scope[name] for scope in reversed(scopes) if name in scope), name)
@@ -473,8 +475,9 @@ def _read_operand(reader: _Reader, named: _Named) -> Operand:
     if token in ("{", "("):
         return Group(tuple(_read_list(reader, "}" if token == "{" else ")", named)))
     if token == "[":
-        base = _read_operand(reader, named)
-        offset, coordinates = 0, ()
+        base: Any = _read_operand(reader, named)
+        offset = 0
+        coordinates: tuple[Operand, ...] = ()
         if isinstance(base, Address):
             base, offset = base.base, base.offset
         if not isinstance(base, Register | Symbol | Immediate):

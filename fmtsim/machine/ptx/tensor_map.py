@@ -89,7 +89,8 @@ def _bytes_at(block: "Block", address: int, count: int, what: str) -> np.ndarray
         return block.shared[start : start + count]
     if not any(r.start <= address and address + count <= r.start + r.nbytes for r in block.memory.ranges):
         raise ArgumentError(f"{what} is out of range ({block.memory.describe(address)})")
-    return np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
+    raw: Any = (ctypes.c_uint8 * count).from_address(address)
+    return np.frombuffer(raw, np.uint8)
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,7 +103,7 @@ def _chunks(count: int, first: int, swizzle: int) -> np.ndarray:
 def _box(
     block: "Block", tensor_map: int, coordinates: Sequence[int]
 ) -> tuple[np.void, np.ndarray | None, tuple[slice, ...], tuple[int, ...]]:
-    """Return a map's record, what a box holds of the tensor (a view of bytes), its place in the box, the box's shape."""
+    """Return a map's record, what a box has of the tensor (a view of bytes), its place in the box, and the shape."""
     record = _bytes_at(block, tensor_map, 128, "a tensor map").view(MAP)[0]
     rank, size = int(record["rank"]), ELEMENT_BYTES[int(record["elemtype"])]
     if not 1 <= rank <= 5 or len(coordinates) != rank or record["interleave_layout"]:
@@ -167,7 +168,9 @@ def complete(block: "Block", mbarrier: int, nbytes: int) -> None:
     """Tell an mbarrier that bytes have arrived."""
     word = block.shared[mbarrier : mbarrier + 8].view(np.uint64)
     value = (int(word[0]) - (nbytes << 40)) & ((1 << 64) - 1)
-    word[0] = mbarrier_settled.py_func(np.uint64(value))
+    word[0] = mbarrier_settled.py_func(  # type: ignore[attr-defined]
+        np.uint64(value)
+    )
     block.wake()
 
 
@@ -239,7 +242,7 @@ def _reader(builder: "Builder", operand: Operand) -> Callable[["Block"], tuple[n
     base = operand.base if isinstance(operand, Address) else operand
     offset = operand.offset if isinstance(operand, Address) else 0
     if isinstance(operand, Address) and not isinstance(base, Immediate) and _is_variable(builder, base):
-        place, size = builder.operand(Address(base, 0), "b64")[0], 8
+        place, size = builder.operand(Address(base, 0), "b64")[0], 8  # type: ignore[arg-type]
     else:
         place, kind = builder.operand(base, "b64")
         size = b_bits(kind)
@@ -266,7 +269,7 @@ def _is_variable(builder: "Builder", base: Operand) -> bool:
 def prepare_replace(instruction: Instruction, builder: "Builder") -> Handler:
     """Return what the host does for tensormap.replace, which writes one field of a map."""
     field = instruction.opcode[3]
-    if instruction.opcode[2] != "tile" or field not in MAP.names or "b1024" not in instruction.opcode:
+    if instruction.opcode[2] != "tile" or field not in (MAP.names or ()) or "b1024" not in instruction.opcode:
         raise ArgumentError(f"{'.'.join(instruction.opcode)} is not an instruction that fmtsim runs")
     where, *given = [_reader(builder, operand) for operand in instruction.operands]
     shared = "shared::cta" in instruction.opcode

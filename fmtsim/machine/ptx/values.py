@@ -32,7 +32,7 @@ def _scalar(kind: str) -> ir.Type:
 
 
 class Vector:
-    """A value of 16 threads while a function is traced: a kind (``u32``, ``s64``, ``b16``, ``f32``, ``pred``) and LLVM's.
+    """A value of 16 threads while a function is traced: a kind (``u32``, ``b16``, ``f32``, ``pred`` ...) and LLVM's.
 
     Operators are those of the kind: integers wrap, ``>>`` of signed ones keeps the sign, floats round to nearest even.
     Python's numbers become constants of the other operand's kind. ``f16`` and ``bf16`` are ``b16``: codes.
@@ -134,7 +134,7 @@ class Vector:
         return Vector(kind, self.builder.bitcast(self.value, _vector(kind)))
 
     def to(self, kind: str) -> "Vector":
-        """Return the number as another kind: integers wrap or are extended by their sign, floats round to nearest even."""
+        """Return the number as another kind: integers wrap or extend their sign, floats round to nearest even."""
         source, target, build = self.kind, _vector(kind), self.builder
         if kind[0] == "f" and source[0] == "f":
             convert = build.fpext if bits(kind) > bits(source) else build.fptrunc

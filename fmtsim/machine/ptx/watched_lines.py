@@ -54,7 +54,7 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
         elif isinstance(item, int):
             found.add(f"{file}:{item}")
         else:
-            lines = _assignments(function, item) if inspect.isfunction(function) else []
+            lines = _assignments(function, str(item)) if inspect.isfunction(function) else []
             if not lines:
                 raise ArgumentError(
                     f"watch={shown(item)} is not assigned in the kernel; give a variable, a line, or 'file.py:5'"
