@@ -117,7 +117,9 @@ def _of_numbers(operation: Callable) -> Callable:
     def call(a: Any, b: Any, **options: Any) -> torch.Tensor:
         numbers = _number(a, b), _number(b, a)
         result = operation(*numbers, **options)
-        rounded = [(x, y.to(x.dtype)) for x, y in zip((a, b), numbers, strict=True) if torch.is_tensor(y) and x is not y]
+        rounded = [
+            (x, y.to(x.dtype)) for x, y in zip((a, b), numbers, strict=True) if torch.is_tensor(y) and y is not x
+        ]
         for x, y in rounded:
             if not torch.equal(x.nan_to_num(), y.nan_to_num()):
                 raise Guess(f"a {x.dtype} tensor without dimensions, rounded as one on the GPU is", result)

@@ -231,9 +231,10 @@ class Builder:
 
     def is_negated_in_place(self, instruction: Instruction) -> bool:
         """Return True for a neg or abs that only selp reads: ptxas makes it part of that, which keeps NaN's bits."""
+        if instruction.opcode not in (("neg", "f32"), ("abs", "f32")):
+            return False
         readers = self.readers.get(_name(instruction.operands[0]), [])
-        plain = instruction.opcode in (("neg", "f32"), ("abs", "f32"))
-        return plain and bool(readers) and all(reader.opcode[0] == "selp" for reader in readers)
+        return bool(readers) and all(reader.opcode[0] == "selp" for reader in readers)
 
     def _lay_out_variables(self) -> None:
         """Give shared and local variables their addresses: aligned, in order; arrays of the launch's size come last."""
@@ -835,27 +836,32 @@ def _atomic(builder: Builder, instruction: Instruction) -> None:
     returns = parts[0] == "atom"
     operation = next((p for p in parts[1:] if p in _ATOMS), "")
     kind, count = parts[-1], _vector(parts)
-    rest = [p for p in parts[1:] if p not in _SPACES and p not in (operation, kind) and not re.fullmatch(r"v[24]", p)]
-    number = _atom_kind(instruction, operation, kind)
-    if rest:
+    rest = [p for p in parts[1:] if p not in _SPACES and p not in (operation, kind) and not re.fullmatch(r"v[248]", p)]
+    number, size = _atom_kind(instruction, operation, kind), width(kind) // 8
+    if rest or count * size > 16:
         raise unknown(instruction)
-    row = builder.add(instruction, b.ATOMIC)
-    row[b.FUNCTION], row[b.SIZE], row[b.COUNT], row[b.SPACE] = number, width(kind) // 8, count, _space(parts)
-    row[b.FLAGS] = int(kind == "f32" and row[b.SPACE] != b.SHARED)  # a global sum of float32 flushes subnormal numbers
     operands = list(instruction.operands)
-    if returns:
-        old = operands.pop(0)
-        for i, item in enumerate(old.items if isinstance(old, Group) else (old,)):
-            if _name(item) != "_":
-                row[b.DATA + i], _ = builder.operand(item, kind)
-    builder.memory(row, operands[0])
+    old = operands.pop(0) if returns else Group(())
+    olds = old.items if isinstance(old, Group) else (old,)
     values = [
         item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))
     ]
     values = values[: count + (operation == "cas")]  # behind them a cache policy
-    for i, item in enumerate(values):
-        row[b.DATA + 4 + i], _ = builder.operand(item, kind)
-    builder.program.has_atomics |= row[b.SPACE] != b.SHARED
+    if count == 8 and set(olds[:4]) & set(values[4:]) - {Symbol("_")}:
+        raise unknown(instruction)  # the first four's old numbers would be the last four's addends
+    for first in range(0, count, 4):
+        row = builder.add(instruction, b.ATOMIC)
+        row[b.FUNCTION], row[b.SIZE], row[b.COUNT], row[b.SPACE] = number, size, min(count, 4), _space(parts)
+        # a global sum of float32 flushes subnormal numbers
+        row[b.FLAGS] = int(kind == "f32" and row[b.SPACE] != b.SHARED)
+        for i, item in enumerate(olds[first : first + 4]):
+            if _name(item) != "_":
+                row[b.DATA + i], _ = builder.operand(item, kind)
+        builder.memory(row, operands[0])
+        row[b.OFFSET] += first * size
+        for i, item in enumerate(values[first : first + 4]):  # cas has two of one number
+            row[b.DATA + 4 + i], _ = builder.operand(item, kind)
+        builder.program.has_atomics |= row[b.SPACE] != b.SHARED
 
 
 def _mbarrier(builder: Builder, instruction: Instruction) -> None:
