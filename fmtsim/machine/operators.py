@@ -123,8 +123,8 @@ def _cudnn(
     causal: bool = False, debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     output, logsumexp = _attention(run, q, k, v, dropout, causal, attn_mask=bias, scale=scale)
-    nothing = output.new_empty(0)
-    return output, logsumexp[..., None], nothing, nothing, 0, 0, nothing, nothing, nothing
+    nothing, seed = output.new_empty(0), torch.zeros((), dtype=torch.int64)
+    return output, logsumexp[..., None], nothing, nothing, q.shape[2], k.shape[2], seed, seed.clone(), nothing
 
 
 def _cudnn_gradient(
@@ -140,8 +140,10 @@ def _efficient(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, _: bool, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    nothing = q.new_empty(0)
-    return *attention_efficient.forward(q, k, v, bias, dropout, causal, scale), nothing, nothing
+    output, sums = attention_efficient.forward(q, k, v, bias, dropout, causal, scale)
+    seed = torch.zeros((), dtype=torch.int64)
+    # the GPU stores rows of multiples of 32
+    return output, torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32), value=torch.inf), seed, seed.clone()
 
 
 def _efficient_gradient(
@@ -149,7 +151,7 @@ def _efficient_gradient(
     logsumexp: torch.Tensor, seed: Any, offset: Any, dropout: float, mask: Any, causal: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    sums = logsumexp[..., : q.shape[2]].contiguous()  # which the GPU stores with rows of multiples of 32
+    sums = logsumexp[..., : q.shape[2]].contiguous()
     options = bias, dropout, causal, scale, mask[0], mask[3]
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
 
