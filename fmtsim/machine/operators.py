@@ -3,12 +3,14 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
 
 from fmtsim.gemm.products.matmul import bmm, linear, mm
+from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.machine import (
     arrays,
@@ -40,7 +42,7 @@ lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or b
 index index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide
 remainder maximum minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
-resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_
+resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
@@ -121,8 +123,8 @@ def _cudnn(
     causal: bool = False, debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     output, logsumexp = _attention(run, q, k, v, dropout, causal, attn_mask=bias, scale=scale)
-    nothing = output.new_empty(0)
-    return output, logsumexp[..., None], nothing, nothing, 0, 0, nothing, nothing, nothing
+    nothing, seed = output.new_empty(0), torch.zeros((), dtype=torch.int64)
+    return output, logsumexp[..., None], nothing, nothing, q.shape[2], k.shape[2], seed, seed.clone(), nothing
 
 
 def _cudnn_gradient(
@@ -138,8 +140,10 @@ def _efficient(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, _: bool, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    nothing = q.new_empty(0)
-    return *attention_efficient.forward(q, k, v, bias, dropout, causal, scale), nothing, nothing
+    output, sums = attention_efficient.forward(q, k, v, bias, dropout, causal, scale)
+    seed = torch.zeros((), dtype=torch.int64)
+    # the GPU stores rows of multiples of 32
+    return output, torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32), value=torch.inf), seed, seed.clone()
 
 
 def _efficient_gradient(
@@ -147,7 +151,7 @@ def _efficient_gradient(
     logsumexp: torch.Tensor, seed: Any, offset: Any, dropout: float, mask: Any, causal: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    sums = logsumexp[..., : q.shape[2]].contiguous()  # which the GPU stores with rows of multiples of 32
+    sums = logsumexp[..., : q.shape[2]].contiguous()
     options = bias, dropout, causal, scale, mask[0], mask[3]
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
 
@@ -290,7 +294,13 @@ KERNELS = frozenset(
 
 
 def _in_place(operator: Callable) -> Callable:
-    return lambda x, *rest, **options: x.copy_(operator(x, *rest, **options))
+    def write(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        try:
+            return x.copy_(operator(x, *rest, **options))
+        except Guess as guess:
+            raise Guess(guess.args[0], x.copy_(guess.args[1])) from None
+
+    return write
 
 
 # An operator of KNOWN in place: its result, rounded once more where x's dtype is narrower than the result's.
@@ -298,18 +308,21 @@ _WRITERS = {f"{packet.__name__}_": operator for packet, operator in KNOWN.items(
 KNOWN |= {getattr(_ATEN, name): _in_place(operator) for name, operator in _WRITERS.items() if hasattr(_ATEN, name)}
 
 
-def _known_product(verb: Callable, *operands: torch.Tensor, target: str) -> torch.Tensor:
+def _known_product(verb: Callable, *operands: torch.Tensor, target: str, **asked: Any) -> torch.Tensor:
     """Return a product in the order of a target's plan, with the switches of torch.backends.cuda.matmul.
+
+    ``asked`` are further options of the verb: ``out_dtype``, ``plan``.
 
     Raises:
         Guess: The plan is a guess; the result by it is what the exception holds.
     """
     tensors = [operand.detach() for operand in operands]
     if tensors[0].shape[-1] == 1 and verb is not linear:
-        return tensors[0] * tensors[1] + 0.0  # one product, added to a zero
+        wide = asked.get("out_dtype") or tensors[0].dtype
+        return tensors[0].to(wide) * tensors[1].to(wide) + 0.0  # one product, added to a zero
     switches = torch.backends.cuda.matmul
     allow = ("tf32",) * (switches.fp32_precision == "tf32") + ("fp16_accumulation",) * switches.allow_fp16_accumulation
-    options = {"target": target, "allow": allow or None}
+    options = {"target": target, "allow": allow or None, **asked}
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(tensors[0].dtype)
     if name is not None and not getattr(switches, f"allow_{name}_reduced_precision_reduction"):
         options["target"] = _in_float32(target)
@@ -327,10 +340,34 @@ def _in_float32(target: str) -> Target:
     return get_target(target).with_settings(reductions="fp32")
 
 
-def _addmm(target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or c.ndim != 1:
-        raise UnknownOrder("addmm with factors or a matrix as addend")
-    return _known_product(linear, a, b.t(), c, target=target)
+def _mm(target: str, a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None) -> torch.Tensor:
+    return _known_product(mm, a, b, target=target, out_dtype=out_dtype)
+
+
+def _addmm(
+    target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, beta: float = 1,
+    alpha: float = 1,
+) -> Any:  # fmt: skip
+    """Return addmm: a vector is added by the library's epilogue, a matrix to the sums, both before the one rounding.
+
+    Raises:
+        Guess: As ``_known_product``.
+    """
+    dtype = out_dtype or a.dtype
+    if beta != 1 or alpha != 1 or a.dtype == torch.float64:
+        raise UnknownOrder("addmm with factors, or of float64")
+    if c.ndim == 1 and dtype == a.dtype:
+        return _known_product(linear, a, b.t(), c, target=target)
+    if c.shape != (a.shape[0], b.shape[1]):
+        raise UnknownOrder("addmm of a row or column, or of a vector to another dtype")
+    # the sums in float32, by the plan of a product in the result's dtype
+    with seen_calls() as calls, suppress(Guess):
+        _known_product(mm, a, b, target=target, out_dtype=dtype)
+    plan = next((spec.plan for spec in calls.values()), None)
+    try:
+        return (_known_product(mm, a, b, target=target, out_dtype=torch.float32, plan=plan) + c.float()).to(dtype)
+    except Guess as guess:
+        raise Guess(guess.args[0], (guess.args[1] + c.float()).to(dtype)) from None
 
 
 def _grouped_mm(
@@ -368,7 +405,7 @@ def _grouped_mm(
 
 
 PRODUCTS: dict[Any, Callable] = {
-    _ATEN.mm: lambda target, a, b: _known_product(mm, a, b, target=target),
+    _ATEN.mm: _mm,
     _ATEN.bmm: lambda target, a, b: _known_product(bmm, a, b, target=target),
     _ATEN.addmm: _addmm,
     _ATEN._grouped_mm: _grouped_mm,

@@ -309,6 +309,11 @@ class _Forks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, or what stands for it."""
+        if func is torch.Tensor.backward:  # which runs a library's code: this mode stays on in it
+            names = ("tensors", "grad_tensors", "retain_graph", "create_graph", "inputs")
+            named = {"grad_tensors" if name == "gradient" else name: value for name, value in (kwargs or {}).items()}
+            with self:
+                return torch.autograd.backward(**dict(zip(names, args, strict=False)), **named)
         func, args, kwargs = on_gpu(func, args, kwargs or {}, sys._getframe(1))
         function = _FORKS[func][1] if func in _FORKS else func
         return function(*args, **kwargs)

@@ -2,6 +2,7 @@
 """Operators on elements: CUDA's functions in float32 with one rounding to the result's dtype, and their gradients."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy import float32
 from fmtsim.cpu.runtime.jit import device, fma32
 from fmtsim.machine import library
 from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, elementwise, from_f32, to_f32
-from fmtsim.machine.unknown import UnknownOrder
+from fmtsim.machine.unknown import Guess, UnknownOrder
 
 _ONE, _HALF = float32(1.0), float32(0.5)
 _INVERSE_SQRT_2PI = float32(0.3989422804014327)
@@ -96,27 +97,46 @@ def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _number(x: Any, other: Any) -> Any:
-    """Return a Python number that torch made a tensor as the number.
-
-    Raises:
-        UnknownOrder: A float32 tensor without dimensions beside one of 16 bits: a GPU rounds it first.
-    """
+    """Return a Python number that torch made a tensor as the number, and a float32 tensor beside 16 bits in these."""
     if torch.is_tensor(x) and torch.is_tensor(other) and x.ndim == 0 < other.ndim and other.dtype in SIXTEEN_BITS:
         if x.dtype == torch.float64:
             return x.item()
         if x.dtype == torch.float32:
-            raise UnknownOrder(f"{other.dtype} and a float32 tensor without dimensions")
+            return x.to(other.dtype)
     return x
 
 
+def _of_numbers(operation: Callable) -> Callable:
+    """Let an operation take numbers that torch made tensors, and float32 tensors without dimensions beside 16 bits.
+
+    Raises:
+        Guess: Such a tensor is not a number of 16 bits. A GPU rounds it first, but one that is on the CPU it does not.
+    """
+
+    @wraps(operation)
+    def call(a: Any, b: Any, **options: Any) -> torch.Tensor:
+        numbers = _number(a, b), _number(b, a)
+        result = operation(*numbers, **options)
+        rounded = [
+            (x, y.to(x.dtype)) for x, y in zip((a, b), numbers, strict=True) if torch.is_tensor(y) and y is not x
+        ]
+        for x, y in rounded:
+            if not torch.equal(x.nan_to_num(), y.nan_to_num()):
+                raise Guess(f"a {x.dtype} tensor without dimensions, rounded as one on the GPU is", result)
+        return result  # type: ignore[no-any-return]
+
+    return call
+
+
+@_of_numbers
 def multiply(a: Any, b: Any) -> torch.Tensor:
     """Return a b."""
-    return torch.mul(_number(a, b), _number(b, a))
+    return torch.mul(a, b)
 
 
+@_of_numbers
 def add(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
     """Return a + alpha b, fused where alpha is not 1 or -1; a number is float32, which the host rounds to 16 bits."""
-    a, b = _number(a, b), _number(b, a)
     if not torch.is_tensor(a) and alpha == 1:
         a, b = b, a
     if torch.is_tensor(a) and not torch.is_tensor(b) and a.dtype in SIXTEEN_BITS:
@@ -135,9 +155,9 @@ def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
     return add(b, a, alpha=-alpha) if torch.is_tensor(b) else add(-a if alpha == 1 else a * -alpha, b)
 
 
+@_of_numbers
 def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Return a / b; a number in the place of b is a factor: its reciprocal, a double that is rounded to float32."""
-    a, b = _number(a, b), _number(b, a)
     if (
         rounding_mode is not None
         or torch.is_tensor(b)

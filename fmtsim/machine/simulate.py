@@ -157,10 +157,15 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 "the model without it (eager attention, or the operator's own formula in torch)"
             )
         name, handler, kind = operator.name, operator.handler, operator.kind
-        if kind == "product" and func._overloadname == "out" and kwargs["out"].is_contiguous():
-            out, named = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
-            result = self.__torch_dispatch__(func.overloadpacket.default, types, args, named)
-            return out.resize_(result.shape).copy_(result)  # a GPU's library writes there what it would to a new one
+        out = kwargs.get("out")
+        if torch.is_tensor(out) and operator.plain is not None and out.is_contiguous():
+            named = {key: value for key, value in kwargs.items() if key != "out"}
+            result = self.__torch_dispatch__(operator.plain, types, args, named)
+            if result.dtype != out.dtype:
+                self._note(name, UnknownOrder("written to out= of another dtype"))
+            return out.resize_(result.shape).copy_(result)  # a GPU writes there what it would to a new one
+        if name == "addmm_":
+            return args[0].copy_(self.__torch_dispatch__(torch.ops.aten.addmm.default, types, args, kwargs))
         if kind == "dropout":
             self.exact[name] += 1
             return self._operators.random.dropout(self._generator, *args, **kwargs)
@@ -249,6 +254,7 @@ class _Operator(NamedTuple):
     kind: str  # a key of ``kinds`` below
     handler: Callable | None  # what computes it, None where nothing does: ``unknown`` is the reason
     unknown: str
+    plain: Any  # the overload without out=, of one whose handler or product is known
     takes_integers: bool  # the handler is for tensors of integers, too
     writes: bool  # it returns tensors that it was given, or views of them
 
@@ -273,11 +279,14 @@ def _operator(func: Any) -> _Operator | None:
         "kernel": packet in operators.KERNELS,  # writes the GPU's NaN itself
         "other": True,
     }
-    kind, unknown = next(kind for kind, holds in kinds.items() if holds), name
+    kind, unknown, plain = next(kind for kind, holds in kinds.items() if holds), name, None
     if handler is not None and schema.is_mutable is not name.endswith("_"):
         handler, unknown = None, f"written to {func._overloadname}="
+        read = [(x.name, str(x.type)) for x in schema.arguments if not x.is_out]
+        others = [getattr(packet, overload) for overload in packet.overloads()]
+        plain = next((x for x in others if [(y.name, str(y.type)) for y in x._schema.arguments] == read), None)
     writes = any(returned.alias_info is not None for returned in schema.returns)
-    return _Operator(name, kind, handler, unknown, packet in operators.STABLE, writes)
+    return _Operator(name, kind, handler, unknown, plain, packet in operators.STABLE, writes)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

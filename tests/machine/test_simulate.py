@@ -287,9 +287,39 @@ def test_a_number_where_another_argument_is_known():
         y = torch.empty(4)
         torch.tanh(torch.linspace(0, 1, 4), out=y)
         torch.arange(4).exp()
-    assert set(run.unknown) == {
-        "tanh: written to out=", "exp: numbers that it makes of integers", "linspace: numbers that it makes of integers"
-    }  # fmt: skip
+    assert set(run.unknown) == {"exp: numbers that it makes of integers", "linspace: numbers that it makes of integers"}
+    assert run.exact["tanh"] == 1
+
+
+def test_results_in_a_tensor_of_the_caller():
+    a, b, c = torch.randn(128, 64).to(BF16), torch.randn(64, 32).to(BF16), torch.randn(128, 32)
+    with fmtsim.simulate(target="h100") as run:
+        sums = torch.mm(a, b, out_dtype=torch.float32)
+        y = torch.empty(128, 32)
+        torch.addmm(c, a, b, out_dtype=torch.float32, out=y)
+        assert torch.equal(y, sums + c)
+        torch.add(y, c, out=y)
+        assert torch.equal(y, sums + c + c)
+        # in 16 bits the matrix is added before the one rounding
+        z = c.to(BF16)
+        assert torch.equal(z.addmm_(a, b), (sums + c.to(BF16).float()).to(BF16))
+        torch.add(c, c, out=torch.empty(128, 32, dtype=BF16))
+    assert set(run.unknown) == {"add: written to out= of another dtype"}
+
+
+def test_a_tensor_without_dimensions_beside_16_bits():
+    x, half, third = torch.randn(64).to(BF16), torch.tensor(0.5), torch.tensor(1 / 3)
+    with fmtsim.simulate(target="h100") as run:
+        y, z = x * half, x / half
+        assert not run.guess
+        rounded = x * third
+        w = x.clone()
+        w *= third
+    assert torch.equal(y, (x.float() * 0.5).to(BF16))
+    assert torch.equal(z, (x.float() * 2).to(BF16))
+    assert torch.equal(rounded, (x.float() * third.to(BF16).float()).to(BF16))
+    assert torch.equal(w, rounded)
+    assert run.guess.total() == 2
 
 
 def test_operators_in_place_have_the_bits_of_their_results():

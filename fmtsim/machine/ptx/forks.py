@@ -100,6 +100,12 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
         yield owner, name, lambda host, self, *_: vars(self).update(idx=0, prev_idx=0)
     for name in ("__enter__", "__exit__"):
         yield torch.cuda.device, name, lambda host, *args: None
+    # a backward pass runs a library's code: with plain tensors it is no function that a mode takes, and is left
+    yield (
+        torch.autograd,
+        "has_torch_function",
+        lambda host, tensors: not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors)) and host(tensors),
+    )
     yield torch._C, "_cuda_getCurrentRawStream", lambda host, device: 0
     # a simulation's autocast is the CPU's
     yield torch, "is_autocast_enabled", lambda host, device="cuda": host("cpu" if device == "cuda" else device)

@@ -311,10 +311,17 @@ _JOINS = "{|.and|.or|.xor}"  # with a third predicate
 @row("setp.{eq|ne}" + _JOINS + "." + BITS, "pred pred", "t t p", "9.7.6.2")
 @row("setp." + _FLOAT_RELATIONS + _JOINS + FTZ + ".{f32|f16}", "pred pred", "t t p", "9.7.6.2")
 @row("setp." + _FLOAT_RELATIONS + _JOINS + ".{f64|bf16}", "pred pred", "t t p", "9.7.6.2")
+@row("setp." + _FLOAT_RELATIONS + _JOINS + FTZ + ".f16x2", "pred pred", "t t p", "9.7.7.2")
+@row("setp." + _FLOAT_RELATIONS + _JOINS + ".bf16x2", "pred pred", "t t p", "9.7.7.2")
 def _set_predicates(opcode: Opcode, x: Vector, y: Vector, third: Vector | None = None) -> tuple[Vector, Vector]:
-    """Return the comparison and its opposite, each joined with a third predicate where the opcode says so."""
-    holds = _compared(opcode[1], _wide(x, opcode), _wide(y, opcode))
-    results = holds, ~holds
+    """Return the comparison and its opposite (of pairs those of both halves), joined with a third predicate if given."""
+    if opcode[-1].endswith("x2"):
+        single = (*opcode[:-1], opcode[-1].removesuffix("x2"))
+        lower, upper = (_compared(opcode[1], *(_wide(half(v), single) for v in (x, y))) for half in (low, high))
+        results = lower, upper
+    else:
+        holds = _compared(opcode[1], _wide(x, opcode), _wide(y, opcode))
+        results = holds, ~holds
     if third is not None:
         join = {"and": third.__and__, "or": third.__or__, "xor": third.__xor__}[opcode[2]]
         results = join(results[0]), join(results[1])

@@ -14,7 +14,7 @@ from fmtsim.machine.ptx.kernel_program import (
     vector_length,
     without_caches,
 )
-from fmtsim.machine.ptx.parse import Group, Instruction, Operand, Register, width
+from fmtsim.machine.ptx.parse import Group, Instruction, Operand, Register, Symbol, width
 from fmtsim.machine.ptx.values import bits
 
 
@@ -147,24 +147,30 @@ def lower_atomic(builder: Builder, instruction: Instruction) -> None:
     returns = parts[0] == "atom"
     operation = next((p for p in parts[1:] if p in _ATOMS), "")
     kind, count = parts[-1], vector_length(parts)
-    rest = [p for p in parts[1:] if p not in SPACES and p not in (operation, kind) and not re.fullmatch(r"v[24]", p)]
-    number = _atom_kind(instruction, operation, kind)
-    if rest:
+    rest = [p for p in parts[1:] if p not in SPACES and p not in (operation, kind) and not re.fullmatch(r"v[248]", p)]
+    number, size = _atom_kind(instruction, operation, kind), width(kind) // 8
+    if rest or count * size > 16:  # noqa: PLR2004, bytes
         raise unknown(instruction)
-    row = builder.add(instruction, b.ATOMIC)
-    row[b.FUNCTION], row[b.SIZE], row[b.COUNT], row[b.SPACE] = number, width(kind) // 8, count, space_number(parts)
-    row[b.FLAGS] = int(kind == "f32" and row[b.SPACE] != b.SHARED)  # a global sum of float32 flushes subnormal numbers
     operands = list(instruction.operands)
-    if returns:
-        old = operands.pop(0)
-        for i, item in enumerate(old.items if isinstance(old, Group) else (old,)):
-            if operand_name(item) != "_":
-                row[b.DATA + i], _ = builder.operand(item, kind)
-    builder.memory(row, operands[0])
+    old = operands.pop(0) if returns else Group(())
+    olds = old.items if isinstance(old, Group) else (old,)
     values = [
         item for operand in operands[1:] for item in (operand.items if isinstance(operand, Group) else (operand,))
     ]
     values = values[: count + (operation == "cas")]  # behind them a cache policy
-    for i, item in enumerate(values):
-        row[b.DATA + 4 + i], _ = builder.operand(item, kind)
-    builder.program.has_atomics |= row[b.SPACE] != b.SHARED
+    if count == 8 and set(olds[:4]) & set(values[4:]) - {Symbol("_")}:  # noqa: PLR2004
+        raise unknown(instruction)  # the first four's old numbers would be the last four's addends
+    for first in range(0, count, 4):
+        row = builder.add(instruction, b.ATOMIC)
+        row[b.FUNCTION], row[b.SIZE], row[b.COUNT], row[b.SPACE] = number, size, min(count, 4), space_number(parts)
+        # a global sum of float32 flushes subnormal numbers
+        row[b.FLAGS] = int(kind == "f32" and row[b.SPACE] != b.SHARED)
+        for i, item in enumerate(olds[first : first + 4]):
+            if operand_name(item) != "_":
+                row[b.DATA + i], _ = builder.operand(item, kind)
+        builder.memory(row, operands[0])
+        row[b.OFFSET] += first * size
+        chosen = values if operation == "cas" else values[first : first + 4]  # cas has two of one number
+        for i, item in enumerate(chosen):
+            row[b.DATA + 4 + i], _ = builder.operand(item, kind)
+        builder.program.has_atomics |= row[b.SPACE] != b.SHARED

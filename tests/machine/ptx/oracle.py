@@ -562,6 +562,10 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
         relation, mods = parts[0], parts[1:]
 
         def relate(x: int, y: int, *third: int) -> tuple[int, ...]:
+            if kind.endswith("x2"):
+                pairs = ((x & 0xFFFF, y & 0xFFFF), (x >> 16, y >> 16))
+                lower, upper = (joined(mods, compared(relation, mods, kind[:-2], *pair), third) for pair in pairs)
+                return lower, upper
             holds = compared(relation, mods, kind, x, y)
             if name == "setp":
                 return joined(mods, holds, third), joined(mods, not holds, third)

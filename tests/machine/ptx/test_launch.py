@@ -308,6 +308,35 @@ def test_scalars_and_memory_as_the_launcher_passes_them():
 
 
 @needs_triton
+def test_a_vector_of_atomic_sums():
+    registers = ", ".join(f"%h{i}" for i in range(8))
+    kernel = f"""
+    .version 8.7
+    .target sm_90
+    .address_size 64
+    .visible .entry sums(.param .u64 x, .param .u64 y, .param .u64 old)
+    .reqntid 1
+    {{
+        .reg .b16 %h<16>; .reg .b64 %d<4>;
+        ld.param.u64 %d1, [x]; ld.param.u64 %d2, [y]; ld.param.u64 %d3, [old];
+        ld.global.v4.b16 {{%h0, %h1, %h2, %h3}}, [%d1]; ld.global.v4.b16 {{%h4, %h5, %h6, %h7}}, [%d1+8];
+        atom.global.gpu.acq_rel.add.noftz.v8.bf16 {{{registers.replace("%h", "%h1")}}}, [%d2], {{{registers}}};
+        st.global.v4.b16 [%d3], {{%h10, %h11, %h12, %h13}};
+        st.global.v2.b16 [%d3+8], {{%h14, %h15}};
+        ret;
+    }}"""
+    kernel = kernel.replace("%h16, %h17}", "_, _}")
+    x, y = torch.randn(8).to(torch.bfloat16), torch.randn(8).to(torch.bfloat16)
+    old, before = torch.zeros(6, dtype=torch.bfloat16), y.clone()
+    record = fmtsim.launch(kernel, 1, x, y, old)
+    assert torch.equal(y, before + x) and torch.equal(old, before[:6]) and record.exact
+    assert not fmtsim.launch(
+        kernel.replace("ret;", f"red.global.add.noftz.v8.bf16 [%d2], {{{registers}}}; ret;"), 1, x, y, old
+    ).exact
+    with pytest.raises(ArgumentError, match="v8.f32 is not an instruction"):
+        fmtsim.launch(kernel.replace("add.noftz.v8.bf16", "add.v8.f32"), 1, x, y, old)
+
+
 def test_kernels_in_a_simulation():
     class Double(torch.autograd.Function):
         @staticmethod
