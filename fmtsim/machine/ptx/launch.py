@@ -124,7 +124,8 @@ def launch(
         raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
     seen = Watch()
     if watch is not None:
-        at, of = (n if isinstance(n, list | tuple | range) else [n] for n in (watch_block, watch_threads))
+        at: Any = watch_block if isinstance(watch_block, list | tuple) else [watch_block]
+        of: Any = watch_threads if isinstance(watch_threads, list | tuple | range) else [watch_threads]
         seen = Watch(places(kernel, watch), (*at, 0, 0)[:3], tuple(of))
     if triton.is_triton(kernel):
         given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
@@ -284,7 +285,7 @@ def _argument(place: int, parameter: Variable, value: Any) -> Any:
     if isinstance(value, bool | numpy.bool_ | numpy.integer):
         value = int(value)
     if kind[0] == "f" and isinstance(value, int | float | numpy.floating):
-        if abs(value) > 2**1023 and isinstance(value, int):
+        if isinstance(value, int) and abs(value) > 2**1023:
             raise ArgumentError(f"{what} is {shown(value)}, which .{kind} does not hold")
         return float(value)
     if not isinstance(value, int):

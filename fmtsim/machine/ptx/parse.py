@@ -359,7 +359,8 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
     """Read the instructions of a function; names that a block in braces declares get its number behind them."""
     reader.take("{")
     scopes: list[dict[str, str]] = [{}]
-    source, callers, blocks = "", (), 0
+    source, blocks = "", 0
+    callers: tuple[str, ...] = ()
 
     def renamed(name: str) -> str:
         return next((scope[name] for scope in reversed(scopes) if name in scope), name)
