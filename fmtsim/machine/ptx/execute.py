@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fmtsim.cpu.runtime.pool import get_num_threads
-from fmtsim.machine.ptx import block as b
+from fmtsim.machine.ptx import row_layout as b
+from fmtsim.machine.ptx.block import run_block
 from fmtsim.machine.ptx.contract import Contraction
+from fmtsim.machine.ptx.kernel_program import Program
+from fmtsim.machine.ptx.lowering import build
 from fmtsim.machine.ptx.parse import Instruction, Module, Variable, width
-from fmtsim.machine.ptx.program import Program, build
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.support.errors import ArgumentError
 
@@ -145,7 +147,7 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
 
 
 class Block:
-    """One block while it runs: registers, shared memory and its place in the grid, as the host's instructions see them."""
+    """One block while it runs: registers and memory, as the instructions of the host see them."""
 
     def __init__(self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int) -> None:
         threads = live + -live % 32  # the last warp is whole; threads that are none have ended
@@ -168,9 +170,12 @@ class Block:
             np.cumsum([0, *sizes[:-1]]).astype(np.int64),
         )  # fmt: skip
         self._threads = b.Threads(
-            np.zeros(threads, np.int32), np.zeros(threads, np.int32), np.zeros(threads, np.uint8), np.zeros(threads, np.uint8),
+            np.zeros(threads, np.int32),
+            np.zeros(threads, np.int32),
+            np.zeros(threads, np.uint8),
+            np.zeros(threads, np.uint8),
             np.zeros(32, np.int32),
-        )  # fmt: skip
+        )
         for offset, size, value in program.constants:
             self.array(offset, size)[:] = value
         for name, offset, size in program.addresses:
@@ -212,7 +217,7 @@ class Block:
         threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
         threads.counters[self.live :] = b.ENDED
         while True:
-            b.run_block(self.program.rows, self._memory, threads, self.threads, state)
+            run_block(self.program.rows, self._memory, threads, self.threads, state)
             if state[b.STATUS] != b.CALL_HOST:
                 break
             running = threads.running.view(np.bool_)
@@ -281,9 +286,17 @@ def _fill_special(
 
 
 def execute(
-    module: Module, entry: str, grid: tuple[int, int, int], shape: tuple[int, int, int], arguments: Sequence[Argument], *,
-    shared_bytes: int = 0, listing: Listing | None = None, watched: frozenset[str] = frozenset(), watched_block: Sequence[int] = (0, 0, 0),
-) -> Execution:  # fmt: skip
+    module: Module,
+    entry: str,
+    grid: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    arguments: Sequence[Argument],
+    *,
+    shared_bytes: int = 0,
+    listing: Listing | None = None,
+    watched: frozenset[str] = frozenset(),
+    watched_block: Sequence[int] = (0, 0, 0),
+) -> Execution:
     """Run a kernel on CPU tensors.
 
     Args:

@@ -306,9 +306,9 @@ def _read_values(reader: _Reader, kind: str) -> tuple[int | str, ...]:
         elif token == "}":
             depth -= 1
         elif token == "-":
-            values.append(-_number(reader.take(), reader.line).value & ((1 << width(kind)) - 1))
+            values.append(_element(_negative(_number(reader.take(), reader.line)), kind))
         elif token[0].isdigit():
-            values.append(_number(token, reader.line).value)
+            values.append(_element(_number(token, reader.line), kind))
         elif token not in (",", "(", ")") and not token.startswith("generic"):
             values.append(token)
         if depth == 0 and reader.next in (";", ","):
@@ -380,8 +380,9 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
                 return
         elif token == ";":
             continue
-        elif token == ".reg":
-            _read_registers(reader, function, scopes, blocks)
+        elif token.startswith(".reg"):  # ".reg .b32", and NVRTC's ".reg.b16"
+            kind = token[5:] or reader.take()[1:]
+            _read_registers(reader, kind, function, scopes, blocks)
         elif token in (".local", ".shared", ".param", ".global", ".const"):
             for variable in _read_variables(reader, token[1:]):
                 if len(scopes) > 1:
@@ -420,9 +421,8 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
             function.body.append(_read_instruction(reader, token, line, (source, *callers), named))
 
 
-def _read_registers(reader: _Reader, function: Function, scopes: list[dict[str, str]], block: int) -> None:
-    """Read ``.reg .b32 %r<573>;`` or ``.reg .pred p, q;``."""
-    kind = reader.take()[1:]
+def _read_registers(reader: _Reader, kind: str, function: Function, scopes: list[dict[str, str]], block: int) -> None:
+    """Read ``%r<573>;`` or ``p, q;`` behind ``.reg .b32``."""
     if kind in ("v2", "v4"):
         raise ArgumentError(f"line {reader.line} of the PTX declares vector registers (.{kind})")
     while True:
@@ -492,8 +492,7 @@ def _read_operand(reader: _Reader, named: _Named) -> Operand:
     if token == "!":
         return Register(named(reader.take()).name, True)
     if token == "-":
-        number = _number(reader.take(), reader.line)
-        return Immediate(-number.value, number.kind)
+        return _negative(_number(reader.take(), reader.line))
     if token[0].isdigit():
         return _number(token, reader.line)
     operand: Operand = named(token)
@@ -512,6 +511,20 @@ def _read_list(reader: _Reader, end: str, named: _Named) -> Iterator[Operand]:
     while not reader.skip(end):
         yield _read_operand(reader, named)
         reader.skip(",")
+
+
+def _negative(number: Immediate) -> Immediate:
+    """Return minus a constant; of a float the sign bit changes."""
+    return Immediate(
+        -number.value if number.kind == "int" else number.value ^ 1 << int(number.kind[1:]) - 1, number.kind
+    )
+
+
+def _element(number: Immediate, kind: str) -> int:
+    """Return the code of a constant as an element of an array: a decimal one of float32 is rounded."""
+    if number.kind == "f64" and kind == "f32":
+        return int.from_bytes(struct.pack("<f", *struct.unpack("<d", number.value.to_bytes(8, "little"))), "little")
+    return number.value & ((1 << width(kind)) - 1)
 
 
 def _number(token: str, line: int) -> Immediate:

@@ -16,7 +16,7 @@ from fmtsim.machine.ptx.contract import may_contract
 from fmtsim.machine.ptx.parse import Function, Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
-from fmtsim.machine.ptx.watch import Watch, Watched, places, watched
+from fmtsim.machine.ptx.watched_lines import Watch, Watched, places, watched
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 
 TARGETS = ("h100", "h200")
