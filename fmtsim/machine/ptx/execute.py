@@ -133,7 +133,8 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
             raise ArgumentError(f"{name} is on {argument.device}; launch computes on the CPU: pass argument.cpu()")
         return memory.add_tensor(name, argument).to_bytes(8, "little")
     if parameter.type == "f32":
-        return np.float32(argument).tobytes()
+        with np.errstate(over="ignore"):  # Inf, as in C
+            return np.float32(argument).tobytes()
     if parameter.type == "f64":
         return np.float64(argument).tobytes()
     if isinstance(argument, float):
