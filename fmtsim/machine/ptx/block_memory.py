@@ -13,6 +13,7 @@ from fmtsim.machine.arrays import put
 from fmtsim.machine.ptx.row_layout import (
     ADDRESS,
     ADDRESS_BITS,
+    BLOCK,
     COUNT,
     DATA,
     FLAGS,
@@ -29,6 +30,7 @@ from fmtsim.machine.ptx.row_layout import (
     REPEATED,
     SHARED,
     SHARED_WINDOW,
+    SHARES,
     SIZE,
     SPACE,
     STATUS,
@@ -187,10 +189,31 @@ def found(state, where, row, thread, address):
     return fail(state, OUT_OF_RANGE if where == -1 else MISALIGNED, row, thread, address)
 
 
+@device
+def note_access(memory, state, address, size, value, writes):
+    """Count accesses to elements that another block wrote: on a GPU blocks have no order.
+
+    To write what is there already is none. Kernels with atomics are left out: they may put their blocks in order.
+    """
+    for i in range(len(memory.starts)):
+        if memory.starts[i] <= address < memory.ends[i]:
+            item = memory.item_sizes[i]
+            first = memory.writer_starts[i] + (address - memory.starts[i]) // item
+            last = memory.writer_starts[i] + (address + size - 1 - memory.starts[i]) // item
+            for cell in range(first, last + 1):
+                writer = memory.writers[cell]
+                if writer != 0 and writer != state[BLOCK] and (not writes or peek(address, size) != value):
+                    state[SHARES] += 1
+                if writes:
+                    memory.writers[cell] = state[BLOCK]
+            return
+
+
 @subroutine
 def load(memory, row, running, threads, state):
     """ld: COUNT numbers of SIZE bytes each into registers of FLAGS & 15 bytes, signed ones by FLAGS & 16."""
     size, count, wide, signed = row[SIZE], row[COUNT], row[FLAGS] & 15, row[FLAGS] & 16
+    notes = len(memory.writers) > 0 and row[SPACE] <= GLOBAL
     space, total = row[SPACE], row[SIZE] * row[COUNT]
     for t in range(threads):
         if not running[t]:
@@ -201,6 +224,8 @@ def load(memory, row, running, threads, state):
             return False
         for i in range(count):
             value = peek(at + i * size, size)
+            if notes and at == address:
+                note_access(memory, state, at + i * size, size, value, False)
             if signed:
                 shift = uint64(64 - 8 * size)
                 value = uint64(int64(value << shift) >> int64(shift))
@@ -214,6 +239,8 @@ def store(memory, row, running, threads, state):
     """st: COUNT numbers of SIZE bytes each from registers of FLAGS & 15 bytes."""
     size, count, wide = row[SIZE], row[COUNT], row[FLAGS] & 15
     space, total = row[SPACE], row[SIZE] * row[COUNT]
+    notes = len(memory.writers) > 0 and space <= GLOBAL
+    mask = (uint64(1) << uint64(8 * size)) - uint64(1) if size < 8 else ~uint64(0)
     for t in range(threads):
         if running[t]:
             address = operand_address(memory, row, t)
@@ -221,11 +248,13 @@ def store(memory, row, running, threads, state):
             if not found(state, at, row, t, address):
                 return False
             for i in range(count):
-                poke(at + i * size, size, register(memory, row[DATA + i], t, wide))
+                value = register(memory, row[DATA + i], t, wide) & mask
+                if notes and at == address:
+                    note_access(memory, state, at + i * size, size, value, True)
+                poke(at + i * size, size, value)
     if space == LOCAL:
         return True
     # two threads of one instruction that wrote different values to one place: only one of them is there now
-    mask = (uint64(1) << uint64(8 * size)) - uint64(1) if size < 8 else ~uint64(0)
     for t in range(threads):
         if running[t]:
             address = operand_address(memory, row, t)

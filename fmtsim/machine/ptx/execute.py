@@ -43,6 +43,7 @@ class Execution:
     instructions: int  # of groups of threads
     undefined_shuffles: int  # from threads that did not take part
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
+    shared_accesses: int  # to elements that another block wrote
     contraction: Contraction  # products that are fused into sums
     reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
     notes: tuple[Note, ...] = ()  # of watched lines
@@ -133,7 +134,8 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
             raise ArgumentError(f"{name} is on {argument.device}; launch computes on the CPU: pass argument.cpu()")
         return memory.add_tensor(name, argument).to_bytes(8, "little")
     if parameter.type == "f32":
-        return np.float32(argument).tobytes()
+        with np.errstate(over="ignore"):  # Inf, as in C
+            return np.float32(argument).tobytes()
     if parameter.type == "f64":
         return np.float64(argument).tobytes()
     if isinstance(argument, float):
@@ -149,7 +151,9 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
 class Block:
     """One block while it runs: registers and memory, as the instructions of the host see them."""
 
-    def __init__(self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int) -> None:
+    def __init__(
+        self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int, writers: np.ndarray
+    ) -> None:
         threads = live + -live % 32  # the last warp is whole; threads that are none have ended
         self.program, self.memory, self.threads, self.live = program, memory, threads, live
         self.registers = _aligned(program.register_bytes, 64)
@@ -168,6 +172,9 @@ class Block:
             np.int64(self.registers.ctypes.data), np.int64(self.shared.ctypes.data), np.int64(self.shared_bytes),
             np.int64(self.local.ctypes.data), np.int64(program.local_bytes), starts, ends, self.touched,
             np.cumsum([0, *sizes[:-1]]).astype(np.int64),
+            writers,
+            np.cumsum([0, *(r.nbytes // r.itemsize + 1 for r in memory.ranges[:-1])]).astype(np.int64),
+            np.array([r.itemsize for r in memory.ranges], np.int64),
         )  # fmt: skip
         self._threads = b.Threads(
             np.zeros(threads, np.int32),
@@ -216,6 +223,7 @@ class Block:
         threads, state = self._threads, self.state
         threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
         threads.counters[self.live :] = b.ENDED
+        state[b.BLOCK] = 1 + index[0] + grid[0] * (index[1] + grid[1] * index[2])
         while True:
             run_block(self.program.rows, self._memory, threads, self.threads, state)
             if state[b.STATUS] != b.CALL_HOST:
@@ -336,9 +344,11 @@ def run_grid(
     failures: list[tuple[int, BaseException]] = []
     states: list[np.ndarray] = []
     notes: list[Note] = []
+    elements = sum(r.nbytes // r.itemsize + 1 for r in memory.ranges)
+    writers = np.zeros(elements if count > 1 and not program.has_atomics else 0, np.int32)
 
     def work() -> None:
-        block = Block(program, memory, threads, dynamic_bytes)
+        block = Block(program, memory, threads, dynamic_bytes, writers)
         states.append(block.state)
         while not failures:
             with lock:
@@ -361,5 +371,6 @@ def run_grid(
                 future.result()
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    steps, undefined, repeated = (sum(int(s[i]) for s in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED))
-    return Execution(steps, undefined, repeated, program.contraction, program.reasons, tuple(notes))
+    counted = (b.STEPS, b.UNDEFINED, b.REPEATED, b.SHARES)
+    steps, undefined, repeated, shared = (sum(int(s[i]) for s in states) for i in counted)
+    return Execution(steps, undefined, repeated, shared, program.contraction, program.reasons, tuple(notes))

@@ -314,7 +314,7 @@ _JOINS = "{|.and|.or|.xor}"  # with a third predicate
 @row("setp." + _FLOAT_RELATIONS + _JOINS + FTZ + ".f16x2", "pred pred", "t t p", "9.7.7.2")
 @row("setp." + _FLOAT_RELATIONS + _JOINS + ".bf16x2", "pred pred", "t t p", "9.7.7.2")
 def _set_predicates(opcode: Opcode, x: Vector, y: Vector, third: Vector | None = None) -> tuple[Vector, Vector]:
-    """Return the comparison and its opposite (of pairs those of both halves), joined with a third predicate if given."""
+    """Return the comparison and its opposite (of pairs those of both halves), joined with a third predicate."""
     if opcode[-1].endswith("x2"):
         single = (*opcode[:-1], opcode[-1].removesuffix("x2"))
         lower, upper = (_compared(opcode[1], *(_wide(half(v), single) for v in (x, y))) for half in (low, high))

@@ -38,7 +38,7 @@ class Launch:
     block: tuple[int, int, int]  # threads
     shared_bytes: int
     config: str = ""  # of @triton.autotune: what was taken, and why
-    instructions: int  # executed by threads
+    instructions: int  # of groups of threads
     contractions: int  # products that ptxas fuses into sums
     checked: bool  # the number of fused products was compared with the machine code
     exact: bool
@@ -124,7 +124,8 @@ def launch(
         raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
     seen = Watch()
     if watch is not None:
-        at, of = ([*n] if isinstance(n, Sequence) else [n] for n in (watch_block, watch_threads))
+        at: Any = watch_block if isinstance(watch_block, list | tuple) else [watch_block]
+        of: Any = watch_threads if isinstance(watch_threads, list | tuple | range) else [watch_threads]
         seen = Watch(places(kernel, watch), (*at, 0, 0)[:3], tuple(of))
     if triton.is_triton(kernel):
         given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
@@ -210,6 +211,8 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
         reasons += ("a tensor's memory begins where 16 does not divide the address, as it does on a GPU: clone it",)
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
+    if done.shared_accesses:
+        reasons += (f"{done.shared_accesses:,} accesses are to what another block wrote: a GPU does not order blocks",)
     if done.repeated_atomics:
         reasons += (
             f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the "

@@ -45,7 +45,7 @@ SHARED_START = 1024  # a block's own shared memory begins behind what Hopper kee
 
 # How a run of a block ends; more than FAULT is an error at ``State.row`` of ``State.thread``
 DONE, CALL_HOST, FAULT, OUT_OF_RANGE, MISALIGNED, TRAPPED, DEADLOCK, RACE, BAD_BRANCH, NOT_TOGETHER = range(10)
-STATUS, ROW, THREAD, PLACE, STEPS, UNDEFINED, REPEATED, ANSWERS = range(8)  # entries of State
+STATUS, ROW, THREAD, PLACE, STEPS, UNDEFINED, REPEATED, ANSWERS, BLOCK, SHARES = range(10)  # entries of State
 MOST_ANSWERS = 1 << 20  # of mbarrier.test_wait in a row, before this is a deadlock
 
 ENDED = 1 << 30  # program counter of a thread that has returned
@@ -63,6 +63,9 @@ class Memory(NamedTuple):
     ends: np.ndarray
     touched: np.ndarray  # uint8: bits of float atomics already made, one byte for each 2 bytes of the ranges
     touched_starts: np.ndarray  # int64: where a range begins in ``touched``
+    writers: np.ndarray  # int32: 1 + the block that wrote an element last, 0 of none; empty where none is noted
+    writer_starts: np.ndarray  # int64: where a range begins in ``writers``
+    item_sizes: np.ndarray  # int64: bytes of an element of a range
 
 
 class Threads(NamedTuple):

@@ -48,7 +48,8 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
     while not inspect.isfunction(function) and hasattr(function, "fn"):
         function = function.fn
     file = function.__code__.co_filename.rpartition("/")[2] if inspect.isfunction(function) else "kernel.cu"
-    for item in watch if isinstance(watch, list | tuple | set) else [watch]:
+    items: Sequence[Any] = watch if isinstance(watch, list | tuple) else [watch]
+    for item in items:
         if isinstance(item, str) and ":" in item:
             found.add(item)
         elif isinstance(item, int):

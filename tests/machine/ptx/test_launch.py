@@ -142,6 +142,9 @@ def test_cuda_source(nvrtc):
     assert torch.equal(y, (X.double() * 3 + 0.5).float()) and record.kernel == "ns::scale<32>"
     fmtsim.launch(CUDA, 1, z, entry="ones", block=32, use_fast_math=True, fmad=False, std="c++20")
     assert z.eq(1).all()
+    called = "__device__ float twice(float x) { return x * 2.0f; }\n__global__ void f(float *y) {\n*y = twice(*y);\n}"
+    record = fmtsim.launch(called, 1, z, block=1, watch=3)  # of the function that is called, too
+    assert [note.source for note in record.watched][-1] == "kernel.cu:1" and record.watched[-1].values.tolist() == [2.0]
     with pytest.raises(ArgumentError, match=r"(?s)NVRTC cannot compile 'the source'.*expected a declaration"):
         fmtsim.launch(f"{CUDA}!", 1)
     with pytest.raises(ArgumentError, match="unrecognized option --bogus"):
