@@ -110,8 +110,8 @@ def launch(
     >>> x.tolist()  # the nearest float32 to 2^1.4 is 2.6390156745910645
     [1.4142135381698608, 2.6390159130096436]
 
-    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits, unless blocks race for one place, which is not
-    found.
+    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits, unless blocks race for one place: then ``exact``
+    is False.
 
     Raises:
         ArgumentError: A target, grid, block, argument or keyword that does not fit; PTX for another architecture;

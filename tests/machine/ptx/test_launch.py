@@ -462,3 +462,26 @@ def test_graphs_that_are_generated_here(caches):
         assert torch.equal(y, want), name
     with fmtsim.simulate() as run, pytest.raises(ArgumentError, match="a graph with gradients is not compiled"):
         run.compile(torch.nn.Linear(4, 4))(torch.ones(4, 4))
+
+
+RACE = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry last(.param .u64 y)
+{
+.reg .b64 %rd<2>; .reg .b32 %r<3>;
+ld.param.b64 %rd1, [y];
+mov.u32 %r1, %ctaid.x;
+st.global.b32 [%rd1], %r1;
+ret;
+}
+"""
+
+
+def test_blocks_that_race_for_one_place_are_named():
+    y = torch.zeros(8, dtype=torch.int32)
+    done = fmtsim.launch(RACE, 3, y, block=32)
+    assert not done.exact and "another block wrote" in done.reasons[0]
+    same = RACE.replace("mov.u32 %r1, %ctaid.x", "mov.b32 %r1, 7")  # one value: no race
+    assert fmtsim.launch(same, 3, y, block=32).exact and y[0] == 7
