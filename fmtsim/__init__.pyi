@@ -29,7 +29,7 @@ from fmtsim.gemm.units.unit import list_units as list_units
 from fmtsim.gemm.units.unit import register_unit as register_unit
 
 # Kernels: any Triton or CUDA kernel with a GPU's bits.
-from fmtsim.machine.ptx.launch import launch as launch
+from fmtsim.machine.ptx.launching import launch as launch
 
 # Models: training under a recipe, quantisation after training, checkpoints, optimizer states.
 from fmtsim.machine.simulate import simulate as simulate

@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import json
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -232,6 +233,23 @@ def test_the_examples_run(name, tmp_path, monkeypatch, capsys):
             names["model"] = copy.deepcopy(model)
         exec(compile(block, f"{name}.md", "exec"), names)
     assert not_printed((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), capsys.readouterr().out) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("page", ["README.md", "docs/howto/kernels.md"])
+def test_the_kernels_of_a_page_run(page, tmp_path, capsys):
+    """Triton reads a kernel's source from a file."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "fmtsim.launch(" in block]
+    try:
+        fmtsim.launch('extern "C" __global__ void nothing() {}', 1, block=32)
+    except fmtsim.errors.DeviceError:  # NVRTC is missing
+        blocks = [block for block in blocks if "__global__" not in block]
+    (tmp_path / "page.py").write_text("\n".join(["import torch, fmtsim", *blocks]), encoding="utf-8")
+    runpy.run_path(str(tmp_path / "page.py"))
+    printed = capsys.readouterr().out
+    assert "row_sum on h100: every bit" in printed
+    assert page == "README.md" or not_printed(text, printed) == []
 
 
 def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path, monkeypatch, capsys):

@@ -157,16 +157,14 @@ def reduction_table() -> str:
 
 
 def command_table() -> str:
-    """Return the commands by task: positional arguments, what a command does, its options but --help and --json."""
-    rows: list[Row] = [("command", "", "options")]
+    """Return the commands by task: positional arguments, and what a command does."""
+    rows: list[Row] = [("command", "")]
     for title, commands in GROUPS.items():
-        rows.append((f"**{title}**", "", ""))
+        rows.append((f"**{title}**", ""))
         for name, summary in commands.items():
             actions = build_parser(name).actions
             words = [str(action.metavar or action.dest).upper() for action in actions if not action.option_strings]
-            options = [action.option_strings[-1] for action in actions if action.option_strings]
-            shown = " ".join(option for option in options if option not in ("--help", "--json"))
-            rows.append((f"`{' '.join([name, *words])}`", summary, f"`{shown}`" if shown else ""))
+            rows.append((f"`{' '.join([name, *words])}`", summary))
     return tight(rows)
 
 

@@ -27,7 +27,7 @@ from fmtsim.support.table import aligned
 
 if TYPE_CHECKING:
     from fmtsim.machine.ptx.inductor import Graph
-    from fmtsim.machine.ptx.launch import Launch
+    from fmtsim.machine.ptx.launching import Launch
 
 TARGETS = ("h200", "h100")
 RECORDED = "2.11.0+cu130"  # the torch whose bits were recorded

@@ -44,7 +44,17 @@ def main(words: list[str] | None = None) -> int:
         if not arguments.child:  # a process a group, again where a context was lost: a fault must not end the rest
             for _ in range(4):
                 size = _count(arguments.out)
-                command = ["--only", group, "--match", arguments.match, "--without", arguments.without, "--seconds", f"{left:.0f}", "--child"]
+                command = [
+                    "--only",
+                    group,
+                    "--match",
+                    arguments.match,
+                    "--without",
+                    arguments.without,
+                    "--seconds",
+                    f"{left:.0f}",
+                    "--child",
+                ]
                 done = subprocess.run(
                     [sys.executable, "-m", "tools.kernels", str(arguments.out), *command], check=False
                 )

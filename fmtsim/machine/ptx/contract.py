@@ -93,7 +93,7 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
 
 
 def may_contract(function: Function) -> bool:
-    """Return True if a function has products and sums of one type without a rounding modifier: else nothing is fused."""
+    """Return True if products and sums of one type have no rounding modifier: else nothing is fused."""
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for x in function.body:
         if x.opcode[0] in ("add", "sub", "mul", "div", "rcp") and (key := _float(x)) is not None:

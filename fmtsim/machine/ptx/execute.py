@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fmtsim.cpu.runtime.pool import get_num_threads
-from fmtsim.machine.ptx import block as b
+from fmtsim.machine.ptx import row_layout as b
+from fmtsim.machine.ptx.block import run_block
 from fmtsim.machine.ptx.contract import Contraction
+from fmtsim.machine.ptx.kernel_program import Program
+from fmtsim.machine.ptx.lowering import build
 from fmtsim.machine.ptx.parse import Instruction, Module, Variable, width
-from fmtsim.machine.ptx.program import Program, build
 from fmtsim.machine.ptx.sass import Listing
 from fmtsim.support.errors import ArgumentError
 
@@ -41,6 +43,7 @@ class Execution:
     instructions: int  # of groups of threads
     undefined_shuffles: int  # from threads that did not take part
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
+    shared_accesses: int  # to elements that another block wrote
     contraction: Contraction  # products that are fused into sums
     reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
     notes: tuple[Note, ...] = ()  # of watched lines
@@ -131,23 +134,26 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
             raise ArgumentError(f"{name} is on {argument.device}; launch computes on the CPU: pass argument.cpu()")
         return memory.add_tensor(name, argument).to_bytes(8, "little")
     if parameter.type == "f32":
-        return np.float32(argument).tobytes()
+        with np.errstate(over="ignore"):  # Inf, as in C
+            return np.float32(argument).tobytes()
     if parameter.type == "f64":
         return np.float64(argument).tobytes()
     if isinstance(argument, float):
-        kinds = {2: np.float16, 4: np.float32, 8: np.float64}
+        kinds: dict[int, Any] = {2: np.float16, 4: np.float32, 8: np.float64}
         if size not in kinds or parameter.type[0] != "b":
             raise ArgumentError(f"{name} is {argument}; the kernel takes an integer of type {parameter.type}")
-        return kinds[size](argument).tobytes()
+        return bytes(kinds[size](argument).tobytes())
     if not -(1 << (8 * size - 1)) <= int(argument) < 1 << (8 * size):
         raise ArgumentError(f"{name} is {argument}, which does not fit {parameter.type}")
     return (int(argument) & ((1 << (8 * size)) - 1)).to_bytes(size, "little")
 
 
 class Block:
-    """One block while it runs: registers, shared memory and its place in the grid, as the host's instructions see them."""
+    """One block while it runs: registers and memory, as the instructions of the host see them."""
 
-    def __init__(self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int) -> None:
+    def __init__(
+        self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int, writers: np.ndarray
+    ) -> None:
         threads = live + -live % 32  # the last warp is whole; threads that are none have ended
         self.program, self.memory, self.threads, self.live = program, memory, threads, live
         self.registers = _aligned(program.register_bytes, 64)
@@ -166,11 +172,17 @@ class Block:
             np.int64(self.registers.ctypes.data), np.int64(self.shared.ctypes.data), np.int64(self.shared_bytes),
             np.int64(self.local.ctypes.data), np.int64(program.local_bytes), starts, ends, self.touched,
             np.cumsum([0, *sizes[:-1]]).astype(np.int64),
+            writers,
+            np.cumsum([0, *(r.nbytes // r.itemsize + 1 for r in memory.ranges[:-1])]).astype(np.int64),
+            np.array([r.itemsize for r in memory.ranges], np.int64),
         )  # fmt: skip
         self._threads = b.Threads(
-            np.zeros(threads, np.int32), np.zeros(threads, np.int32), np.zeros(threads, np.uint8), np.zeros(threads, np.uint8),
+            np.zeros(threads, np.int32),
+            np.zeros(threads, np.int32),
+            np.zeros(threads, np.uint8),
+            np.zeros(threads, np.uint8),
             np.zeros(32, np.int32),
-        )  # fmt: skip
+        )
         for offset, size, value in program.constants:
             self.array(offset, size)[:] = value
         for name, offset, size in program.addresses:
@@ -211,8 +223,9 @@ class Block:
         threads, state = self._threads, self.state
         threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
         threads.counters[self.live :] = b.ENDED
+        state[b.BLOCK] = 1 + index[0] + grid[0] * (index[1] + grid[1] * index[2])
         while True:
-            b.run_block(self.program.rows, self._memory, threads, self.threads, state)
+            run_block(self.program.rows, self._memory, threads, self.threads, state)
             if state[b.STATUS] != b.CALL_HOST:
                 break
             running = threads.running.view(np.bool_)
@@ -281,9 +294,17 @@ def _fill_special(
 
 
 def execute(
-    module: Module, entry: str, grid: tuple[int, int, int], shape: tuple[int, int, int], arguments: Sequence[Argument], *,
-    shared_bytes: int = 0, listing: Listing | None = None, watched: frozenset[str] = frozenset(), watched_block: Sequence[int] = (0, 0, 0),
-) -> Execution:  # fmt: skip
+    module: Module,
+    entry: str,
+    grid: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    arguments: Sequence[Argument],
+    *,
+    shared_bytes: int = 0,
+    listing: Listing | None = None,
+    watched: frozenset[str] = frozenset(),
+    watched_block: Sequence[int] = (0, 0, 0),
+) -> Execution:
     """Run a kernel on CPU tensors.
 
     Args:
@@ -319,11 +340,15 @@ def run_grid(
     count = grid[0] * grid[1] * grid[2]
     # threads that ask the host wait for each other more than they gain
     workers = 1 if program.has_atomics or program.host else min(get_num_threads(), count)
-    lock, next_block, failures, states = threading.Lock(), iter(range(count)), [], []
+    lock, next_block = threading.Lock(), iter(range(count))
+    failures: list[tuple[int, BaseException]] = []
+    states: list[np.ndarray] = []
     notes: list[Note] = []
+    elements = sum(r.nbytes // r.itemsize + 1 for r in memory.ranges)
+    writers = np.zeros(elements if count > 1 and not program.has_atomics else 0, np.int32)
 
     def work() -> None:
-        block = Block(program, memory, threads, dynamic_bytes)
+        block = Block(program, memory, threads, dynamic_bytes, writers)
         states.append(block.state)
         while not failures:
             with lock:
@@ -346,5 +371,6 @@ def run_grid(
                 future.result()
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    totals = [sum(int(state[i]) for state in states) for i in (b.STEPS, b.UNDEFINED, b.REPEATED)]
-    return Execution(*totals, program.contraction, program.reasons, tuple(notes))
+    counted = (b.STEPS, b.UNDEFINED, b.REPEATED, b.SHARES)
+    steps, undefined, repeated, shared = (sum(int(s[i]) for s in states) for i in counted)
+    return Execution(steps, undefined, repeated, shared, program.contraction, program.reasons, tuple(notes))

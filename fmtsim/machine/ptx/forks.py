@@ -144,9 +144,9 @@ def forks(running: Callable[[], Any]) -> Iterator[tuple[Any, str, Callable]]:
 
 def _launched(run: Any, program: triton.Program) -> Any:
     """Launch a kernel of Triton as its launcher does, and return what Triton compiled."""
-    from fmtsim.machine.ptx import launch
+    from fmtsim.machine.ptx import launching
 
     # the launcher starts nothing where a grid is empty
     if 0 not in (program.grid if isinstance(program.grid, tuple | list) else (program.grid,)):
-        run.count(launch.run(program, run.target))
+        run.count(launching.run(program, run.target))
     return program.compiled

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 from torch.utils._triton import has_triton
 
-from fmtsim.machine.ptx import launch, triton
+from fmtsim.machine.ptx import launching, triton
 from fmtsim.machine.ptx.forks import PROPERTIES
 from fmtsim.machine.unknown import UnknownOrder
 from fmtsim.support.errors import ArgumentError, DataError, shown
@@ -171,7 +171,7 @@ class Kernel:
             grid = GridExpr.from_meta(tuner.inductor_meta, config).eval_slow(values)
             arguments = [values[name] for name, kind in signature.items() if kind != "constexpr"]
             # 2. the recorded PTX on them
-            record = launch.run(
+            record = launching.run(
                 triton.Program(
                     name=self.name, entry=facts["name"], ptx=ptx, grid=tuple(int(n) for n in grid),
                     block=(32 * facts["num_warps"], 1, 1), shared_bytes=facts["shared"], arguments=tuple(arguments),

@@ -65,10 +65,12 @@ class Instruction:
     predicate: Register | None = None
     line: int  # of the PTX text, from 1
     source: str = ""  # "kernels.py:44", the place that Triton or NVRTC named last
+    callers: tuple[str, ...] = ()  # the places where its function was inlined, outermost last
     text: str  # as written
 
     def __str__(self) -> str:
-        place = f" ({self.source})" if self.source else ""
+        caller = f", called from {self.callers[-1]}" if self.callers else ""
+        place = f" ({self.source}{caller})" if self.source else ""
         return f"{self.text} in line {self.line} of the PTX{place}"
 
 
@@ -136,6 +138,7 @@ _TOKEN = re.compile(r"""
   | (?P<word>[.%$_a-zA-Z][\w$.%]*(?:::[\w$.]+)*)
   | (?P<mark>[-+{}()\[\]<>,;:=|!@*/&~])
 """, re.VERBOSE | re.DOTALL)  # fmt: skip
+_CALLERS = re.compile(r"@\[ ([^\s:]+:\d+)")  # of "// standard.py:263:15 @[ kernels.py:15:19 ]"
 _MODULE_SPACES = {".global", ".const", ".shared", ".extern", ".visible", ".weak", ".common"}
 
 
@@ -269,7 +272,8 @@ def _read_variables(reader: _Reader, space: str) -> list[Variable]:
         elif token not in (".ptr", ".global", ".shared", ".local", ".const"):
             kind = token[1:]
     while True:
-        name, count, is_array, values = reader.take(), 1, False, ()
+        name, count, is_array = reader.take(), 1, False
+        values: tuple[int | str, ...] = ()
         if name.endswith(">"):
             raise ArgumentError(f"line {reader.line} of the PTX declares registers outside of .reg")
         size: int | None = count
@@ -303,9 +307,9 @@ def _read_values(reader: _Reader, kind: str) -> tuple[int | str, ...]:
         elif token == "}":
             depth -= 1
         elif token == "-":
-            values.append(-_number(reader.take(), reader.line).value & ((1 << width(kind)) - 1))
+            values.append(_element(_negative(_number(reader.take(), reader.line)), kind))
         elif token[0].isdigit():
-            values.append(_number(token, reader.line).value)
+            values.append(_element(_number(token, reader.line), kind))
         elif token not in (",", "(", ")") and not token.startswith("generic"):
             values.append(token)
         if depth == 0 and reader.next in (";", ","):
@@ -356,6 +360,7 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
     """Read the instructions of a function; names that a block in braces declares get its number behind them."""
     reader.take("{")
     scopes: list[dict[str, str]] = [{}]
+    callers: tuple[str, ...] = ()
     source, blocks = "", 0
 
     def renamed(name: str) -> str:
@@ -376,8 +381,9 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
                 return
         elif token == ";":
             continue
-        elif token == ".reg":
-            _read_registers(reader, function, scopes, blocks)
+        elif token.startswith(".reg"):  # ".reg .b32", and NVRTC's ".reg.b16"
+            kind = token[5:] or reader.take()[1:]
+            _read_registers(reader, kind, function, scopes, blocks)
         elif token in (".local", ".shared", ".param", ".global", ".const"):
             for variable in _read_variables(reader, token[1:]):
                 if len(scopes) > 1:
@@ -386,9 +392,14 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
         elif token == ".loc":
             file, row, _ = reader.take(), reader.take(), reader.take()
             source = f"{files.get(file, file)}:{row}"
-            while reader.skip(","):  # function_name and inlined_at
+            # LLVM's comment has all callers, innermost first; NVRTC writes the nearest behind inlined_at
+            callers = tuple(_CALLERS.findall(reader.lines[line - 1]))
+            while reader.skip(","):
+                words = []
                 while reader.next and reader.line == line and reader.next != ",":
-                    reader.take()
+                    words.append(reader.take())
+                if words[0] == "inlined_at" and not callers:
+                    callers = (f"{files.get(words[1], words[1])}:{words[2]}",)
         elif token in (".pragma", ".loc_end"):
             reader.take()
             reader.take(";")
@@ -408,12 +419,11 @@ def _read_body(reader: _Reader, function: Function, files: dict[str, str]) -> No
                     scopes[-1][token] = label = f"{token}${blocks}"
                 function.labels[label] = len(function.body)
         else:
-            function.body.append(_read_instruction(reader, token, line, source, named))
+            function.body.append(_read_instruction(reader, token, line, (source, *callers), named))
 
 
-def _read_registers(reader: _Reader, function: Function, scopes: list[dict[str, str]], block: int) -> None:
-    """Read ``.reg .b32 %r<573>;`` or ``.reg .pred p, q;``."""
-    kind = reader.take()[1:]
+def _read_registers(reader: _Reader, kind: str, function: Function, scopes: list[dict[str, str]], block: int) -> None:
+    """Read ``%r<573>;`` or ``p, q;`` behind ``.reg .b32``."""
     if kind in ("v2", "v4"):
         raise ArgumentError(f"line {reader.line} of the PTX declares vector registers (.{kind})")
     while True:
@@ -434,7 +444,7 @@ def _read_registers(reader: _Reader, function: Function, scopes: list[dict[str, 
     reader.take(";")
 
 
-def _read_instruction(reader: _Reader, token: str, line: int, source: str, named: _Named) -> Instruction:
+def _read_instruction(reader: _Reader, token: str, line: int, places: tuple[str, ...], named: _Named) -> Instruction:
     """Read one instruction, whose first token was taken."""
     predicate = None
     if token == "@":
@@ -453,7 +463,8 @@ def _read_instruction(reader: _Reader, token: str, line: int, source: str, named
         operands=tuple(operands),
         predicate=predicate,
         line=line,
-        source=source,
+        source=places[0],
+        callers=places[1:],
         text=text,
     )
 
@@ -464,8 +475,9 @@ def _read_operand(reader: _Reader, named: _Named) -> Operand:
     if token in ("{", "("):
         return Group(tuple(_read_list(reader, "}" if token == "{" else ")", named)))
     if token == "[":
-        base = _read_operand(reader, named)
-        offset, coordinates = 0, ()
+        base: Any = _read_operand(reader, named)
+        offset = 0
+        coordinates: tuple[Operand, ...] = ()
         if isinstance(base, Address):
             base, offset = base.base, base.offset
         if not isinstance(base, Register | Symbol | Immediate):
@@ -482,8 +494,7 @@ def _read_operand(reader: _Reader, named: _Named) -> Operand:
     if token == "!":
         return Register(named(reader.take()).name, True)
     if token == "-":
-        number = _number(reader.take(), reader.line)
-        return Immediate(-number.value, number.kind)
+        return _negative(_number(reader.take(), reader.line))
     if token[0].isdigit():
         return _number(token, reader.line)
     operand: Operand = named(token)
@@ -502,6 +513,20 @@ def _read_list(reader: _Reader, end: str, named: _Named) -> Iterator[Operand]:
     while not reader.skip(end):
         yield _read_operand(reader, named)
         reader.skip(",")
+
+
+def _negative(number: Immediate) -> Immediate:
+    """Return minus a constant; of a float the sign bit changes."""
+    return Immediate(
+        -number.value if number.kind == "int" else number.value ^ 1 << int(number.kind[1:]) - 1, number.kind
+    )
+
+
+def _element(number: Immediate, kind: str) -> int:
+    """Return the code of a constant as an element of an array: a decimal one of float32 is rounded."""
+    if number.kind == "f64" and kind == "f32":
+        return int.from_bytes(struct.pack("<f", *struct.unpack("<d", number.value.to_bytes(8, "little"))), "little")
+    return number.value & ((1 << width(kind)) - 1)
 
 
 def _number(token: str, line: int) -> Immediate:

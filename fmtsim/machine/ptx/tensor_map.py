@@ -13,18 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fmtsim.machine.ptx import block as b
+from fmtsim.machine.ptx import row_layout as b
+from fmtsim.machine.ptx.block import mbarrier_settled
 from fmtsim.machine.ptx.parse import Address, Immediate, Instruction, Operand
 from fmtsim.support.errors import ArgumentError
 
 if TYPE_CHECKING:
     from fmtsim.machine.ptx.execute import Block
-    from fmtsim.machine.ptx.program import Builder
+    from fmtsim.machine.ptx.kernel_program import Builder
 
-MAP = np.dtype([
-    ("global_address", "<u8"), ("global_dim", "<u4", 5), ("global_stride", "<u8", 4), ("box_dim", "<u2", 5), ("element_stride", "<u2", 5),
-    ("rank", "u1"), ("elemtype", "u1"), ("interleave_layout", "u1"), ("swizzle_mode", "u1"), ("fill_mode", "u1"), ("rest", "u1", 43),
-])  # fmt: skip
+MAP = np.dtype(
+    [
+        ("global_address", "<u8"),
+        ("global_dim", "<u4", 5),
+        ("global_stride", "<u8", 4),
+        ("box_dim", "<u2", 5),
+        ("element_stride", "<u2", 5),
+        ("rank", "u1"),
+        ("elemtype", "u1"),
+        ("interleave_layout", "u1"),
+        ("swizzle_mode", "u1"),
+        ("fill_mode", "u1"),
+        ("rest", "u1", 43),
+    ]
+)
 ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)  # of the field elemtype: u8, u16, u32, s32, u64, s64, f16 ...
 _TYPES = {0: "u1", 1: "u2", 2: "u4", 3: "i4", 4: "u8", 5: "i8", 7: "f4", 9: "f8"}
 _REDUCTIONS = {
@@ -77,12 +89,13 @@ def _bytes_at(block: "Block", address: int, count: int, what: str) -> np.ndarray
         return block.shared[start : start + count]
     if not any(r.start <= address and address + count <= r.start + r.nbytes for r in block.memory.ranges):
         raise ArgumentError(f"{what} is out of range ({block.memory.describe(address)})")
-    return np.frombuffer((ctypes.c_uint8 * count).from_address(address), np.uint8)
+    raw: Any = (ctypes.c_uint8 * count).from_address(address)
+    return np.frombuffer(raw, np.uint8)
 
 
 @functools.lru_cache(maxsize=256)
 def _chunks(count: int, first: int, swizzle: int) -> np.ndarray:
-    """Return where the 16-byte pieces of a box lie in shared memory: their numbers, with bits exchanged by the pattern."""
+    """Return where the 16-byte pieces of a box lie in shared memory, with bits exchanged by the pattern."""
     number = np.arange(first, first + count)
     return number ^ ((number >> 3) & (0, 1, 3, 7)[swizzle])
 
@@ -90,7 +103,7 @@ def _chunks(count: int, first: int, swizzle: int) -> np.ndarray:
 def _box(
     block: "Block", tensor_map: int, coordinates: Sequence[int]
 ) -> tuple[np.void, np.ndarray | None, tuple[slice, ...], tuple[int, ...]]:
-    """Return a map's record, its elements that a box holds as a strided view of bytes, their place in the box, its shape."""
+    """Return a map's record, what a box has of the tensor (a view of bytes), its place in the box, and the shape."""
     record = _bytes_at(block, tensor_map, 128, "a tensor map").view(MAP)[0]
     rank, size = int(record["rank"]), ELEMENT_BYTES[int(record["elemtype"])]
     if not 1 <= rank <= 5 or len(coordinates) != rank or record["interleave_layout"]:
@@ -155,7 +168,9 @@ def complete(block: "Block", mbarrier: int, nbytes: int) -> None:
     """Tell an mbarrier that bytes have arrived."""
     word = block.shared[mbarrier : mbarrier + 8].view(np.uint64)
     value = (int(word[0]) - (nbytes << 40)) & ((1 << 64) - 1)
-    word[0] = b.mbarrier_settled.py_func(np.uint64(value))
+    word[0] = mbarrier_settled.py_func(  # type: ignore[attr-defined]
+        np.uint64(value)
+    )
     block.wake()
 
 
@@ -196,8 +211,9 @@ def prepare_bulk_copy(instruction: Instruction, builder: "Builder") -> Handler:
 
         return reduce
     to_shared = text in (
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes",
-    )  # fmt: skip
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes",
+    )
     if not to_shared and text != "cp.async.bulk.global.shared::cta.bulk_group":
         raise ArgumentError(f"{'.'.join(instruction.opcode)} is not an instruction that fmtsim runs")
 
@@ -226,7 +242,7 @@ def _reader(builder: "Builder", operand: Operand) -> Callable[["Block"], tuple[n
     base = operand.base if isinstance(operand, Address) else operand
     offset = operand.offset if isinstance(operand, Address) else 0
     if isinstance(operand, Address) and not isinstance(base, Immediate) and _is_variable(builder, base):
-        place, size = builder.operand(Address(base, 0), "b64")[0], 8
+        place, size = builder.operand(Address(base, 0), "b64")[0], 8  # type: ignore[arg-type]
     else:
         place, kind = builder.operand(base, "b64")
         size = b_bits(kind)
@@ -251,9 +267,9 @@ def _is_variable(builder: "Builder", base: Operand) -> bool:
 
 
 def prepare_replace(instruction: Instruction, builder: "Builder") -> Handler:
-    """Return what the host does for tensormap.replace: ``tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [map], 1, %r1``."""
+    """Return what the host does for tensormap.replace, which writes one field of a map."""
     field = instruction.opcode[3]
-    if instruction.opcode[2] != "tile" or field not in MAP.names or "b1024" not in instruction.opcode:
+    if instruction.opcode[2] != "tile" or field not in (MAP.names or ()) or "b1024" not in instruction.opcode:
         raise ArgumentError(f"{'.'.join(instruction.opcode)} is not an instruction that fmtsim runs")
     where, *given = [_reader(builder, operand) for operand in instruction.operands]
     shared = "shared::cta" in instruction.opcode

@@ -33,6 +33,7 @@ class Program:
     block: tuple[int, int, int]
     shared_bytes: int
     arguments: tuple[Any, ...]
+    names: tuple[str, ...] = ()  # of the arguments in the source, where PTX has others
     scratch: tuple[int, ...] = ()  # bytes a block of parameters behind the arguments, 0 of a null pointer
     config: str = ""
     compiled: Any = None  # Triton's record
@@ -186,10 +187,12 @@ def compiled(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple
     """Return what Triton compiles of a kernel for these arguments, and the arguments by name.
 
     Raises:
-        ArgumentError: Arguments that the kernel does not take, more than one block a cluster, a changed global.
+        ArgumentError: Arguments that the kernel does not take, a source that does not compile, more than one block a
+            cluster, a changed global.
     """
     jit = runtime()
     from triton import knobs
+    from triton.errors import TritonError
     from triton.runtime import driver
 
     for name, value in [*zip(kernel.arg_names, args, strict=False), *named.items()]:
@@ -214,6 +217,8 @@ def compiled(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple
         bound, specialization, options = binder(*args, **named)
     except TypeError as error:
         raise ArgumentError(f"{kernel.__name__}: {str(error).replace('dynamic_func() ', '')}") from None
+    except KeyError as error:  # of complex64
+        raise ArgumentError(f"{kernel.__name__}: Triton has no type for tensors of {error}") from None
     key = jit.compute_cache_key(keys, specialization, options)
     if key not in kernels:
         known = {*backend.parse_options({}).__dict__, *kernel.arg_names}
@@ -230,7 +235,10 @@ def compiled(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple
             raise ArgumentError(f"{kernel.__name__}: {error}") from None
         if options.num_ctas != 1:
             raise ArgumentError(f"num_ctas={options.num_ctas}; clusters of blocks are not simulated: num_ctas=1")
-        kernel._do_compile(key, signature, _DEVICE, constants, options, attributes, True)
+        try:
+            kernel._do_compile(key, signature, _DEVICE, constants, options, attributes, True)
+        except TritonError as error:
+            raise ArgumentError(f"Triton cannot compile {kernel.__name__}: {error}") from error
     # 3. a kernel holds the globals that it was compiled with
     for (name, _), (value, variables) in kernel.used_global_vals.items():
         if variables.get(name, None) != value:
@@ -266,12 +274,14 @@ def bound_program(found: Any, grid: Any, values: tuple[Any, ...], config: str = 
             "blocks, or fewer num_stages"
         )
     arguments: list[Any] = []
+    names: list[str] = []
     descriptors = iter(facts.tensordesc_meta or ())
     for (name, kind), value in zip(found.src.signature.items(), values, strict=True):
         arguments += _flat(name, kind, value, descriptors)
+        names += [name] * (len(arguments) - len(names))
     return Program(
         name=found.src.name, entry=found.name, ptx=found.asm["ptx"], grid=grid, block=(32 * facts.num_warps, 1, 1),
-        shared_bytes=facts.shared, arguments=tuple(arguments), config=config, compiled=found,
+        shared_bytes=facts.shared, arguments=tuple(arguments), names=tuple(names), config=config, compiled=found,
         scratch=(facts.global_scratch_size, facts.profile_scratch_size), fuses=facts.enable_fp_fusion,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ def _scalar(kind: str) -> ir.Type:
 
 
 class Vector:
-    """A value of 16 threads while a function is traced: a kind (``u32``, ``s64``, ``b16``, ``f32``, ``f64``, ``pred``) and LLVM's value.
+    """A value of 16 threads while a function is traced: a kind (``u32``, ``b16``, ``f32``, ``pred`` ...) and LLVM's.
 
     Operators are those of the kind: integers wrap, ``>>`` of signed ones keeps the sign, floats round to nearest even.
     Python's numbers become constants of the other operand's kind. ``f16`` and ``bf16`` are ``b16``: codes.
@@ -134,7 +134,7 @@ class Vector:
         return Vector(kind, self.builder.bitcast(self.value, _vector(kind)))
 
     def to(self, kind: str) -> "Vector":
-        """Return the same number as another kind: integers wrap or are extended by their sign, floats round to nearest even."""
+        """Return the number as another kind: integers wrap or extend their sign, floats round to nearest even."""
         source, target, build = self.kind, _vector(kind), self.builder
         if kind[0] == "f" and source[0] == "f":
             convert = build.fpext if bits(kind) > bits(source) else build.fptrunc
@@ -146,8 +146,15 @@ class Vector:
             convert = build.sext if source[0] == "s" else build.zext
         else:
             convert = build.trunc
-        return self.view(kind) if bits(kind) == bits(source) and kind[0] != "f" and source[0] != "f" else (
-            Vector(kind, convert(self.value, target)) if _vector(kind) != self.value.type else Vector(kind, self.value))  # fmt: skip
+        return (
+            self.view(kind)
+            if bits(kind) == bits(source) and kind[0] != "f" and source[0] != "f"
+            else (
+                Vector(kind, convert(self.value, target))
+                if _vector(kind) != self.value.type
+                else Vector(kind, self.value)
+            )
+        )
 
     def call(self, name: str, *others: "Vector | float") -> "Vector":
         """Return LLVM's intrinsic of this and other values of the kind: ``fma``, ``sqrt``, ``ctpop``, ``fshl`` ..."""

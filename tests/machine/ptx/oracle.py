@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What PTX instructions compute, slowly and obviously: codes in, codes out, on Python's integers.
 
-Written from the PTX ISA 8.7 (chapter 9.7) and from what ptxas makes of an instruction for sm_90a; nothing of the engine is
-used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that returns
-the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
+Written from the PTX ISA 8.7 (chapter 9.7) and from what ptxas makes of an instruction for sm_90a; nothing of the engine
+is used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that
+returns the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
 """
 
 import math
@@ -16,18 +16,13 @@ import numpy as np
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.machine import mufu
 
-# To be compared with a GPU: what neither the ISA nor ptxas's machine code settles; opcodes, case, what is taken here
+# To be compared with a GPU: what neither the ISA nor ptxas's machine code settles; opcodes, case, what is taken here.
+# Recorded on an H100 since: NaN of float64 and of conversions, which keep what they can of a payload, xorsign of NaN,
+# results with .ftz just below the normal numbers, fields of 64 bits beyond their end.
 OPEN = (
-    ("*.ftz.f32, *.ftz.f16", "exact results just below the smallest normal number that round up to it", "rounded, then not flushed"),
-    ("{add|sub|mul|fma|mad|neg|abs}.f64, sqrt.rn.f64 of NaN, cvt.r?i.f64.f64, cvt.f64.{f32|f16|bf16}", "NaN", "0x7FFFFFFFFFFFFFFF"),
-    ("{min|max}.f64", "zeros of both signs", "-0 is below +0"),
-    ("{min|max}.*.xorsign.abs.*", "NaN", "one NaN: the other's magnitude, both: the canonical one; the xor of the signs in any case"),
-    ("cvt.r?i.{u8|s8|u16|s16}.f64", "NaN", "the top bit of the result's width, as the ISA says of 32 and 64 bits"),
-    ("cvt.{rn|rz}.tf32.f32", "NaN", "0x7FFFFFFF"),
     ("cvt.ftz.f32.bf16", "NaN", "0x7FFFFFFF"),
-    ("{fma|cvt}.*.relu.*", "-0", "+0"),
-    ("*.sat.*", "-0", "+0"),
-    ("dp2a, dp4a, bmsk.*, szext.*", "beyond 32 bits", "read from the ISA's text alone"),
+    ("{fma|cvt}.*.relu.*, *.sat.*", "-0", "+0"),
+    ("bmsk.*, szext.*", "beyond 32 bits", "read from the ISA's text alone"),
 )
 
 Value = tuple[int, float] | None  # sign, magnitude in units of 2^-1074 (an exact integer, or INF); None is NaN
@@ -40,7 +35,7 @@ def mask(bits: int) -> int:
 
 
 class Format(NamedTuple):
-    """A float format: its bits, those of its mantissa, log2 of the least number, the largest code, the NaN that units return."""
+    """A float format: its bits, those of its mantissa, log2 of the least number, the largest code, its NaN."""
 
     bits: int
     mantissa: int
@@ -51,10 +46,21 @@ class Format(NamedTuple):
 
 FORMATS = {
     "f16": Format(16, 10, -24, 0x7BFF, 0x7FFF), "bf16": Format(16, 7, -133, 0x7F7F, 0x7FFF),
-    "f32": Format(32, 23, -149, 0x7F7FFFFF, 0x7FFFFFFF), "f64": Format(64, 52, -1074, (0x7FF0 << 48) - 1, mask(63)),
-    "tf32": Format(19, 10, -136, 0x3FBFF, 0x3FFFF), "e4m3": Format(8, 3, -9, 0x7E, 0x7F), "e5m2": Format(8, 2, -16, 0x7B, 0x7F),
+    "f32": Format(32, 23, -149, 0x7F7FFFFF, 0x7FFFFFFF), "f64": Format(64, 52, -1074, (0x7FF0 << 48) - 1, 0xFFF8 << 48),
+    "tf32": Format(19, 10, -136, 0x3FBFF, 0x3FFFF),
+    "e4m3": Format(8, 3, -9, 0x7E, 0x7F), "e5m2": Format(8, 2, -16, 0x7B, 0x7F),
 }  # fmt: skip
-MODES = {"rn": "rn", "rz": "rz", "rm": "rm", "rp": "rp", "rna": "rna", "rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
+MODES = {
+    "rn": "rn",
+    "rz": "rz",
+    "rm": "rm",
+    "rp": "rp",
+    "rna": "rna",
+    "rni": "rn",
+    "rzi": "rz",
+    "rmi": "rm",
+    "rpi": "rp",
+}
 
 
 def signed(code: int, bits: int) -> int:
@@ -93,7 +99,7 @@ def rounded(sign: int, magnitude: int, shift: int, mode: str, more: bool = False
 
 
 def encode(kind: str, value: Value, mods: Any = (), unit: int = UNIT, more: bool = False) -> int:
-    """Round a value, whose magnitude is in units of 2^-unit, once; ``mods`` may hold a direction, ftz, sat, relu, satfinite."""
+    """Round a value, in units of 2^-unit, once; ``mods`` may hold a direction, ftz, sat, relu, satfinite."""
     f = FORMATS[kind]
     if value is NAN:
         return 0 if "sat" in mods else f.nan
@@ -107,12 +113,33 @@ def encode(kind: str, value: Value, mods: Any = (), unit: int = UNIT, more: bool
     if magnitude == INF:
         return sign * top | (f.largest if "satfinite" in mods else f.largest + 1)
     magnitude = int(magnitude)
-    last = max(magnitude.bit_length() - 1 - unit - f.mantissa, f.least)  # exponent of the result's last place
+    free = (
+        magnitude.bit_length() - 1 - unit - f.mantissa
+    )  # exponent of the last place without and with subnormal numbers
+    if (
+        "ftz" in mods
+        and magnitude
+        and rounded(sign, magnitude << 64, free + unit + 64, mode, more).bit_length() + free <= f.least + f.mantissa
+    ):
+        return sign * top  # rounded as if exponents had no end, it is below the normal numbers
+    last = max(free, f.least)
     code = ((last - f.least) << f.mantissa) + rounded(sign, magnitude, last + unit, mode, more)
     if code > f.largest:
         towards_zero = mode == "rz" or mode == ("rp" if sign else "rm") or "satfinite" in mods
         code = f.largest + (not towards_zero)
-    return sign * top | (0 if "ftz" in mods and code < 1 << f.mantissa else code)
+    return sign * top | code
+
+
+def nan_as(target: str, source: str, code: int) -> int:
+    """Return a NaN in another format or the same: its sign, the upper bits of its fraction, and the quiet bit."""
+    f, g = FORMATS[source], FORMATS[target]
+    fraction = (code & mask(f.mantissa)) << g.mantissa >> f.mantissa
+    return code >> f.bits - 1 << g.bits - 1 | g.largest + 1 | 1 << g.mantissa - 1 | fraction
+
+
+def first_nan(*codes: int) -> int | None:
+    """Return the first NaN of float64 codes, made quiet."""
+    return next((nan_as("f64", "f64", code) for code in codes if decode("f64", code) is NAN), None)
 
 
 def ftz_of(kind: str, mods: Any) -> bool:
@@ -147,6 +174,8 @@ def product(a: Value, b: Value) -> Value:
 def arithmetic(name: str, mods: Any, kind: str, *codes: int) -> int:
     a, b, *rest = (decode(kind, code, ftz_of(kind, mods)) for code in codes)
     mode = next((m for m in mods if m in MODES), "rn")
+    if kind == "f64" and (nan := first_nan(*codes[1:], codes[0])) is not None:
+        return nan
     if name in ("add", "sub"):
         negated = b if name == "add" or b is NAN else (1 - b[0], b[1])
         return encode(kind, total(a, negated, mode), mods)
@@ -160,10 +189,10 @@ def arithmetic(name: str, mods: Any, kind: str, *codes: int) -> int:
 
 def quotient(mods: Any, kind: str, x: int, y: int) -> int:
     a, b = (decode(kind, code, ftz_of(kind, mods)) for code in (x, y))
-    if kind == "f64" and NAN in (a, b):  # an operand's, made quiet
-        return (x if a is NAN else y) | 1 << 51
+    if kind == "f64" and (nan := first_nan(x, y)) is not None:
+        return nan
     if a is NAN or b is NAN or a[1] == b[1] == INF or a[1] == b[1] == 0:
-        return 0xFFF8 << 48 if kind == "f64" else encode(kind, NAN)
+        return encode(kind, NAN)
     sign = a[0] ^ b[0]
     if INF in (a[1], b[1]) or b[1] == 0:
         return encode(kind, (sign, INF if a[1] == INF or b[1] == 0 else 0), [])
@@ -174,7 +203,7 @@ def quotient(mods: Any, kind: str, x: int, y: int) -> int:
 def root(mods: Any, kind: str, x: int) -> int:
     a = decode(kind, x, ftz_of(kind, mods))
     if a is NAN or (a[0] and a[1]):
-        return 0xFFF8 << 48 if kind == "f64" and a is not NAN else encode(kind, NAN)
+        return nan_as(kind, kind, x) if kind == "f64" and a is NAN else encode(kind, NAN)
     if a[1] in (0, INF):
         return encode(kind, a)
     whole = math.isqrt(int(a[1]) << 128)
@@ -201,7 +230,7 @@ def extreme(name: str, mods: Any, kind: str, x: int, y: int) -> int:
         x, y = x & ~top, y & ~top
     nans = [decode(kind, code) is NAN for code in (x, y)]
     if all(nans) or (any(nans) and "NaN" in mods):
-        return y | 1 << 51 if kind == "f64" else f.nan | sign if "xorsign" in mods else f.nan
+        return y | 1 << 51 if kind == "f64" else f.nan
     below = signed_order(f, x) < signed_order(f, y)
     chosen = y if nans[0] else x if nans[1] or below == (name == "min") else y
     return chosen & ~top | sign if "xorsign" in mods else chosen
@@ -217,7 +246,9 @@ def of_one_float(name: str, mods: Any, kind: str, x: int) -> int:
     """neg and abs: sums with -0, which make NaN the unit's."""
     x = flushed(kind, x, mods)
     top = 1 << (FORMATS[kind].bits - 1)
-    return encode(kind, NAN) if decode(kind, x) is NAN else (x ^ top if name == "neg" else x & ~top)
+    if decode(kind, x) is NAN:
+        return nan_as(kind, kind, x) if kind == "f64" else encode(kind, NAN)
+    return x ^ top if name == "neg" else x & ~top
 
 
 def tested(kind: str, what: str, x: int) -> int:
@@ -226,7 +257,8 @@ def tested(kind: str, what: str, x: int) -> int:
     subnormal = 0 < low < 1 << f.mantissa
     finite = value is not NAN and value[1] != INF
     return int({
-        "finite": finite, "infinite": value is not NAN and not finite, "number": value is not NAN, "notanumber": value is NAN,
+        "finite": finite, "infinite": value is not NAN and not finite, "number": value is not NAN,
+        "notanumber": value is NAN,
         "normal": finite and not subnormal, "subnormal": subnormal,
     }[what])  # fmt: skip
 
@@ -249,6 +281,51 @@ def unit(name: str, code: int) -> int:
     return int(np.float32(compiled(name)(np.uint32(code).view(np.float32))).view(np.uint32))
 
 
+def unit_64(name: str, x: int) -> int:
+    """rcp and rsqrt of float64: of the upper word, the result's lower word is 0; below the normal numbers a zero."""
+    x = x >> 32 << 32
+    value, sign, field = decode("f64", x), x >> 63, x >> 52 & 0x7FF
+    if value is NAN or (sign and field and name == "rsqrt"):
+        return mask(31) << 32
+    if field in (0, 0x7FF):
+        return sign << 63 | (0 if field else 0x7FF << 52)
+    exponent = field - 1023
+    over = exponent & 1 if name == "rsqrt" else 0  # arguments of a root are in [1, 4)
+    result = decode("f32", unit(name, (127 + over) << 23 | (x >> 32 & mask(20)) << 3))
+    power = (exponent - over) // 2 if name == "rsqrt" else exponent
+    assert result is not NAN
+    code = encode("f64", (sign, result[1]), ["rz"], UNIT + power) >> 32 << 32
+    return code & 1 << 63 if code & mask(63) < 1 << 52 else code
+
+
+def approximate_64(name: str, mods: Any, x: int) -> int:
+    """rsqrt without .ftz: a step of Newton behind the unit; subnormal numbers are scaled before."""
+    value = decode("f64", x)
+    if "ftz" in mods or (value is not NAN and value[1] == 0) or value == (0, INF):
+        return unit_64(name, x)
+    if value is NAN:
+        return nan_as("f64", "f64", x)
+    if value[0] and value[1]:
+        return 0xFFF8 << 48
+    fma = partial(arithmetic, "fma", ["rn"], "f64")
+    times, power = partial(arithmetic, "mul", [], "f64"), lambda k: (1023 + k) << 52
+    tiny = x < 1 << 52
+    x = times(x, power(54)) if tiny else x
+    y = unit_64(name, x)
+    error = fma(x, times(y, y) | 1 << 63, power(0))
+    y = fma(fma(error, 0x3FD8 << 48, power(-1)), times(y, error), y)
+    return times(y, power(27)) if tiny else y
+
+
+def approximate_16(kind: str, x: int) -> int:
+    """ex2: the float32 unit's result cut off to 16 bits."""
+    y = unit("ex2", encode("f32", decode(kind, x)))
+    value = decode("f32", y)
+    if kind == "bf16":
+        return y >> 16
+    return encode("f16", value, ["rz"]) if value is NAN or value[1] < 1 << UNIT + 16 else 0x7C00
+
+
 def approximate(name: str, mods: Any, *codes: int) -> int:
     ftz = "ftz" in mods
     power = lambda k: (127 + k) << 23  # noqa: E731
@@ -263,7 +340,11 @@ def approximate(name: str, mods: Any, *codes: int) -> int:
     if name in ("sin", "cos") or ftz:
         return unit(name, x)
     if name == "ex2":
-        low = x >> 31 and power(6) - power(0) and signed_order(FORMATS["f32"], x) < signed_order(FORMATS["f32"], 0xC2FC0000)
+        low = (
+            x >> 31
+            and power(6) - power(0)
+            and signed_order(FORMATS["f32"], x) < signed_order(FORMATS["f32"], 0xC2FC0000)
+        )
         if not low or magnitude > 0x7F800000:
             return unit(name, x)
         y = unit(name, times(x, -1))
@@ -293,13 +374,17 @@ def funnel(mods: Any, low: int, high: int, by: int) -> int:
 
 
 def extracted(kind: str, x: int, start: int, length: int) -> int:
-    start, length, bits = start & 255, length & 255, int(kind[1:])
+    bits = int(kind[1:])
+    start, length = (
+        (start & 255, length & 255) if bits == 32 else (start, length)
+    )  # 64 bits: instructions that read all
     fill = kind[0] == "s" and length > 0 and x >> min(start + length - 1, bits - 1) & 1
     return sum((x >> (start + i) & 1 if i < length and start + i < bits else int(fill)) << i for i in range(bits))
 
 
 def inserted(kind: str, x: int, y: int, start: int, length: int) -> int:
-    start, length, bits = start & 255, length & 255, int(kind[1:])
+    bits = int(kind[1:])
+    start, length = (start & 255, length & 255) if bits == 32 else (start, length)
     for i in range(min(length, max(bits - start, 0))):
         y = y & ~(1 << (start + i)) | (x >> i & 1) << (start + i)
     return y
@@ -325,7 +410,8 @@ def permuted(mods: Any, x: int, y: int, choice: int) -> int:
     parts = [(y << 32 | x) >> 8 * i & 255 for i in range(8)]
     c = choice & 3
     order = {
-        "f4e": [c + i for i in range(4)], "b4e": [(c - i) % 8 for i in range(4)], "rc8": [c] * 4, "ecl": [max(c, i) for i in range(4)],
+        "f4e": [c + i for i in range(4)], "b4e": [(c - i) % 8 for i in range(4)], "rc8": [c] * 4,
+        "ecl": [max(c, i) for i in range(4)],
         "ecr": [min(c, i) for i in range(4)], "rc16": [2 * (c & 1) + (i & 1) for i in range(4)],
     }  # fmt: skip
     mode = next((m for m in mods if m in order), None)
@@ -364,7 +450,8 @@ def integer(name: str, mods: Any, kind: str, *codes: int) -> int:
     if name in ("add", "sub") and "sat" in mods:
         return max(-(1 << 31), min(mask(31), x + y if name == "add" else x - y))
     return int({
-        "add": x + y, "sub": x - y, "min": min(x, y), "max": max(x, y), "sad": z + abs(x - y), "abs": abs(x), "neg": -x, "and": x & y,
+        "add": x + y, "sub": x - y, "min": min(x, y), "max": max(x, y), "sad": z + abs(x - y), "abs": abs(x),
+        "neg": -x, "and": x & y,
         "or": x | y, "xor": x ^ y, "not": ~x, "cnot": x == 0, "popc": x.bit_count(), "clz": bits - x.bit_length(),
         "brev": int(f"{x:0{bits}b}"[::-1], 2) if kind[0] == "b" else 0,
     }[name])  # fmt: skip
@@ -385,7 +472,8 @@ def with_carry(name: str, mods: Any, kind: str, *codes: int) -> tuple[int, int]:
 # Comparisons
 
 _RELATIONS = {
-    "eq": lambda x, y: x == y, "ne": lambda x, y: x != y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y, "gt": lambda x, y: x > y,
+    "eq": lambda x, y: x == y, "ne": lambda x, y: x != y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
     "ge": lambda x, y: x >= y,
 }  # fmt: skip
 _RELATIONS |= {name: _RELATIONS[same] for name, same in (("lo", "lt"), ("ls", "le"), ("hi", "gt"), ("hs", "ge"))}
@@ -432,7 +520,7 @@ def converted(mods: Any, target: str, source: str, *codes: int) -> int:
             return max(least, min(most, value)) if "sat" in mods else value
         a = decode(source, x, "ftz" in mods and source == "f32")
         if a is NAN:
-            return 1 << (bits - 1) if bits == 64 or source == "f64" else 0
+            return 1 << (bits - 1) if bits == 64 or (source == "f64" and bits == 32) else 0
         mode = next(MODES[m] for m in mods if m in MODES)
         magnitude = 1 << 64 if a[1] == INF else rounded(a[0], int(a[1]), UNIT, mode)
         return max(least, min(most, -magnitude if a[0] else magnitude))
@@ -446,16 +534,18 @@ def converted(mods: Any, target: str, source: str, *codes: int) -> int:
     if target == "tf32":
         if a is NAN:  # rna looks at bits: a NaN loses the lower ones, or comes down to a number
             cut = x & 0xFFFFE000
-            return cut - 0x2000 if "satfinite" in mods else cut if "rna" in mods else mask(31)
+            return cut - 0x2000 if "satfinite" in mods else cut if "rna" in mods else 0x7FFFE000
         return encode("tf32", a, mods) << 13
     if (target, source) == ("f32", "bf16") and not mods:
         return x << 16
+    if a is NAN and "f64" in (target, source) and "sat" not in mods:
+        return nan_as(target, source, mask(31) if "ftz" in mods and source == "f32" else x)
     return encode(target, a, [m for m in mods if m != "ftz" or target == "f32"])
 
 
 @cache
 def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
-    """Return a function of the codes of an opcode's operands: the codes of its results, cut to their registers by the caller."""
+    """Return a function of the codes of an opcode's operands: those of its results, not yet cut to registers."""
     name, *parts = opcode.split(".")
     kind, mods = parts[-1], parts[:-1]
 
@@ -464,7 +554,9 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
 
     if name == "cvt":
         if parts[0] == "pack":
-            return lambda a, b: (sum((converted(["sat"], parts[-2], "s32", v) & 0xFFFF) << s for v, s in ((a, 16), (b, 0))),)
+            return lambda a, b: (
+                sum((converted(["sat"], parts[-2], "s32", v) & 0xFFFF) << s for v, s in ((a, 16), (b, 0))),
+            )
         return single(converted, parts[:-2], parts[-2], parts[-1])
     if name in ("setp", "set"):
         relation, mods = parts[0], parts[1:]
@@ -483,11 +575,17 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
     if name == "selp":
         return lambda x, y, p: (x if p else y,)
     if name == "slct":
-        return lambda x, y, c: (x if (compared("ge", mods, "f32", c, 0) if kind == "f32" else signed(c, 32) >= 0) else y,)
+        return lambda x, y, c: (
+            x if (compared("ge", mods, "f32", c, 0) if kind == "f32" else signed(c, 32) >= 0) else y,
+        )
     if name == "mov":
         return lambda x: (x,)
     if kind == "pred":
-        return single({"and": lambda p, q: p & q, "or": lambda p, q: p | q, "xor": lambda p, q: p ^ q, "not": lambda p: 1 - p}[name])
+        return single(
+            {"and": lambda p, q: p & q, "or": lambda p, q: p | q, "xor": lambda p, q: p ^ q, "not": lambda p: 1 - p}[
+                name
+            ]
+        )
     if name == "prmt":
         return single(permuted, mods + [kind])
     if name in ("addc", "subc", "madc") or "cc" in mods:
@@ -503,10 +601,11 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
     # floats and integers of one type; pairs of 16 bits by halves
     base = kind.removesuffix("x2")
     is_float = base in FORMATS
-    if is_float and ("approx" in mods or "full" in mods):
-        return single(approximate, name, mods)
     function: Callable[..., int]
-    if is_float and name in ("add", "sub", "mul", "fma", "mad"):
+    if is_float and ("approx" in mods or "full" in mods):
+        function = {"f32": partial(approximate, name, mods), "f64": partial(approximate_64, name, mods)}.get(
+            kind, partial(approximate_16, base))  # fmt: skip
+    elif is_float and name in ("add", "sub", "mul", "fma", "mad"):
         function = partial(arithmetic, name, mods, base)
     elif is_float and name in ("min", "max"):
         function = partial(extreme, name, mods, base)
@@ -525,3 +624,48 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
     if base == kind:
         return single(function)
     return single(halves, lambda *codes: function(*codes) & 0xFFFF)
+
+
+# What the 32 threads of a warp do together (9.7.9.6, 9.7.13)
+
+
+def shuffled(kind: str, values: list[int], lanes: list[int], clamps: list[int]) -> tuple[list[int], list[int]]:
+    """shfl.sync: what each lane gets, and its predicate."""
+    results, inside = [], []
+    for lane in range(32):
+        by, clamp, segment = lanes[lane] & 31, clamps[lane] & 31, clamps[lane] >> 8 & 31
+        end = lane & segment | clamp & ~segment & 31
+        source = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment & 31}[
+            kind
+        ]
+        holds = source >= end if kind == "up" else source <= end
+        results.append(values[source if holds else lane])
+        inside.append(int(holds))
+    return results, inside
+
+
+def voted(kind: str, predicates: list[int], members: int) -> int:
+    votes = [p for lane, p in enumerate(predicates) if members >> lane & 1]
+    if kind == "ballot":
+        return sum(p << lane for lane, p in enumerate(predicates) if members >> lane & 1)
+    return int({"all": all(votes), "any": any(votes), "uni": len(set(votes)) == 1}[kind])
+
+
+def matched(kind: str, values: list[int], members: int) -> tuple[list[int], int]:
+    """match.sync: the mask of each lane, and the predicate of match.all."""
+    masks = [sum(1 << i for i in range(32) if members >> i & 1 and values[i] == value) for value in values]
+    same = len({values[i] for i in range(32) if members >> i & 1}) == 1
+    return (masks if kind == "any" else [members if same else 0] * 32), int(same)
+
+
+def reduced(name: str, kind: str, values: list[int], members: int) -> int:
+    taken = [number(kind.replace("b", "u"), value) for lane, value in enumerate(values) if members >> lane & 1]
+    whole = {"add": sum(taken), "min": min(taken), "max": max(taken)}.get(name, taken[0])
+    for value in taken[1:]:
+        whole = {"and": whole & value, "or": whole | value, "xor": whole ^ value}.get(name, whole)
+    return whole & mask(32)
+
+
+def logic(table: int, x: int, y: int, z: int) -> int:
+    """lop3: bit 4 x + 2 y + z of the table for each bit."""
+    return sum((table >> (4 * (x >> i & 1) + 2 * (y >> i & 1) + (z >> i & 1)) & 1) << i for i in range(32))

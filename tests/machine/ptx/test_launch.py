@@ -79,33 +79,28 @@ REFUSED = {
     "config": ({"config": 1}, "config=1 is for @triton.autotune"),
     "few arguments": ({"args": (X,)}, "scale takes 4 arguments and got 1"),
     "large number": ({"args": (X, X, 2**32, 0.5)}, r"argument 2 \(n\) is 4294967296, which .u32 does not hold"),
+    "huge number": ({"args": (X, X, 3, 10**400)}, r"argument 3 \(s\) is 10+.*, which .f32 does not hold"),
     "meta": ({"args": (X.to("meta"), X, 3, 0.5)}, r"argument 0 \(x\) is on meta; .* move it with .cpu\(\)"),
     "sparse": ({"args": (X.to_sparse(), X, 3, 0.5)}, "layout torch.sparse_coo; give a plain strided tensor"),
     "out of range": ({"args": (X, torch.zeros(99), 100, 0.5)}, r"element 99 of argument 1 .*line 16 of the PTX"),
-}  # fmt: skip
+    "kind of n": ({"args": (X, X, 3.5, 0.5)}, r"argument 2 \(n\) is float; the parameter is .u32: give an int"),
+    "kind of x": (
+        {"args": (1.5, X, 3, 0.5)},
+        r"argument 0 \(x\) is float; the parameter is .u64: give a tensor or an int",
+    ),
+    "kind of s": ({"args": (X, X, 3, X)}, r"argument 3 \(s\) is Tensor; the parameter is .f32: give a float"),
+    "kind of kernel": ({"kernel": 3}, "kernel is int; give a triton.jit function, PTX or CUDA C\\+\\+ source"),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused(what):
     changes, message = REFUSED[what]
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(DtypeError if what.startswith("kind") else ArgumentError, match=message):
         scaled(**changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"args": (X, X, 3.5, 0.5)}, r"argument 2 \(n\) is float; the parameter is .u32: give an int"),
-        ({"args": (1.5, X, 3, 0.5)}, r"argument 0 \(x\) is float; the parameter is .u64: give a tensor or an int"),
-        ({"args": (X, X, 3, X)}, r"argument 3 \(s\) is Tensor; the parameter is .f32: give a float"),
-        ({"kernel": 3}, "kernel is int; give a triton.jit function, PTX or CUDA C\\+\\+ source"),
-    ],
-)
-def test_kinds_that_are_refused(changes, message):
-    with pytest.raises(DtypeError, match=message):
-        scaled(**changes)
-
-
+@pytest.mark.slow
 def test_compilers_that_are_missing_are_named(tmp_path):
     code = (
         "import sys; sys.modules['cuda.bindings'] = sys.modules['triton'] = None\n"
@@ -147,6 +142,9 @@ def test_cuda_source(nvrtc):
     assert torch.equal(y, (X.double() * 3 + 0.5).float()) and record.kernel == "ns::scale<32>"
     fmtsim.launch(CUDA, 1, z, entry="ones", block=32, use_fast_math=True, fmad=False, std="c++20")
     assert z.eq(1).all()
+    called = "__device__ float twice(float x) { return x * 2.0f; }\n__global__ void f(float *y) {\n*y = twice(*y);\n}"
+    record = fmtsim.launch(called, 1, z, block=1, watch=3)  # of the function that is called, too
+    assert [note.source for note in record.watched][-1] == "kernel.cu:1" and record.watched[-1].values.tolist() == [2.0]
     with pytest.raises(ArgumentError, match=r"(?s)NVRTC cannot compile 'the source'.*expected a declaration"):
         fmtsim.launch(f"{CUDA}!", 1)
     with pytest.raises(ArgumentError, match="unrecognized option --bogus"):
@@ -187,8 +185,13 @@ if find_spec("triton") is not None:
         i = tl.arange(0, SIZE)
         tl.store(y + i[:, None] * SIZE + i[None], tile)
 
+    @triton.jit
+    def summed(x, y, SIZE: tl.constexpr):
+        total = tl.sum(tl.load(x + tl.arange(0, SIZE)))
+        tl.store(y, total)
 
-def after(kernel, *args, grid=(1,), **named) -> tuple[torch.Tensor, "fmtsim.machine.ptx.launch.Launch"]:
+
+def after(kernel, *args, grid=(1,), **named) -> tuple[torch.Tensor, "fmtsim.machine.ptx.launching.Launch"]:
     y = torch.zeros(100)
     return y, fmtsim.launch(kernel, grid, X, y, *args, **named)
 
@@ -213,6 +216,30 @@ def test_a_triton_function_is_specialised_as_by_its_launcher():
         fmtsim.launch(affine, 1, X.to(dtype), y, 100, 2.0)
         assert torch.equal(y, X.to(dtype).float() * 2 + 1), dtype
     assert fmtsim.launch(affine, 1, X.to(torch.bool), y, 100, 2.0).exact
+
+
+@needs_triton
+def test_watched_values():
+    x, y = torch.arange(512.0), torch.zeros(1)
+    record = fmtsim.launch(summed, 1, x, y, SIZE=512, num_warps=2, watch="total", watch_threads=(0, 1))
+    adds = [note.values.tolist() for note in record.watched if note.instruction.startswith("add.f32")]
+    # two loads of four neighbours, whose sums are exact; then the other lanes, and the other warp's
+    assert adds[:3] == [[1.0, 9.0], [3.0, 15.0], [6.0, 22.0]] and adds[6] == [1036.0, 1068.0]
+    assert adds[-1][0] == y.item() == 511 * 256 and len(adds) == 7 + 5 + 1
+    line = summed.fn.__code__.co_firstlineno + 2
+    again = fmtsim.launch(summed, 1, x, y, SIZE=512, num_warps=2, watch=line, watch_block=0, watch_threads=1)
+    assert [note.values.tolist() for note in again.watched if note.instruction.startswith("add.f32")][0] == [9.0]
+    assert "standard.py:" in str(record) and "1036, 1068" in str(record)
+    for options, message in (
+        ({"watch": "y"}, "watch='y' is not assigned in the kernel"),
+        ({"watch": 1}, r"test_launch.py:1, of which no instruction is left in the PTX; it has .*test_launch.py"),
+        ({"watch": "total", "watch_block": (1,)}, r"watch_block=\(1, 0, 0\) is not in the grid \(1, 1, 1\)"),
+        ({"watch": 1.5}, "watch=1.5 is not assigned in the kernel"),
+        ({"watch": "total", "watch_threads": "0"}, r"watch_threads=\('0',\); give an int or several"),
+        ({"watch": "total", "watch_threads": [-1, 64]}, r"watch_threads=\[-1, 64\]; a block has 64 threads"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            fmtsim.launch(summed, 1, x, y, SIZE=512, num_warps=2, **options)
 
 
 @needs_triton
@@ -247,6 +274,9 @@ TRITON = {
     "unknown": (lambda: after(affine, 1, 2.0, num_warp=2), "no argument 'num_warp', .*did you mean 'num_warps'"),
     "warps": (lambda: after(affine, 1, 2.0, num_warps=3), "affine: num_warps must be a power of 2"),
     "cluster": (lambda: after(affine, 1, 2.0, num_ctas=2), "num_ctas=2; clusters of blocks are not simulated"),
+    "type": (lambda: fmtsim.launch(affine, 1, X.to(torch.complex64), X, 3, 2.0), "no type for tensors of 'complex64'"),
+    "source": (lambda: after(affine, 100, 2.0, SIZE=100), r"(?s)Triton cannot compile affine: .*must be a power of 2"),
+    "range": (lambda: after(affine, 128, 2.0), r"element 100 of argument x, which has 100\)"),
     "device": (lambda: fmtsim.launch(affine, 1, X.to("meta"), X, 3, 2.0), "x is on meta; kernels run on CPU tensors"),
     "twice": (
         lambda: after(triton.autotune([triton.Config({"SIZE": 64})], key=[])(affine), 100, 2.0, SIZE=32),
@@ -303,7 +333,9 @@ def test_a_vector_of_atomic_sums():
     old, before = torch.zeros(6, dtype=torch.bfloat16), y.clone()
     record = fmtsim.launch(kernel, 1, x, y, old)
     assert torch.equal(y, before + x) and torch.equal(old, before[:6]) and record.exact
-    assert not fmtsim.launch(kernel.replace("ret;", f"red.global.add.noftz.v8.bf16 [%d2], {{{registers}}}; ret;"), 1, x, y, old).exact
+    assert not fmtsim.launch(
+        kernel.replace("ret;", f"red.global.add.noftz.v8.bf16 [%d2], {{{registers}}}; ret;"), 1, x, y, old
+    ).exact
     with pytest.raises(ArgumentError, match="v8.f32 is not an instruction"):
         fmtsim.launch(kernel.replace("add.noftz.v8.bf16", "add.v8.f32"), 1, x, y, old)
 
@@ -373,7 +405,9 @@ def caches(tmp_path_factory) -> Iterator[dict[str, tuple[str, list[torch.Tensor]
 
 @needs_golden
 @needs_triton
-@pytest.mark.parametrize("function", ["softmax", "rms", "swiglu", "ce", "ln", "sum"])
+@pytest.mark.parametrize("function", [
+    "rms", "sum", *(pytest.param(name, marks=pytest.mark.slow) for name in ("softmax", "swiglu", "ce", "ln")),
+])  # fmt: skip
 def test_a_gpu_s_graphs(caches, function):
     folder, (*inputs, want) = caches[function]
     with fmtsim.simulate(target="h100", strict=True, compiled=folder) as run:
@@ -428,3 +462,26 @@ def test_graphs_that_are_generated_here(caches):
         assert torch.equal(y, want), name
     with fmtsim.simulate() as run, pytest.raises(ArgumentError, match="a graph with gradients is not compiled"):
         run.compile(torch.nn.Linear(4, 4))(torch.ones(4, 4))
+
+
+RACE = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry last(.param .u64 y)
+{
+.reg .b64 %rd<2>; .reg .b32 %r<3>;
+ld.param.b64 %rd1, [y];
+mov.u32 %r1, %ctaid.x;
+st.global.b32 [%rd1], %r1;
+ret;
+}
+"""
+
+
+def test_blocks_that_race_for_one_place_are_named():
+    y = torch.zeros(8, dtype=torch.int32)
+    done = fmtsim.launch(RACE, 3, y, block=32)
+    assert not done.exact and "another block wrote" in done.reasons[0]
+    same = RACE.replace("mov.u32 %r1, %ctaid.x", "mov.b32 %r1, 7")  # one value: no race
+    assert fmtsim.launch(same, 3, y, block=32).exact and y[0] == 7

@@ -40,7 +40,7 @@ def flush(x: Vector) -> Vector:
 
 
 def is_tiny(exact: Vector, direction: str, digits: int, smallest: float) -> Vector:
-    """Return where a float64, rounded to some digits without a bound on its exponent, is below the smallest normal number.
+    """Return where a float64, rounded to some digits with any exponent, is below the smallest normal number.
 
     That is what .ftz makes zero (H100: 2^-126 (1 - 2^-46) stays 2^-126, 2^-126 (1 - 2^-24) becomes 0).
     """
@@ -60,7 +60,7 @@ def flush_tiny(x: Vector, exact: Vector, direction: str = "rn") -> Vector:
 
 
 def propagate(result: Vector, *operands: Vector) -> Vector:
-    """Return a float64 result; NaN is that of the first of these operands, with its quiet bit set, or 0xFFF8000000000000."""
+    """Return a float64 result; NaN is the first of these operands that is NaN, quiet, or 0xFFF8000000000000."""
     quiet = 1 << 51
     nan = result.constant(0xFFF8000000000000).view("u64")
     for operand in operands[::-1]:
@@ -69,7 +69,7 @@ def propagate(result: Vector, *operands: Vector) -> Vector:
 
 
 def narrowed_nan(x: Vector, name: str) -> Vector:
-    """Return the code (u32) of float64 NaN in a format: its sign, and the upper bits of its fraction with the quiet bit."""
+    """Return the code (u32) of float64 NaN in a format: sign, upper bits of the fraction, quiet bit."""
     fmt, word = SMALL[name], x.view("u64")
     fraction = ((word >> (52 - fmt.mantissa_bits)) & ((1 << fmt.mantissa_bits) - 1)) | (1 << (fmt.mantissa_bits - 1))
     sign = (word >> 63) << (fmt.exponent_bits + fmt.mantissa_bits)

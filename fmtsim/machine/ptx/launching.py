@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.machine.ptx import nvrtc, triton
 from fmtsim.machine.ptx.contract import may_contract
-from fmtsim.machine.ptx.parse import Variable, parse, width
+from fmtsim.machine.ptx.parse import Function, Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
-from fmtsim.machine.ptx.watch import Watch, Watched, places, watched
+from fmtsim.machine.ptx.watched_lines import Watch, Watched, places, watched
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 
 TARGETS = ("h100", "h200")
@@ -38,7 +38,7 @@ class Launch:
     block: tuple[int, int, int]  # threads
     shared_bytes: int
     config: str = ""  # of @triton.autotune: what was taken, and why
-    instructions: int  # executed by threads
+    instructions: int  # of groups of threads
     contractions: int  # products that ptxas fuses into sums
     checked: bool  # the number of fused products was compared with the machine code
     exact: bool
@@ -67,8 +67,8 @@ class Launch:
 
 def launch(
     kernel: Any, grid: Any, *args: Any, target: str = "h100", config: Any = None, entry: str | None = None,
-    block: int | Sequence[int] | None = None, watch: str | int | Sequence[str | int] | None = None, watch_block: Sequence[int] = (0, 0, 0),
-    watch_threads: Sequence[int] = (0,), **named: Any,
+    block: int | Sequence[int] | None = None, watch: str | int | Sequence[str | int] | None = None,
+    watch_block: int | Sequence[int] = 0, watch_threads: int | Sequence[int] = 0, **named: Any,
 ) -> Launch:  # fmt: skip
     """Run a kernel on CPU tensors, which it writes in place, with the bits of an H100 or H200.
 
@@ -83,8 +83,9 @@ def launch(
             takes the first that the kernel's own pruning leaves (nothing is timed), and the record says so.
         entry: The kernel's name in PTX or CUDA C++, where there are several; in C++ also ``"ns::kernel<float, 4>"``.
         block: Threads of a block for PTX and CUDA C++; None takes what the PTX requires.
-        watch: What to show while the kernel runs: a variable of a Triton function, a line's number, ``"kernels.py:5"``, or
-            several. The record's ``watched`` has what the instructions of these lines wrote, in their order.
+        watch: What to show while the kernel runs: a variable of a Triton function, a line's number, ``"kernels.py:5"``,
+            or several. The record's ``watched`` has what the instructions of these lines, and of functions that they
+            call, wrote, in their order.
         watch_block: The block that is watched.
         watch_threads: Its threads; which elements a thread holds is the compiler's choice.
         named: For Triton the kernel's arguments and constants by name, ``num_warps``, ``num_stages``, ``maxnreg``,
@@ -94,7 +95,23 @@ def launch(
     Returns:
         The record of the launch: instructions, products that ptxas fuses into sums, exact or not and why.
 
-    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits.
+    >>> kernel = '''
+    ...     .version 8.0
+    ...     .target sm_90
+    ...     .address_size 64
+    ...     .visible .entry exp2(.param .u64 x) {
+    ...         .reg .u32 %t; .reg .u64 %a, %d; .reg .f32 %f;
+    ...         ld.param.u64 %a, [x]; mov.u32 %t, %tid.x; mul.wide.u32 %d, %t, 4; add.u64 %a, %a, %d;
+    ...         ld.global.f32 %f, [%a]; ex2.approx.f32 %f, %f; st.global.f32 [%a], %f; ret;
+    ...     }'''
+    >>> x = torch.tensor([0.5, 1.4])
+    >>> launch(kernel, 1, x, block=2).exact
+    True
+    >>> x.tolist()  # the nearest float32 to 2^1.4 is 2.6390156745910645
+    [1.4142135381698608, 2.6390159130096436]
+
+    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits, unless blocks race for one place: then ``exact``
+    is False.
 
     Raises:
         ArgumentError: A target, grid, block, argument or keyword that does not fit; PTX for another architecture;
@@ -105,9 +122,11 @@ def launch(
     if target not in TARGETS:
         what = "whose PTX is refused until a GPU has recorded it" if target == "b200" else "which is not known"
         raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
-    seen = (
-        Watch(places(kernel, watch), (*watch_block, 0, 0)[:3], tuple(watch_threads)) if watch is not None else Watch()
-    )
+    seen = Watch()
+    if watch is not None:
+        at: Any = watch_block if isinstance(watch_block, list | tuple) else [watch_block]
+        of: Any = watch_threads if isinstance(watch_threads, list | tuple | range) else [watch_threads]
+        seen = Watch(places(kernel, watch), (*at, 0, 0)[:3], tuple(of))
     if triton.is_triton(kernel):
         given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
         named |= {name: value for name, value in given.items() if value is not None}
@@ -166,6 +185,7 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
         raise ArgumentError(f"block={program.block} has {threads:,} threads; a block has at most 1,024")
     if not isinstance(program.shared_bytes, int) or not 0 <= program.shared_bytes <= triton.SHARED_LIMIT:
         raise ArgumentError(f"shared={shown(program.shared_bytes)}; a block has 0 to {triton.SHARED_LIMIT:,} bytes")
+    _check_watch(seen, function, grid, threads)
     # 2. the arguments, each as its parameter takes it
     blocks = int(numpy.prod(grid, dtype=object))
     scratch = (torch.zeros(size * blocks, dtype=torch.uint8) if size else 0 for size in program.scratch)
@@ -175,15 +195,24 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
     listing = disassembled(program.ptx, fuse=program.fuses) if may_contract(function) else None
-    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
-        done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
-                       listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
+            done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
+                           listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
+    except ArgumentError as error:
+        # Triton's PTX numbers its parameters, of which constants are none: the source's name says more
+        text = str(error)
+        for i, name in enumerate(program.names):
+            text = text.replace(f"argument {i} ({program.entry}_param_{i})", f"argument {name}")
+        raise ArgumentError(text) from None
     reasons = program.doubts + done.reasons + done.contraction.doubts
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if program.compiled is not None and any(x.untyped_storage().data_ptr() % 16 for x in tensors):
         reasons += ("a tensor's memory begins where 16 does not divide the address, as it does on a GPU: clone it",)
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
+    if done.shared_accesses:
+        reasons += (f"{done.shared_accesses:,} accesses are to what another block wrote: a GPU does not order blocks",)
     if done.repeated_atomics:
         reasons += (
             f"{done.repeated_atomics:,} atomic sums of floats came after others at their place: a GPU does not fix the "
@@ -215,6 +244,28 @@ def _extent(name: str, extent: Any, most: tuple[int, ...]) -> tuple[int, int, in
     return x, y, z
 
 
+def _check_watch(seen: Watch, function: Function, grid: tuple[int, int, int], threads: int) -> None:
+    """Refuse to watch what does not run.
+
+    Raises:
+        ArgumentError: A line without an instruction, or a block or thread that the launch does not have.
+    """
+    if not seen.places:
+        return
+    lines = {place for x in function.body for place in (x.source, *x.callers) if place}
+    if seen.places.isdisjoint(lines):
+        raise ArgumentError(
+            f"watch= names {', '.join(sorted(seen.places))}, of which no instruction is left in the PTX; it has "
+            f"{', '.join(sorted(lines)) or 'no line numbers'}"
+        )
+    if not all(isinstance(n, int) for n in (*seen.block, *seen.threads)):
+        raise ArgumentError(f"watch_block={seen.block}, watch_threads={seen.threads}; give an int or several")
+    if not all(0 <= n < most for n, most in zip(seen.block, grid, strict=True)):
+        raise ArgumentError(f"watch_block={seen.block} is not in the grid {grid}")
+    if outside := [t for t in seen.threads if not 0 <= t < threads]:
+        raise ArgumentError(f"watch_threads={outside}; a block has {threads} threads, from 0 on")
+
+
 def _argument(place: int, parameter: Variable, value: Any) -> Any:
     """Return an argument as ``execute`` takes it for a parameter.
 
@@ -236,6 +287,8 @@ def _argument(place: int, parameter: Variable, value: Any) -> Any:
     if isinstance(value, bool | numpy.bool_ | numpy.integer):
         value = int(value)
     if kind[0] == "f" and isinstance(value, int | float | numpy.floating):
+        if isinstance(value, int) and abs(value) > 2**1023:
+            raise ArgumentError(f"{what} is {shown(value)}, which .{kind} does not hold")
         return float(value)
     if not isinstance(value, int):
         wanted = "a tensor or an int" if width(kind) == 64 else "a float" if kind[0] == "f" else "an int"

@@ -34,7 +34,7 @@ class Watched:
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{x:.9g}" if isinstance(x, float) else str(x) for x in self.values.tolist())
-        return f"{self.source}  {self.instruction:50}  {numbers}"
+        return f"{self.source}  {' '.join(self.instruction.split()):46}  {numbers}"
 
 
 def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str]:
@@ -48,16 +48,17 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
     while not inspect.isfunction(function) and hasattr(function, "fn"):
         function = function.fn
     file = function.__code__.co_filename.rpartition("/")[2] if inspect.isfunction(function) else "kernel.cu"
-    for item in [watch] if isinstance(watch, str | int) else watch:
+    items: Sequence[Any] = watch if isinstance(watch, list | tuple) else [watch]
+    for item in items:
         if isinstance(item, str) and ":" in item:
             found.add(item)
         elif isinstance(item, int):
             found.add(f"{file}:{item}")
         else:
-            lines = _assignments(function, item) if inspect.isfunction(function) else []
+            lines = _assignments(function, str(item)) if inspect.isfunction(function) else []
             if not lines:
                 raise ArgumentError(
-                    f"watch={shown(item)} is not assigned in the kernel; give a variable, a line's number or 'file.py:5'"
+                    f"watch={shown(item)} is not assigned in the kernel; give a variable, a line, or 'file.py:5'"
                 )
             found |= {f"{file}:{line}" for line in lines}
     return frozenset(found)
@@ -83,6 +84,7 @@ def _assignments(function: Any, name: str) -> list[int]:
     return found
 
 
+_BITWISE = ("and", "or", "xor", "not", "shl", "prmt", "bfi")  # of addresses and codes, shown as integers
 _TYPES = {"f32": np.float32, "f64": np.float64, "s32": np.int32, "s64": np.int64, "b32": np.float32, "s16": np.int16}
 
 
@@ -99,6 +101,8 @@ def watched(
         # of a conversion the last but one type is the result's
         if instruction.opcode[0] == "cvt":
             kind = instruction.opcode[-2]
+        elif instruction.opcode[0] in _BITWISE:
+            kind = ""
         codes = words[chosen]
         if kind in ("f16", "bf16") and codes.itemsize == 2:
             values = torch.from_numpy(codes.view(np.int16)).view(torch.float16 if kind == "f16" else torch.bfloat16)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix instructions, mma.sync and wgmma: fragments and shared-memory descriptors as matrices, products by the exact engine.
+"""Matrix instructions, mma.sync and wgmma: fragments and descriptors as matrices, products by the exact engine.
 
 An instruction is collected when it runs and computed when its result is asked for: instructions that add to the same
-registers one after the other become one product with a longer K, which the unit's chain computes with the same bits, and
-those of all warps one batch. Source: PTX ISA 8.7, sections 9.7.14 (mma) and 9.7.15 (wgmma).
+registers one after the other become one product with a longer K, which the unit's chain computes with the same bits,
+and those of all warps one batch. Source: PTX ISA 8.7, sections 9.7.14 (mma) and 9.7.15 (wgmma).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fmtsim.cpu.gemm.engine import gemm_batch
+from fmtsim.casts.ops import load_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import gemm_call, resolve
@@ -157,7 +157,7 @@ def _b_fragment(words: np.ndarray, shape: Form) -> np.ndarray:
 
 
 def _c_matrix(words: np.ndarray, shape: Form) -> np.ndarray:
-    """Return sums of warps as [warps, M', N] of codes, M' = 8 or 16: registers run over columns, halves of rows, tiles of 8."""
+    """Return sums of warps as codes [warps, 8 or 16, N]: registers run over columns, halves of rows, tiles."""
     warps, halves = len(words), min(shape.m // 8, 2)
     kind = np.uint16 if shape.sums == "f16" else words.dtype
     codes = np.ascontiguousarray(words).view(kind).reshape(warps, 8, 4, shape.n // 8, halves, 2)
@@ -350,9 +350,12 @@ def _product(a: np.ndarray, b: np.ndarray, c: np.ndarray, shape: Form) -> np.nda
         sums = np.matmul(signed[0].astype(np.float64), signed[1].astype(np.float64).transpose(0, 2, 1)).astype(np.int64)
         total = sums + c.view(np.int32)
         return (total.clip(-(2**31), 2**31 - 1) if shape.satfinite else total).astype(np.uint32)
-    if shape.unit == "hopper.wgmma" and shape.a in ("e4m3", "e5m2") and shape.sums == "f32":
-        # the unit reads 13 bits of the addend's fraction (H100, tests/machine/ptx/test_records.py)
-        c = np.where((c & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), c, c & np.uint32(0xFFFFFC00))
+    if shape.sums == "f32":
+        nan = (c & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        if shape.unit == "hopper.wgmma" and shape.a in ("e4m3", "e5m2"):
+            # the unit reads 13 bits of the addend's fraction (H100, tests/machine/ptx/test_records.py)
+            c = c & np.uint32(0xFFFFFC00)
+        c = np.where(nan, np.uint32(0x7FFFFFFF), c)  # which NaN is added changes nothing
     if shape.a == "tf32":  # the unit reads 19 bits of 32
         a, b = a & np.uint32(0xFFFFE000), b & np.uint32(0xFFFFE000)
     spec = _spec(shape.unit, shape.a, shape.b, shape.sums, shape.k)
@@ -360,9 +363,9 @@ def _product(a: np.ndarray, b: np.ndarray, c: np.ndarray, shape: Form) -> np.nda
     dtype = {"f32": torch.float32, "f16": torch.float16, "f64": torch.float64}[shape.sums]
     addend = torch.from_numpy(c).view(dtype)
     out = torch.empty(c.shape, dtype=dtype)
-    left = range(len(a))
+    left: Sequence[int] = range(len(a))
     if shape.sums == "f32":
-        left = gemm_batch(x, y, spec, None, out, addend)
+        left = load_engine("cpu").gemm_batch(x, y, spec, None, out, addend)
     for i in left:
         out[i] = run_gemm(Operands(x[i], y[i], c=addend[i]), spec, dtype, validated=True, bare=True)
     return out.view({"f32": torch.int32, "f16": torch.int16, "f64": torch.int64}[shape.sums]).numpy().view(c.dtype)

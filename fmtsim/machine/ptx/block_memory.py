@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a block: addresses of operands, loads and stores, copies, atomics; compiled by numba."""
+
+import llvmlite.ir as ir
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+from numpy import int32, int64, uint32, uint64
+
+from fmtsim.cpu.runtime.jit import bits32, bits64, device, float32_of, float64_of, kernel, subroutine
+from fmtsim.cpu.runtime.kernel_numbers import number
+from fmtsim.machine.arrays import put
+from fmtsim.machine.ptx.row_layout import (
+    ADDRESS,
+    ADDRESS_BITS,
+    BLOCK,
+    COUNT,
+    DATA,
+    FLAGS,
+    FUNCTION,
+    GENERIC,
+    GLOBAL,
+    LOCAL,
+    LOCAL_WINDOW,
+    MISALIGNED,
+    OFFSET,
+    OUT_OF_RANGE,
+    PLACE,
+    RACE,
+    REPEATED,
+    SHARED,
+    SHARED_WINDOW,
+    SHARES,
+    SIZE,
+    SPACE,
+    STATUS,
+    THREAD,
+)
+from fmtsim.machine.ptx.values import LANES
+
+
+def _pointer_access(llvm_type: ir.Type, kind: types.Type, name: str):  # type: ignore[no-untyped-def]
+    """Return functions that read and write a number at an address."""
+
+    @intrinsic
+    def peek(typing_context, address):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            loaded = builder.load(builder.inttoptr(args[0], llvm_type.as_pointer()))
+            loaded.align = 1
+            return loaded
+
+        return kind(types.int64), generate
+
+    @intrinsic
+    def poke(typing_context, address, value):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            stored = builder.store(args[1], builder.inttoptr(args[0], llvm_type.as_pointer()))
+            stored.align = 1
+            return context.get_dummy_value()
+
+        return types.void(types.int64, kind), generate
+
+    return peek, poke
+
+
+peek8, poke8 = _pointer_access(ir.IntType(8), types.uint8, "8")
+peek16, poke16 = _pointer_access(ir.IntType(16), types.uint16, "16")
+peek32, poke32 = _pointer_access(ir.IntType(32), types.uint32, "32")
+peek64, poke64 = _pointer_access(ir.IntType(64), types.uint64, "64")
+peekf, pokef = _pointer_access(ir.FloatType(), types.float32, "f")
+
+
+def lanes_of(function):  # type: ignore[no-untyped-def]
+    """Return a kernel that applies a function of float32 to the 16 numbers at an address."""
+
+    @kernel
+    def over(source, result):  # type: ignore[no-untyped-def]
+        for i in range(LANES):
+            pokef(result + 4 * i, function(peekf(source + 4 * i)))
+        return int64(0)
+
+    return over
+
+
+def c_address(dispatcher, arguments) -> int:  # type: ignore[no-untyped-def]
+    """Return the address of a kernel, compiled for arguments of these types, as C calls it."""
+    dispatcher.compile(arguments)
+    compiled = dispatcher.overloads[arguments]
+    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name))
+
+
+@intrinsic
+def call_row(typing_context, function, registers, row, mask, threads):  # type: ignore[no-untyped-def]
+    """Call a compiled row: void(registers, row, mask, threads)."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        word = ir.IntType(64)
+        kind = ir.FunctionType(ir.VoidType(), [word] * 4)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@device
+def peek(address, size):
+    """Return a number of 1, 2, 4 or 8 bytes as uint64."""
+    if size == 4:
+        return uint64(peek32(address))
+    if size == 2:
+        return uint64(peek16(address))
+    if size == 8:
+        return peek64(address)
+    return uint64(peek8(address))
+
+
+@device
+def poke(address, size, value):
+    """Write the low 1, 2, 4 or 8 bytes of uint64."""
+    if size == 4:
+        poke32(address, uint32(value))
+    elif size == 2:
+        poke16(address, np.uint16(value))
+    elif size == 8:
+        poke64(address, value)
+    else:
+        poke8(address, np.uint8(value))
+
+
+@device
+def register(memory, offset, thread, size):
+    """Return a register of a thread."""
+    return peek(memory.registers + offset + int64(thread) * size, size)
+
+
+@device
+def set_register(memory, offset, thread, size, value):
+    """Write a register of a thread."""
+    poke(memory.registers + offset + int64(thread) * size, size, value)
+
+
+@device
+def place(memory, space, address, size, thread, align):
+    """Return the address of a memory operand in this process; below 0 where nothing is, or where it is not aligned."""
+    if space == GENERIC:
+        if address >= LOCAL_WINDOW:
+            space, address = LOCAL, address - LOCAL_WINDOW
+        elif address >= SHARED_WINDOW:
+            space, address = SHARED, address - SHARED_WINDOW
+        else:
+            space = GLOBAL
+    if address & (align - 1):
+        return int64(-2)
+    if space == GLOBAL:
+        for i in range(len(memory.starts)):
+            if memory.starts[i] <= address and address + size <= memory.ends[i]:
+                return address
+        return int64(-1)
+    if space == SHARED:
+        return memory.shared + address if address >= 0 and address + size <= memory.shared_bytes else int64(-1)
+    if address >= 0 and address + size <= memory.local_bytes:
+        return memory.local + int64(thread) * memory.local_bytes + address
+    return int64(-1)
+
+
+@device
+def operand_address(memory, row, thread):
+    """Return the address that a memory operand names."""
+    size = row[ADDRESS_BITS]
+    if size == 0:  # a constant
+        return row[OFFSET]
+    base = register(memory, row[ADDRESS], thread, size)
+    address = int64(base) + row[OFFSET]
+    return address if size == 8 else address & int64(0xFFFFFFFF)
+
+
+@device
+def fail(state, status, row, thread, address):
+    """Note an error; return False."""
+    state[STATUS], state[THREAD], state[PLACE] = status, thread, address
+    return False
+
+
+@device
+def found(state, where, row, thread, address):
+    """Return True if a memory operand has a place; else note what is wrong."""
+    if where >= 0:
+        return True
+    return fail(state, OUT_OF_RANGE if where == -1 else MISALIGNED, row, thread, address)
+
+
+@device
+def note_access(memory, state, address, size, value, writes):
+    """Count accesses to elements that another block wrote: on a GPU blocks have no order.
+
+    To write what is there already is none. Kernels with atomics are left out: they may put their blocks in order.
+    """
+    for i in range(len(memory.starts)):
+        if memory.starts[i] <= address < memory.ends[i]:
+            item = memory.item_sizes[i]
+            first = memory.writer_starts[i] + (address - memory.starts[i]) // item
+            last = memory.writer_starts[i] + (address + size - 1 - memory.starts[i]) // item
+            for cell in range(first, last + 1):
+                writer = memory.writers[cell]
+                if writer != 0 and writer != state[BLOCK] and (not writes or peek(address, size) != value):
+                    state[SHARES] += 1
+                if writes:
+                    memory.writers[cell] = state[BLOCK]
+            return
+
+
+@subroutine
+def load(memory, row, running, threads, state):
+    """ld: COUNT numbers of SIZE bytes each into registers of FLAGS & 15 bytes, signed ones by FLAGS & 16."""
+    size, count, wide, signed = row[SIZE], row[COUNT], row[FLAGS] & 15, row[FLAGS] & 16
+    notes = len(memory.writers) > 0 and row[SPACE] <= GLOBAL
+    space, total = row[SPACE], row[SIZE] * row[COUNT]
+    for t in range(threads):
+        if not running[t]:
+            continue
+        address = operand_address(memory, row, t)
+        at = place(memory, space, address, total, t, total)
+        if not found(state, at, row, t, address):
+            return False
+        for i in range(count):
+            value = peek(at + i * size, size)
+            if notes and at == address:
+                note_access(memory, state, at + i * size, size, value, False)
+            if signed:
+                shift = uint64(64 - 8 * size)
+                value = uint64(int64(value << shift) >> int64(shift))
+            if row[DATA + i] >= 0:
+                set_register(memory, row[DATA + i], t, wide, value)
+    return True
+
+
+@subroutine
+def store(memory, row, running, threads, state):
+    """st: COUNT numbers of SIZE bytes each from registers of FLAGS & 15 bytes."""
+    size, count, wide = row[SIZE], row[COUNT], row[FLAGS] & 15
+    space, total = row[SPACE], row[SIZE] * row[COUNT]
+    notes = len(memory.writers) > 0 and space <= GLOBAL
+    mask = (uint64(1) << uint64(8 * size)) - uint64(1) if size < 8 else ~uint64(0)
+    for t in range(threads):
+        if running[t]:
+            address = operand_address(memory, row, t)
+            at = place(memory, space, address, total, t, total)
+            if not found(state, at, row, t, address):
+                return False
+            for i in range(count):
+                value = register(memory, row[DATA + i], t, wide) & mask
+                if notes and at == address:
+                    note_access(memory, state, at + i * size, size, value, True)
+                poke(at + i * size, size, value)
+    if space == LOCAL:
+        return True
+    # two threads of one instruction that wrote different values to one place: only one of them is there now
+    for t in range(threads):
+        if running[t]:
+            address = operand_address(memory, row, t)
+            at = place(memory, space, address, total, t, total)
+            for i in range(count):
+                if peek(at + i * size, size) != register(memory, row[DATA + i], t, wide) & mask:
+                    return fail(state, RACE, row, t, address)
+    return True
+
+
+@subroutine
+def copy(memory, row, running, threads, state):
+    """cp.async: SIZE bytes from global to shared memory, at once; zeros behind the first DATA + 1 bytes of them."""
+    size = row[SIZE]
+    for t in range(threads):
+        if not running[t]:
+            continue
+        count = size
+        if row[DATA + 1] >= 0:
+            count = min(size, int64(register(memory, row[DATA + 1], t, 4)))
+        if row[FLAGS] and register(memory, row[DATA + 2], t, 1):  # ignore-src
+            count = int64(0)
+        target = operand_address(memory, row, t)
+        to = place(memory, SHARED, target, size, t, size)
+        if not found(state, to, row, t, target):
+            return False
+        source = int64(register(memory, row[DATA], t, 8)) + row[DATA + 3]
+        at = to
+        if count > 0:
+            at = place(memory, GLOBAL, source, count, t, size)
+            if not found(state, at, row, t, source):
+                return False
+        for i in range(size):
+            poke8(to + i, peek8(at + i) if i < count else np.uint8(0))
+    return True
+
+
+(
+    A_ADD, A_ADD_F32, A_ADD_F64, A_ADD_F16, A_ADD_BF16, A_MIN, A_MAX, A_MIN_S, A_MAX_S, A_AND, A_OR, A_XOR, A_EXCHANGE,
+    A_COMPARE, A_INCREMENT, A_DECREMENT,
+) = range(16)  # fmt: skip
+
+
+@device
+def _signed(value, size):
+    shift = int64(64 - 8 * size)
+    return (int64(value) << shift) >> shift
+
+
+@device
+def _flushed(x):
+    return float32_of(bits32(x) & int32(-0x80000000)) if abs(x) < np.float32(2.0**-126) else x
+
+
+@device
+def _sum_16(kind, old, value):
+    """Return the sum of two codes of 16 bits: in float32 first, whose 24 bits make the second rounding right."""
+    code = np.empty(1, np.uint16)
+    if kind == A_ADD_F16:
+        put(code, 0, number(np.uint16(old), np.float32(0.0)) + number(np.uint16(value), np.float32(0.0)))
+        return uint64(code[0])
+    total = float32_of(int32(uint32(old)) << int32(16)) + float32_of(int32(uint32(value)) << int32(16))
+    word = uint64(uint32(bits32(total)))
+    rounded = (word + uint64(0x7FFF) + ((word >> uint64(16)) & uint64(1))) >> uint64(16)
+    return rounded if total == total else uint64(0x7FFF)
+
+
+@device
+def combined(kind, old, value, other, size, flush):
+    """Return what an atomic operation leaves in memory."""
+    if kind == A_ADD:
+        return old + value
+    if kind == A_ADD_F32:
+        x, y = float32_of(int32(uint32(old))), float32_of(int32(uint32(value)))
+        if flush:
+            x, y = _flushed(x), _flushed(y)
+        z = x + y
+        z = _flushed(z) if flush else z
+        return uint64(uint32(bits32(z))) if z == z else uint64(0x7FFFFFFF)
+    if kind == A_ADD_F64:
+        a, x = float64_of(int64(old)), float64_of(int64(value))
+        total = a + x
+        nan = value if x != x else old if a != a else uint64(0xFFF8000000000000)
+        return uint64(bits64(total)) if total == total else nan | uint64(1 << 51)
+    if kind in (A_ADD_F16, A_ADD_BF16):
+        total = _sum_16(kind, old & uint64(0xFFFF), value & uint64(0xFFFF))
+        if size == 4:
+            total |= _sum_16(kind, old >> uint64(16), value >> uint64(16)) << uint64(16)
+        return total
+    if kind == A_MIN:
+        return min(old, value)
+    if kind == A_MAX:
+        return max(old, value)
+    if kind == A_MIN_S:
+        return old if _signed(old, size) < _signed(value, size) else value
+    if kind == A_MAX_S:
+        return old if _signed(old, size) > _signed(value, size) else value
+    if kind == A_AND:
+        return old & value
+    if kind == A_OR:
+        return old | value
+    if kind == A_XOR:
+        return old ^ value
+    if kind == A_COMPARE:
+        return other if old == value else old
+    if kind == A_INCREMENT:
+        return uint64(0) if old >= value else old + uint64(1)
+    if kind == A_DECREMENT:
+        return value if old == uint64(0) or old > value else old - uint64(1)
+    return value  # exchange
+
+
+@subroutine
+def atomic(memory, row, running, threads, state):
+    """atom and red: DATA is the old value (below 0: none), then COUNT operands; threads in order."""
+    size, kind, space = row[SIZE], row[FUNCTION], row[SPACE]
+    for t in range(threads):
+        if not running[t]:
+            continue
+        address = operand_address(memory, row, t)
+        for i in range(row[COUNT]):
+            at = place(memory, space, address + i * size, size, t, size)
+            if not found(state, at, row, t, address):
+                return False
+            if (
+                A_ADD_F32 <= kind <= A_ADD_BF16 and at == address + i * size
+            ):  # global: a second addition has no fixed order
+                for j in range(len(memory.starts)):
+                    if memory.starts[j] <= at < memory.ends[j]:
+                        cell = memory.touched_starts[j] + (at - memory.starts[j]) // 2
+                        state[REPEATED] += memory.touched[cell]
+                        memory.touched[cell] = 1
+            old = peek(at, size)
+            value = register(memory, row[DATA + 4 + i], t, size)
+            other = register(memory, row[DATA + 4 + i + 1], t, size) if kind == A_COMPARE else value
+            poke(at, size, combined(kind, old, value, other, size, row[FLAGS] & 1))
+            if row[DATA + i] >= 0:
+                set_register(memory, row[DATA + i], t, size, old)
+    return True
