@@ -44,6 +44,7 @@ class Execution:
     undefined_shuffles: int  # from threads that did not take part
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
     shared_accesses: int  # to elements that another block wrote
+    clashes: int  # numbers in shared memory that two threads of one instruction wrote differently
     contraction: Contraction  # products that are fused into sums
     reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
     notes: tuple[Note, ...] = ()  # of watched lines
@@ -371,6 +372,6 @@ def run_grid(
                 future.result()
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    counted = (b.STEPS, b.UNDEFINED, b.REPEATED, b.SHARES)
-    steps, undefined, repeated, shared = (sum(int(s[i]) for s in states) for i in counted)
-    return Execution(steps, undefined, repeated, shared, program.contraction, program.reasons, tuple(notes))
+    counted = (b.STEPS, b.UNDEFINED, b.REPEATED, b.SHARES, b.CLASHES)
+    sums = (sum(int(state[i]) for state in states) for i in counted)
+    return Execution(*sums, program.contraction, program.reasons, tuple(notes))

@@ -83,6 +83,37 @@ class Graph:
         finally:
             self._run.replays -= 1
 
+    def with_backward(self, backward: "Graph") -> Callable:
+        """Return a function of this graph's inputs that autograd differentiates by the backward graph.
+
+        ``run.graphs["0_forward"].with_backward(run.graphs["0_backward"])`` is a training step: it takes the parameters
+        and tensors in the order in which Dynamo met them, and returns what the model did. A model that writes to its
+        buffers has them among its results.
+
+        Raises:
+            ArgumentError: A graph that returns less than the other one reads.
+        """
+        tangents = sum(name.startswith("tangents_") for name in backward.inputs)
+        saved = len(backward.inputs) - tangents
+
+        class Step(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[Any, ...]:
+                results = self(*inputs)
+                if len(results) < saved + tangents:
+                    raise ArgumentError(f"{self.name} returns {len(results)} tensors, of which {backward.name} reads {saved}")
+                results, ctx.kept = results[: len(results) - saved], results[len(results) - saved :]
+                floats = [i for i, x in enumerate(results) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+                ctx.places = floats[:tangents]
+                ctx.mark_non_differentiable(*(x for i, x in enumerate(results) if i not in ctx.places))
+                return results
+
+            @staticmethod
+            def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+                return backward(*ctx.kept, *(grads[i].contiguous() for i in ctx.places))
+
+        return Step.apply
+
     def _loaded(self) -> Callable:
         """Return the graph's function, with this machine's memory, and kernels that are launched here."""
         text = self.text.replace("async_compile = AsyncCompile()", "")

@@ -209,6 +209,11 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if program.compiled is not None and any(x.untyped_storage().data_ptr() % 16 for x in tensors):
         reasons += ("a tensor's memory begins where 16 does not divide the address, as it does on a GPU: clone it",)
+    if done.clashes:
+        reasons += (
+            f"{done.clashes:,} numbers in shared memory were written by two threads that had computed them otherwise: the "
+            "last thread's were taken",
+        )
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.shared_accesses:

@@ -45,7 +45,7 @@ SHARED_START = 1024  # a block's own shared memory begins behind what Hopper kee
 
 # How a run of a block ends; more than FAULT is an error at ``State.row`` of ``State.thread``
 DONE, CALL_HOST, FAULT, OUT_OF_RANGE, MISALIGNED, TRAPPED, DEADLOCK, RACE, BAD_BRANCH, NOT_TOGETHER = range(10)
-STATUS, ROW, THREAD, PLACE, STEPS, UNDEFINED, REPEATED, ANSWERS, BLOCK, SHARES = range(10)  # entries of State
+STATUS, ROW, THREAD, PLACE, STEPS, UNDEFINED, REPEATED, ANSWERS, BLOCK, SHARES, CLASHES = range(11)  # entries of State
 MOST_ANSWERS = 1 << 20  # of mbarrier.test_wait in a row, before this is a deadlock
 
 ENDED = 1 << 30  # program counter of a thread that has returned

@@ -372,6 +372,17 @@ def test_dynamic_shared_memory_lies_behind_the_static() -> None:
         run(body.format(last=48), words(2), module=module, shared_bytes=48, threads=one)
 
 
+def test_threads_that_write_different_values_to_one_place() -> None:
+    # compilers do so where threads computed one number in two orders: shared memory has the last thread's
+    body = "mov.u32 %r1, one; st.shared.u32 [%r1], {what}; bar.sync 0; ld.shared.u32 %r2, [%r1]; st.global.u32 [%d1], %r2;"
+    module = ".shared .align 4 .b8 one[4];"
+    for what, clashes, last in (("%r0", 31, 31), ("7", 0, 7)):
+        out = words()
+        text = _HEAD.format(body=body.format(what=what), module=module)
+        done = execute(parse(text), "k", (1, 1, 1), (32, 1, 1), [out, out])
+        assert done.clashes == clashes and out.tolist() == [last] * 32
+
+
 # Errors
 
 _ERRORS = {
