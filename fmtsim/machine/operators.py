@@ -351,7 +351,7 @@ def _addmm(
     """Return addmm: a vector is added by the library's epilogue, a matrix to the sums, both before the one rounding.
 
     Raises:
-        Guess: As ``_known_product``.
+        Guess: As ``_known_product``, and of a matrix.
     """
     dtype = out_dtype or a.dtype
     if beta != 1 or alpha != 1 or a.dtype == torch.float64:
@@ -364,10 +364,13 @@ def _addmm(
     with seen_calls() as calls, suppress(Guess):
         _known_product(mm, a, b, target=target, out_dtype=dtype)
     plan = next((spec.plan for spec in calls.values()), None)
+    reason = "addmm of a matrix, for which the library may choose another order than for mm"
     try:
-        return (_known_product(mm, a, b, target=target, out_dtype=torch.float32, plan=plan) + c.float()).to(dtype)
+        sums = _known_product(mm, a, b, target=target, out_dtype=torch.float32, plan=plan)
     except Guess as guess:
-        raise Guess(guess.args[0], (guess.args[1] + c.float()).to(dtype)) from None
+        reason, sums = guess.args
+    # an H100 has these bits for 4 x 8 x 8, and others for 512 x 64 x 128 in bfloat16
+    raise Guess(reason, (sums + c.float()).to(dtype))
 
 
 def _grouped_mm(
