@@ -273,6 +273,14 @@ def test_many_indices_and_few_rows_of_an_embedding_have_no_bits():
     assert count == 1 and "an embedding of 32 rows by 4096 indices: sums are added by atomics" in reason
 
 
+def test_a_number_in_a_float32_tensor_is_a_guess_beside_16_bits_unless_it_has_these():
+    x = torch.ones(8).bfloat16()
+    with fmtsim.simulate() as run:
+        y, half = x * torch.tensor(0.1), x * torch.tensor(0.5)
+    assert torch.equal(y, x * torch.tensor(0.1).bfloat16()) and torch.equal(half, x * 0.5)
+    assert run.guess.total() == 1 and run.exact["mul"] == 1
+
+
 def test_a_number_is_added_to_16_bits_as_float32():
     # 1e-8 lies between two bfloat16, of which the host takes one
     x = torch.linspace(1e-9, 1e-7, 200).bfloat16()

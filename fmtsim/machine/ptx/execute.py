@@ -372,6 +372,8 @@ def run_grid(
                 future.result()
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
-    counted = (b.STEPS, b.UNDEFINED, b.REPEATED, b.SHARES, b.CLASHES)
-    sums = (sum(int(state[i]) for state in states) for i in counted)
-    return Execution(*sums, program.contraction, program.reasons, tuple(notes))
+    total: Any = np.sum(states, 0, dtype=np.int64).tolist()
+    return Execution(
+        total[b.STEPS], total[b.UNDEFINED], total[b.REPEATED], total[b.SHARES], total[b.CLASHES], program.contraction,
+        program.reasons, tuple(notes),
+    )  # fmt: skip
