@@ -348,10 +348,13 @@ def _addmm(
     target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, beta: float = 1,
     alpha: float = 1,
 ) -> Any:  # fmt: skip
-    """Return addmm: a vector is added by the library's epilogue, a matrix to the sums, both before the one rounding.
+    """Return addmm: a vector is added by the library's epilogue, a matrix to the float32 sums before they are rounded.
+
+    In 16 bits the kernels of Hopper (``wgmma``, K in one part) round the sums before they add a matrix (H100: [512, 64],
+    K of 16), others after it (H100: [123, 31], K of 16): of other shapes that is a guess.
 
     Raises:
-        Guess: As ``_known_product``.
+        Guess: As above, and as ``_known_product``.
     """
     dtype = out_dtype or a.dtype
     if beta != 1 or alpha != 1 or a.dtype == torch.float64:
@@ -364,10 +367,16 @@ def _addmm(
     with seen_calls() as calls, suppress(Guess):
         _known_product(mm, a, b, target=target, out_dtype=dtype)
     plan = next((spec.plan for spec in calls.values()), None)
+    doubt = "" if dtype == torch.float32 or not c.any() else f"a matrix added to sums in {dtype}"
     try:
-        return (_known_product(mm, a, b, target=target, out_dtype=torch.float32, plan=plan) + c.float()).to(dtype)
+        sums = _known_product(mm, a, b, target=target, out_dtype=torch.float32, plan=plan)
     except Guess as guess:
-        raise Guess(guess.args[0], (guess.args[1] + c.float()).to(dtype)) from None
+        doubt, sums = guess.args
+    rounds_first = plan is not None and plan.split == 1 and plan.instruction_k is None
+    result = ((sums.to(dtype).float() if rounds_first else sums) + c.float()).to(dtype)
+    if doubt:
+        raise Guess(doubt, result)
+    return result
 
 
 def _grouped_mm(
