@@ -101,7 +101,9 @@ class Graph:
             def forward(ctx: Any, *inputs: torch.Tensor) -> tuple[Any, ...]:
                 results = self(*inputs)
                 if len(results) < saved + tangents:
-                    raise ArgumentError(f"{self.name} returns {len(results)} tensors, of which {backward.name} reads {saved}")
+                    raise ArgumentError(
+                        f"{self.name} returns {len(results)} tensors, of which {backward.name} reads {saved}"
+                    )
                 results, ctx.kept = results[: len(results) - saved], results[len(results) - saved :]
                 floats = [i for i, x in enumerate(results) if isinstance(x, torch.Tensor) and x.is_floating_point()]
                 ctx.places = floats[:tangents]

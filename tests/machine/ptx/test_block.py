@@ -374,7 +374,9 @@ def test_dynamic_shared_memory_lies_behind_the_static() -> None:
 
 def test_threads_that_write_different_values_to_one_place() -> None:
     # compilers do so where threads computed one number in two orders: shared memory has the last thread's
-    body = "mov.u32 %r1, one; st.shared.u32 [%r1], {what}; bar.sync 0; ld.shared.u32 %r2, [%r1]; st.global.u32 [%d1], %r2;"
+    body = (
+        "mov.u32 %r1, one; st.shared.u32 [%r1], {what}; bar.sync 0; ld.shared.u32 %r2, [%r1]; st.global.u32 [%d1], %r2;"
+    )
     module = ".shared .align 4 .b8 one[4];"
     for what, clashes, last in (("%r0", 31, 31), ("7", 0, 7)):
         out = words()
