@@ -350,11 +350,11 @@ def _addmm(
 ) -> Any:  # fmt: skip
     """Return addmm: a vector is added by the library's epilogue, a matrix to the float32 sums before they are rounded.
 
-    In 16 bits the kernels of Hopper (``wgmma``, K in one part) round the sums before they add a matrix (H100: [512, 64],
-    K of 16), others after it (H100: [123, 31], K of 16): of other shapes that is a guess.
+    In 16 bits the kernels of Hopper (``wgmma``, K in one part) round the sums before they add a matrix: an H100 has
+    these bits for [512, 64] with K of 16, and for [123, 31] with K of 16, which another kernel computes.
 
     Raises:
-        Guess: As above, and as ``_known_product``.
+        Guess: As ``_known_product``, and of a matrix that is not zero.
     """
     dtype = out_dtype or a.dtype
     if beta != 1 or alpha != 1 or a.dtype == torch.float64:
@@ -367,15 +367,15 @@ def _addmm(
     with seen_calls() as calls, suppress(Guess):
         _known_product(mm, a, b, target=target, out_dtype=dtype)
     plan = next((spec.plan for spec in calls.values()), None)
-    doubt = "" if dtype == torch.float32 or not c.any() else f"a matrix added to sums in {dtype}"
+    reason = "addmm of a matrix, for which the library may choose another order than for mm" if c.any() else ""
     try:
         sums = _known_product(mm, a, b, target=target, out_dtype=torch.float32, plan=plan)
     except Guess as guess:
-        doubt, sums = guess.args
+        reason, sums = guess.args
     rounds_first = plan is not None and plan.split == 1 and plan.instruction_k is None
     result = ((sums.to(dtype).float() if rounds_first else sums) + c.float()).to(dtype)
-    if doubt:
-        raise Guess(doubt, result)
+    if reason:
+        raise Guess(reason, result)
     return result
 
 

@@ -110,8 +110,8 @@ def launch(
     >>> x.tolist()  # the nearest float32 to 2^1.4 is 2.6390156745910645
     [1.4142135381698608, 2.6390159130096436]
 
-    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits, unless blocks race for one place: then ``exact``
-    is False.
+    NaN, Inf and -0 are the GPU's. Runs of one launch give the same bits, unless blocks race for one place:
+    then ``exact`` is False.
 
     Raises:
         ArgumentError: A target, grid, block, argument or keyword that does not fit; PTX for another architecture;
@@ -211,8 +211,8 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
         reasons += ("a tensor's memory begins where 16 does not divide the address, as it does on a GPU: clone it",)
     if done.clashes:
         reasons += (
-            f"{done.clashes:,} numbers in shared memory were written by two threads that had computed them otherwise: the "
-            "last thread's were taken",
+            f"{done.clashes:,} numbers in shared memory had two threads' different values: "
+            "the last thread's were taken",
         )
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
