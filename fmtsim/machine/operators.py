@@ -348,10 +348,13 @@ def _addmm(
     target: str, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, beta: float = 1,
     alpha: float = 1,
 ) -> Any:  # fmt: skip
-    """Return addmm: a vector is added by the library's epilogue, a matrix to the sums, both before the one rounding.
+    """Return addmm: a vector is added by the library's epilogue, a matrix to the float32 sums before they are rounded.
+
+    In 16 bits the kernels of Hopper (``wgmma``, K in one part) round the sums before they add a matrix: an H100 has
+    these bits for [512, 64] with K of 16, and for [123, 31] with K of 16, which another kernel computes.
 
     Raises:
-        Guess: As ``_known_product``, and of a matrix.
+        Guess: As ``_known_product``, and of a matrix that is not zero.
     """
     dtype = out_dtype or a.dtype
     if beta != 1 or alpha != 1 or a.dtype == torch.float64:
@@ -364,13 +367,16 @@ def _addmm(
     with seen_calls() as calls, suppress(Guess):
         _known_product(mm, a, b, target=target, out_dtype=dtype)
     plan = next((spec.plan for spec in calls.values()), None)
-    reason = "addmm of a matrix, for which the library may choose another order than for mm"
+    reason = "addmm of a matrix, for which the library may choose another order than for mm" if c.any() else ""
     try:
         sums = _known_product(mm, a, b, target=target, out_dtype=torch.float32, plan=plan)
     except Guess as guess:
         reason, sums = guess.args
-    # an H100 has these bits for 4 x 8 x 8, and others for 512 x 64 x 128 in bfloat16
-    raise Guess(reason, (sums + c.float()).to(dtype))
+    rounds_first = plan is not None and plan.split == 1 and plan.instruction_k is None
+    result = ((sums.to(dtype).float() if rounds_first else sums) + c.float()).to(dtype)
+    if reason:
+        raise Guess(reason, result)
+    return result
 
 
 def _grouped_mm(

@@ -300,9 +300,10 @@ def test_results_in_a_tensor_of_the_caller():
         assert torch.equal(y, sums + c)
         torch.add(y, c, out=y)
         assert torch.equal(y, sums + c + c)
-        # in 16 bits the matrix is added before the one rounding
+        # in 16 bits a kernel of Hopper rounds the sums first
         z = c.to(BF16)
-        assert torch.equal(z.addmm_(a, b), (sums + c.to(BF16).float()).to(BF16))
+        assert torch.equal(z.addmm_(a, b), sums.to(BF16) + c.to(BF16))
+        assert run.guess.total() == 2
         torch.add(c, c, out=torch.empty(128, 32, dtype=BF16))
     assert set(run.unknown) == {"add: written to out= of another dtype"}
 
