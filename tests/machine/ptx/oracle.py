@@ -565,11 +565,14 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
             if kind.endswith("x2"):
                 pairs = ((x & 0xFFFF, y & 0xFFFF), (x >> 16, y >> 16))
                 lower, upper = (joined(mods, compared(relation, mods, kind[:-2], *pair), third) for pair in pairs)
+                if name == "set":  # 1.0 of each half
+                    return ((lower | upper << 16) * {"f16": 0x3C00, "bf16": 0x3F80}[kind[:-2]],)
                 return lower, upper
             holds = compared(relation, mods, kind, x, y)
             if name == "setp":
                 return joined(mods, holds, third), joined(mods, not holds, third)
-            return (joined(mods, holds, third) * (one("f32") if parts[-2] == "f32" else mask(32)),)
+            ones = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80}.get(parts[-2], mask(32))
+            return (joined(mods, holds, third) * ones,)
 
         return relate
     if name == "selp":
