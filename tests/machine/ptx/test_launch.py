@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How people come in: ``fmtsim.launch`` of PTX, Triton and CUDA C++, kernels in ``simulate``, compiled graphs."""
 
+import json
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from hashlib import sha256
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -380,6 +383,74 @@ def test_kernels_in_a_simulation():
 
 
 # Compiled graphs
+
+
+LIBRARY = """
+class Op(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        seen.append((g.device.type, ctx.saved_tensors[0].is_cuda))
+        return g
+"""
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda x, y: y.backward(),
+        lambda x, y: y.backward(torch.ones(()), inputs=[x]),
+        lambda x, y: y.backward(gradient=torch.ones(())),
+        lambda x, y: torch.autograd.backward([y], [torch.ones(())]),
+        lambda x, y: torch.autograd.grad(y, x),
+    ],
+)
+def test_a_library_s_backward_pass_sees_a_gpu(differentiate):
+    scope = {"__name__": "library.ops", "torch": torch, "triton": None, "seen": []}
+    exec(LIBRARY, scope)
+    x = torch.ones((), requires_grad=True)
+    with fmtsim.simulate(target="h100"):
+        differentiate(x, scope["Op"].apply(x))
+    assert scope["seen"] == [("cuda", True)]
+    differentiate(x, scope["Op"].apply(x))
+    assert scope["seen"][1:] == [("cpu", False)]
+
+
+STEP = GOLDEN / "triton/gpt2_h100.zip"
+
+
+@pytest.mark.skipif(not STEP.is_file(), reason="no recorded training step beside the project")
+@needs_triton
+@pytest.mark.parametrize("kind", ["bf16_sdpa", pytest.param("fp32_formula", marks=pytest.mark.slow)])
+def test_a_gpu_s_training_step(kind, tmp_path):
+    # a GPT of two layers: torch.compile's forward and backward graphs, joined
+    with zipfile.ZipFile(STEP) as archive:
+        archive.extractall(tmp_path, [name for name in archive.namelist() if name.startswith(kind)])
+    case = json.loads((tmp_path / kind / "step.json").read_text())
+    rng, tensors = np.random.default_rng(7), {}
+    for name, shape in case["parameters"]:
+        numbers = rng.integers(-2_048, 2_048, size=(4, *shape)).sum(0) / 2_048 / 16 + (
+            "ln" in name and "weight" in name
+        )
+        tensors[name] = torch.from_numpy(numbers).float().to(getattr(torch, case["dtype"])).requires_grad_()
+    batch, length, words = case["batch"]
+    ids = torch.from_numpy(rng.integers(0, words, size=(batch, length + 1)))
+    tensors |= {"ids": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+    with fmtsim.simulate(target="h100", compiled=tmp_path / kind / "cache") as run:
+        step = run.graphs["0_forward"].with_backward(run.graphs["0_backward"])
+        loss, logits = step(*(tensors[name] for name in case["inputs"]))
+        loss.backward()
+    found = {"loss": loss, "logits": logits} | {f"grad {name}": tensors[name].grad for name, _ in case["parameters"]}
+    codes = {name: x.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for name, x in found.items()}
+    hashes = {name: sha256(code.tobytes()).hexdigest() for name, code in codes.items()}
+    assert {name: hashes[name] for name in case["repeats"] if name in hashes} == {
+        name: code for name, code in case["sha256"].items() if name in case["repeats"]
+    }
+    assert len(case["sha256"]) == 31 and not run.unknown
 
 
 @pytest.fixture(scope="module")
