@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from hashlib import sha256
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -420,10 +421,9 @@ def test_a_library_s_backward_pass_sees_a_gpu(differentiate):
     assert scope["seen"][1:] == [("cpu", False)]
 
 
-STEP = GOLDEN / "triton/gpt2_h100.zip"
+STEP = Path(__file__).parents[1] / "data/h100_gpt2_step.zip"
 
 
-@pytest.mark.skipif(not STEP.is_file(), reason="no recorded training step beside the project")
 @needs_triton
 @pytest.mark.parametrize("kind", ["bf16_sdpa", pytest.param("fp32_formula", marks=pytest.mark.slow)])
 def test_a_gpu_s_training_step(kind, tmp_path):
