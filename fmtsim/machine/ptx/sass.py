@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fmtsim.machine.ptx.parse import Module, parse
+from fmtsim.support.files import write_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def disassembled(text: str, *, fuse: bool = True) -> Listing | None:
     # 2. Triton's options
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "k.ptx", Path(folder) / "k.cubin"
-        source.write_text(marked)
+        write_file(source, marked)
         target = "-arch=" + (re.search(r"^\s*\.target\s+(\w+)", text, re.M) or ["", "sm_90a"])[1]
         options = [target, "-lineinfo", *([] if fuse else ["--fmad=false"]), str(source), "-o", str(cubin)]
         if subprocess.run([assemblers()[release], *options], capture_output=True, check=False).returncode:
