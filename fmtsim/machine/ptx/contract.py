@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Operand, Register
+from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Register, register_names
 from fmtsim.machine.ptx.sass import Listing
 
 _TYPES = {"f32", "f64", "f16", "f16x2", "bf16", "bf16x2"}
@@ -122,7 +122,7 @@ def _constants(function: Function) -> dict[str, int]:
     """Return the registers that only ever hold one constant."""
     values: dict[str, set[int | None]] = defaultdict(set)
     for x in function.body:
-        for name in _registers(x.operands[:1]):
+        for name in register_names(x.operands[:1]):
             source = x.operands[1] if x.opcode[0] == "mov" else None
             values[name].add(source.value if isinstance(source, Immediate) else None)
     constants = {name: next(iter(held)) for name, held in values.items() if len(held) == 1}
@@ -135,18 +135,6 @@ def _multiplies(codes: tuple[str, ...], opcode: str) -> bool:
     if opcode == "div":
         products = [code for code in products if not code.endswith((", 0.25", ", 16777216"))]
     return len(products) > (opcode == "rcp")
-
-
-def _registers(operands: tuple[Operand, ...]) -> list[str]:
-    names = []
-    for operand in operands:
-        if isinstance(operand, Register):
-            names.append(operand.name)
-        elif isinstance(operand, Group):
-            names += _registers(operand.items)
-        elif isinstance(operand, Address):
-            names += _registers((operand.base, *operand.coordinates))
-    return names
 
 
 class _Program:
@@ -170,7 +158,7 @@ class _Program:
         """Find which instruction's value each operand reads, where both are in one block or it is times a constant."""
         times: dict[str, list[int]] = defaultdict(list)  # products by a constant move to the block of their sums
         for i, x in enumerate(self.body):
-            for name in _registers(x.operands[:1]):
+            for name in register_names(x.operands[:1]):
                 held = [isinstance(o, Immediate) or getattr(o, "name", "") in constants for o in x.operands[1:]]
                 times[name].append(i if self._product(x) and any(held) and (x.opcode[0] == "mul" or held[1]) else -1)
         movable = {name: numbers[0] for name, numbers in times.items() if len(numbers) == 1 and numbers[0] >= 0}
@@ -187,7 +175,7 @@ class _Program:
             # a predicated result keeps its old value elsewhere, so it is read, too
             reads = x.operands if stores or opcode in _UPDATES or x.predicate else x.operands[1:]
             for k, operand in enumerate(reads, len(x.operands) - len(reads)):
-                for name in _registers((operand,)):
+                for name in register_names((operand,)):
                     value = current.get(name, movable.get(name, i))
                     if value < i:
                         is_merge = k == 0 and not stores and opcode not in _UPDATES
@@ -197,7 +185,7 @@ class _Program:
                         live_in.add(name)
             if x.predicate and x.predicate.name in current:
                 self.uses[current[x.predicate.name]].append(i)
-            for name in [] if stores else _registers(first):
+            for name in [] if stores else register_names(first):
                 current[name] = i
                 writers[name].append(i)
         for name, i in [*at_ends, *current.items()]:

@@ -153,8 +153,10 @@ class Block:
     """One block while it runs: registers and memory, as the instructions of the host see them."""
 
     def __init__(
-        self, program: Program, memory: GlobalMemory, live: int, shared_bytes: int, writers: np.ndarray
-    ) -> None:
+        self, program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], shared_bytes: int,
+        writers: np.ndarray,
+    ) -> None:  # fmt: skip
+        live = shape[0] * shape[1] * shape[2]
         threads = live + -live % 32  # the last warp is whole; threads that are none have ended
         self.program, self.memory, self.threads, self.live = program, memory, threads, live
         self.registers = _aligned(program.register_bytes, 64)
@@ -163,7 +165,7 @@ class Block:
         self.local = _aligned(max(program.local_bytes * threads, 8), 64)
         self.state = np.zeros(16, np.int64)
         self._fragments: dict[tuple[str, ...], np.ndarray | None] = {}
-        self.pending: list[Any] = []  # products that were collected (``products``)
+        self.pending: list[Any] = []  # products that were collected (``matrix_instructions``)
         self.notes: list[Note] | None = None  # of watched lines, where this block is to note them
         starts = np.array([r.start for r in memory.ranges], np.int64)
         ends = starts + np.array([r.nbytes for r in memory.ranges], np.int64)
@@ -188,6 +190,8 @@ class Block:
             self.array(offset, size)[:] = value
         for name, offset, size in program.addresses:
             self.array(offset, size)[:] = memory.addresses[name]
+        self.grid = grid
+        self._indices = _fill_special(self, grid, shape, shared_bytes)
 
     def array(self, offset: int, size: int) -> np.ndarray:
         """Return what is kept at an offset, of ``size`` bytes a thread, for all threads."""
@@ -214,17 +218,18 @@ class Block:
         """Let threads look again at the mbarriers that they wait for."""
         self._threads.waits[self._threads.waits == -1] = 0
 
-    def run(self, index: tuple[int, int, int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int) -> None:
+    def run(self, index: tuple[int, int, int]) -> None:
         """Run the block of an index of the grid.
 
         Raises:
             ArgumentError: What a GPU would report as an error, or hang on; with the instruction and its source line.
         """
-        _fill_special(self, index, grid, shape, dynamic_bytes)
+        for register, axis in self._indices:
+            register[:] = index[axis]
         threads, state = self._threads, self.state
         threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
         threads.counters[self.live :] = b.ENDED
-        state[b.BLOCK] = 1 + index[0] + grid[0] * (index[1] + grid[1] * index[2])
+        state[b.BLOCK] = 1 + index[0] + self.grid[0] * (index[1] + self.grid[1] * index[2])
         while True:
             run_block(self.program.rows, self._memory, threads, self.threads, state)
             if state[b.STATUS] != b.CALL_HOST:
@@ -267,9 +272,12 @@ def _aligned(nbytes: int, align: int) -> np.ndarray:
 
 
 def _fill_special(
-    block: Block, index: Sequence[int], grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int
-) -> None:
-    """Write the special registers that a kernel reads (PTX ISA, chapter 10)."""
+    block: Block, grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int
+) -> list[tuple[np.ndarray, int]]:
+    """Write the special registers that a kernel reads (PTX ISA, chapter 10).
+
+    Return those that hold a block's index, each with its axis: they are another number in every block.
+    """
     thread = np.arange(block.threads)
     lane = thread % 32
     axes = {"x": 0, "y": 1, "z": 2, "w": 3}
@@ -284,14 +292,19 @@ def _fill_special(
         "%dynamic_smem_size": dynamic_bytes, "%total_smem_size": block.shared_bytes - b.SHARED_START,
         "%cluster_ctarank": 0, "%cluster_nctarank": 1, "%is_explicit_cluster": 0,
     }  # fmt: skip
+    indices = []
     for name, offset, size in block.program.special:
         stem, _, axis = name.partition(".")
         at = axes.get(axis, 0)
         values = {
-            "%tid": within[at], "%ntid": (*shape, 1)[at], "%ctaid": (*index, 0)[at], "%nctaid": (*grid, 1)[at],
-            "%clusterid": (*index, 0)[at], "%nclusterid": (*grid, 1)[at], "%cluster_ctaid": 0, "%cluster_nctaid": 1,
+            "%tid": within[at], "%ntid": (*shape, 1)[at], "%nctaid": (*grid, 1)[at], "%nclusterid": (*grid, 1)[at],
+            "%cluster_ctaid": 0, "%cluster_nctaid": 1,
         }  # fmt: skip
-        block.array(offset, size)[:] = values[stem] if stem in values else fixed.get(name, 0)
+        register = block.array(offset, size)
+        register[:] = values[stem] if stem in values else fixed.get(name, 0)
+        if stem in ("%ctaid", "%clusterid") and at < len(grid):
+            indices.append((register, at))
+    return indices
 
 
 def execute(
@@ -337,7 +350,6 @@ def run_grid(
     watched_block: tuple[int, ...] | None = None,
 ) -> Execution:  # fmt: skip
     """Run all blocks of a grid; blocks with atomics in global memory one after the other, else two or more at once."""
-    threads = shape[0] * shape[1] * shape[2]
     count = grid[0] * grid[1] * grid[2]
     # threads that ask the host wait for each other more than they gain
     workers = 1 if program.has_atomics or program.host else min(get_num_threads(), count)
@@ -349,7 +361,7 @@ def run_grid(
     writers = np.zeros(elements if count > 1 and not program.has_atomics else 0, np.int32)
 
     def work() -> None:
-        block = Block(program, memory, threads, dynamic_bytes, writers)
+        block = Block(program, memory, grid, shape, dynamic_bytes, writers)
         states.append(block.state)
         while not failures:
             with lock:
@@ -359,7 +371,7 @@ def run_grid(
             index = number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
             block.notes = notes if index == watched_block else None
             try:
-                block.run(index, grid, shape, dynamic_bytes)
+                block.run(index)
             except BaseException as error:
                 failures.append((number, error))
                 return

@@ -23,6 +23,7 @@ from fmtsim.machine.ptx.parse import (
     Operand,
     Register,
     Symbol,
+    register_names,
     width,
 )
 from fmtsim.machine.ptx.values import Tracer, Vector, bits
@@ -84,7 +85,6 @@ class Program:
     special: list[tuple[str, int, int]]  # name, offset, bytes: registers that the launch fills
     addresses: list[tuple[str, int, int]]  # name of a parameter or a module's variable, offset, bytes: its address
     host: dict[int, Callable[[Any, np.ndarray], None]] = field(default_factory=dict)  # what Python does for a row
-    shared: dict[str, int] = field(default_factory=dict)  # addresses of shared variables
     shared_bytes: int = 0  # of static ones
     local_bytes: int = 0
     has_atomics: bool = False
@@ -193,7 +193,6 @@ _SPECIAL = re.compile(
     r"clock64|globaltimer|globaltimer_lo|globaltimer_hi|lanemask_(eq|lt|le|gt|ge)|dynamic_smem_size|total_smem_size|"
     r"cluster_ctarank|cluster_nctarank|is_explicit_cluster)"
 )
-_CHANGING = ("%clock", "%globaltimer", "%smid")
 
 
 def _is_special(name: str) -> bool:
@@ -275,7 +274,7 @@ class Builder:
         own = [*self.module.variables.values(), *self.function.variables]
         for variable in sorted((v for v in own if v.space == "shared"), key=lambda v: v.count is None):
             shared += -shared % max(variable.align, 16 if variable.count is None else 1)
-            self.program.shared[variable.name] = self.symbols[variable.name] = shared
+            self.symbols[variable.name] = shared
             shared += variable.nbytes
         for variable in self.function.variables:
             if variable.space in ("local", "param"):
@@ -297,12 +296,11 @@ class Builder:
         """Return where the array of a register begins."""
         if name in self.program.offsets:
             return self.program.offsets[name][0]
+        size = max(bits(storage(kind or self.kind(name))) // 8, 1)
+        offset = self._allocate(name, size)
         if _is_special(name):
-            size = 8 if name in ("%clock64", "%globaltimer", "%gridid") else 4
-            offset = self._allocate(name, size)
             self.program.special.append((name, offset, size))
-            return offset
-        return self._allocate(name, max(bits(storage(kind or self.kind(name))) // 8, 1))
+        return offset
 
     def kind(self, name: str) -> str:
         """Return the declared type of a register."""
@@ -452,19 +450,6 @@ def _immediate(operand: Immediate, kind: str) -> int:
         )
         return int(number)
     return operand.value
-
-
-def register_names(operands: tuple[Operand, ...]) -> list[str]:
-    """Return the names of all registers among operands."""
-    names = []
-    for operand in operands:
-        if isinstance(operand, Register):
-            names += [operand.name] if operand.name != "_" else []
-        elif isinstance(operand, Group):
-            names += register_names(operand.items)
-        elif isinstance(operand, Address):
-            names += register_names((operand.base, *operand.coordinates))
-    return names
 
 
 def unknown(instruction: Instruction) -> ArgumentError:

@@ -24,14 +24,13 @@ from fmtsim.machine.ptx.kernel_program import (
     callee_name,
     inlined,
     operand_name,
-    register_names,
     space_number,
     tracer,
     unknown,
     vector_length,
     without_caches,
 )
-from fmtsim.machine.ptx.matrix_instructions import flush, prepare_product, registers_of
+from fmtsim.machine.ptx.matrix_instructions import flush, prepare_product
 from fmtsim.machine.ptx.parse import (
     Address,
     Group,
@@ -41,6 +40,7 @@ from fmtsim.machine.ptx.parse import (
     Operand,
     Register,
     Symbol,
+    register_names,
     width,
 )
 from fmtsim.machine.ptx.sass import Listing
@@ -139,11 +139,11 @@ def build(
         try:
             if is_product:
                 builder.host(instruction, prepare_product(instruction))
-                pending |= set(registers_of(instruction.operands[0]))
-            elif name in _handlers():
-                _handlers()[name](builder, instruction)
+                pending |= set(register_names(instruction.operands[:1]))
             elif any(".".join(instruction.opcode).startswith(prefix) for prefix in NOTHING):
                 builder.add(instruction, b.NOTHING)
+            elif name in _handlers():
+                _handlers()[name](builder, instruction)
             else:
                 _elementwise(builder, instruction, number)
         except ArgumentError as error:
@@ -350,9 +350,6 @@ def _branch_index(builder: Builder, instruction: Instruction) -> None:
 
 def _bar(builder: Builder, instruction: Instruction) -> None:
     parts = [p for p in instruction.opcode[1:] if p not in ("cta", "aligned")]
-    if parts == ["warp", "sync"] or instruction.opcode[:2] == ("barrier", "cluster"):
-        builder.add(instruction, b.NOTHING)
-        return
     if parts not in (["sync"], ["arrive"]):
         raise unknown(instruction)
     row = builder.add(instruction, b.BARRIER if parts == ["sync"] else b.ARRIVE)
@@ -374,9 +371,6 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
         ("try_wait", "parity"): block.M_WAIT_PARITY,
         ("test_wait", "parity"): block.M_WAIT_PARITY,
     }
-    if parts == ["inval"]:
-        builder.add(instruction, b.NOTHING)
-        return
     if tuple(parts) not in kinds:
         raise unknown(instruction)
     row = builder.add(instruction, b.MBARRIER)
@@ -401,9 +395,6 @@ def _mbarrier(builder: Builder, instruction: Instruction) -> None:
 def _copy(builder: Builder, instruction: Instruction) -> None:
     """cp.async, and by the host cp.async.bulk."""
     text = ".".join(instruction.opcode)
-    if any(text.startswith(prefix) for prefix in NOTHING):
-        builder.add(instruction, b.NOTHING)
-        return
     if text.startswith(("cp.async.bulk", "cp.reduce.async.bulk")):
         from fmtsim.machine.ptx.tensor_map import prepare_bulk_copy
 

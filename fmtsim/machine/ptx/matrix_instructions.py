@@ -18,7 +18,7 @@ from fmtsim.casts.ops import load_engine
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.operator import run_gemm
 from fmtsim.gemm.products.resolver import gemm_call, resolve
-from fmtsim.machine.ptx.parse import Group, Immediate, Instruction, Operand, Register
+from fmtsim.machine.ptx.parse import Group, Immediate, Instruction, Operand, Register, register_names
 from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.support.errors import ArgumentError
@@ -123,12 +123,6 @@ class Chain:
     b: list[np.ndarray] = field(default_factory=list)  # codes [groups, N, K]
 
 
-def registers_of(operand: Operand) -> tuple[str, ...]:
-    """Return the registers of a fragment."""
-    items = operand.items if isinstance(operand, Group) else (operand,)
-    return tuple(item.name for item in items if isinstance(item, Register))
-
-
 # Fragments: lane l holds row l // 4, and of each register the elements from ``per`` (l % 4) on
 
 
@@ -229,8 +223,8 @@ def prepare_product(instruction: Instruction) -> Callable[["Block", np.ndarray],
     operands = instruction.operands
     wide = shape.unit == "hopper.wgmma"
     lanes = 128 if wide else 32
-    result = registers_of(operands[0])
-    sums = result if wide else registers_of(operands[3])
+    result = tuple(register_names((operands[0],)))
+    sums = result if wide else tuple(register_names((operands[3],)))
     constant = not wide and [item.value for item in getattr(operands[3], "items", ()) if isinstance(item, Immediate)]
     if not sums and not constant:
         raise ArgumentError("a product's sums are registers")
@@ -281,7 +275,7 @@ Reader = Callable[["Block", np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 def _prepare_warp(operands: tuple[Operand, ...], shape: Form) -> Reader:
     """Return what reads the operands of mma.sync: [warps, M, K] and [warps, 8, K]."""
-    first, second = registers_of(operands[1]), registers_of(operands[2])
+    first, second = tuple(register_names((operands[1],))), tuple(register_names((operands[2],)))
 
     def read(block: "Block", groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return _a_fragment(_gather(block, first, groups, 32), shape), _b_fragment(
@@ -299,7 +293,7 @@ def _prepare_wide(operands: tuple[Operand, ...], shape: Form) -> Reader:
     turns = numbers[2:] if _BITS[shape.a] == 16 else []
     in_registers = isinstance(first, Group)
     turn_a, turn_b = (0, *(turns or [0])) if in_registers else tuple(turns) or (0, 0)
-    warps, names = replace(shape, m=16), registers_of(first)
+    warps, names = replace(shape, m=16), tuple(register_names((first,)))
     assert isinstance(second, Register)
     second_name = second.name
 

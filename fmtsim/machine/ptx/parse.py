@@ -125,6 +125,19 @@ class Module:
         return [name for name, function in self.functions.items() if function.is_entry]
 
 
+def register_names(operands: tuple[Operand, ...]) -> list[str]:
+    """Return the names of all registers among operands."""
+    names = []
+    for operand in operands:
+        if isinstance(operand, Register):
+            names += [operand.name] if operand.name != "_" else []
+        elif isinstance(operand, Group):
+            names += register_names(operand.items)
+        elif isinstance(operand, Address):
+            names += register_names((operand.base, *operand.coordinates))
+    return names
+
+
 def width(kind: str) -> int:
     """Return the bits of a type: 8 of ``b8``, 1 of ``pred``."""
     return 1 if kind == "pred" else int(re.sub(r"\D", "", kind.partition("x")[0])) * int(kind.partition("x")[2] or 1)

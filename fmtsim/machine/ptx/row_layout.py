@@ -44,7 +44,7 @@ SHARED_WINDOW, LOCAL_WINDOW = 1 << 56, 1 << 57  # where generic addresses of the
 SHARED_START = 1024  # a block's own shared memory begins behind what Hopper keeps for itself
 
 # How a run of a block ends; more than FAULT is an error at ``State.row`` of ``State.thread``
-DONE, CALL_HOST, FAULT, OUT_OF_RANGE, MISALIGNED, TRAPPED, DEADLOCK, RACE, BAD_BRANCH, NOT_TOGETHER = range(10)
+DONE, CALL_HOST, FAULT, OUT_OF_RANGE, MISALIGNED, TRAPPED, DEADLOCK, RACE, BAD_BRANCH = range(9)
 STATUS, ROW, THREAD, PLACE, STEPS, UNDEFINED, REPEATED, ANSWERS, BLOCK, SHARES, CLASHES = range(11)  # entries of State
 MOST_ANSWERS = 1 << 20  # of mbarrier.test_wait in a row, before this is a deadlock
 

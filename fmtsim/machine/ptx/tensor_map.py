@@ -15,7 +15,8 @@ import numpy as np
 
 from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.block import mbarrier_settled
-from fmtsim.machine.ptx.parse import Address, Immediate, Instruction, Operand
+from fmtsim.machine.ptx.parse import Address, Instruction, Operand
+from fmtsim.machine.ptx.values import bits
 from fmtsim.support.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -241,11 +242,8 @@ def _reader(builder: "Builder", operand: Operand) -> Callable[["Block"], tuple[n
     """Return what reads an operand of all threads: an address or a number, and the coordinates behind it."""
     base = operand.base if isinstance(operand, Address) else operand
     offset = operand.offset if isinstance(operand, Address) else 0
-    if isinstance(operand, Address) and not isinstance(base, Immediate) and _is_variable(builder, base):
-        place, size = builder.operand(Address(base, 0), "b64")[0], 8  # type: ignore[arg-type]
-    else:
-        place, kind = builder.operand(base, "b64")
-        size = b_bits(kind)
+    place, kind = builder.operand(base, "b64")
+    size = bits(kind) // 8
     coordinates = [builder.operand(c, "b32")[0] for c in (operand.coordinates if isinstance(operand, Address) else ())]
 
     def read(block: "Block") -> tuple[np.ndarray, list[np.ndarray]]:
@@ -253,17 +251,6 @@ def _reader(builder: "Builder", operand: Operand) -> Callable[["Block"], tuple[n
         return values, [block.array(at, 4) for at in coordinates]
 
     return read
-
-
-def b_bits(kind: str) -> int:
-    """Return the bytes of a kept register."""
-    return int(kind[1:]) // 8
-
-
-def _is_variable(builder: "Builder", base: Operand) -> bool:
-    from fmtsim.machine.ptx.parse import Symbol
-
-    return isinstance(base, Symbol) and base.name in builder.symbols
 
 
 def prepare_replace(instruction: Instruction, builder: "Builder") -> Handler:

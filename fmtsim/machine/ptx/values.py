@@ -136,6 +136,8 @@ class Vector:
     def to(self, kind: str) -> "Vector":
         """Return the number as another kind: integers wrap or extend their sign, floats round to nearest even."""
         source, target, build = self.kind, _vector(kind), self.builder
+        if target == self.value.type:
+            return Vector(kind, self.value)
         if kind[0] == "f" and source[0] == "f":
             convert = build.fpext if bits(kind) > bits(source) else build.fptrunc
         elif kind[0] == "f":
@@ -146,15 +148,7 @@ class Vector:
             convert = build.sext if source[0] == "s" else build.zext
         else:
             convert = build.trunc
-        return (
-            self.view(kind)
-            if bits(kind) == bits(source) and kind[0] != "f" and source[0] != "f"
-            else (
-                Vector(kind, convert(self.value, target))
-                if _vector(kind) != self.value.type
-                else Vector(kind, self.value)
-            )
-        )
+        return Vector(kind, convert(self.value, target))
 
     def call(self, name: str, *others: "Vector | float") -> "Vector":
         """Return LLVM's intrinsic of this and other values of the kind: ``fma``, ``sqrt``, ``ctpop``, ``fshl`` ..."""
@@ -205,7 +199,7 @@ Semantics = Callable[..., Any]
 class Tracer:
     """Compile semantics to machine code, each once.
 
-    ``function`` returns the number of a compiled function; ``addresses`` compiles what is new in one go.
+    ``request`` asks for code; the first ``address`` behind it compiles all that was asked for, in one go.
     """
 
     def __init__(self) -> None:
