@@ -69,8 +69,6 @@ def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.d
 def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> torch.Tensor:
     if not x.is_floating_point():
         return torch.sum(x, dims or list(range(x.ndim)), keepdim, dtype=dtype)
-    if dtype not in (None, x.dtype, torch.float32):
-        raise UnknownOrder(f"a sum in {dtype}")
     return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, dtype or x.dtype)
 
 
@@ -228,6 +226,10 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._log_softmax_backward_data: lambda g, y, dim, dtype: _softmax_gradient(g, y, dim, dtype, True),
     _ATEN.sum: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, False),
     _ATEN.mean: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, True),
+    _ATEN.var: lambda x, dims=None, **options: reduce.var_mean(x, dims, **options)[0],
+    _ATEN.std: lambda x, dims=None, **options: reduce.var_mean(x, dims, root=True, **options)[0],
+    _ATEN.var_mean: reduce.var_mean,
+    _ATEN.std_mean: lambda x, dims=None, **options: reduce.var_mean(x, dims, root=True, **options),
     _ATEN.native_layer_norm: norm.layer_norm,
     _ATEN.native_layer_norm_backward: lambda g, x, shape, mean, rstd, w, b, mask: norm.layer_norm_backward(
         g, x, shape, mean, rstd, w, mask

@@ -30,7 +30,9 @@ def _laid_out(draw: random.Random, seed: int, shape: tuple[int, ...], kind: str,
     """Return numbers in memory as a layout says: contiguous, permuted, every second, behind some others, expanded."""
     if layout == 1:
         order = draw.sample(range(len(shape)), len(shape))
-        return numbers(seed, tuple(shape[d] for d in order), kind, dtype).permute([order.index(d) for d in range(len(shape))])
+        return numbers(seed, tuple(shape[d] for d in order), kind, dtype).permute(
+            [order.index(d) for d in range(len(shape))]
+        )
     if layout == 2:
         d = draw.randrange(len(shape))
         wider = tuple(2 * n if e == d else n for e, n in enumerate(shape))
@@ -66,12 +68,18 @@ def reduction_cases() -> Iterator[Case]:
     """Yield 600 sums, means and norms, and 200 variances: 1 to 5 dimensions, five layouts."""
     for i in range(800):
         draw = random.Random(i)
-        sizes = SHAPES[i // 2 % len(SHAPES)] if i % 2 else _shape(draw, 1 + i // 2 % 5, (3000, 60_000, 400_000)[i // 10 % 3])
+        sizes = (
+            SHAPES[i // 2 % len(SHAPES)]
+            if i % 2
+            else _shape(draw, 1 + i // 2 % 5, (3000, 60_000, 400_000)[i // 10 % 3])
+        )
         dims = sorted(draw.sample(range(len(sizes)), draw.randrange(1, len(sizes) + 1)))
         kind, dtype, layout = KINDS[i // 3 % 5], DTYPES[i % 3], draw.choice((0, 0, 1, 1, 1, 2, 3, 4))
         name, function = ("sums", _reductions) if i % 4 < 3 else ("variances", _variances)
 
-        def call(device, draw=draw, i=i, sizes=sizes, kind=kind, dtype=dtype, layout=layout, dims=dims, function=function):  # type: ignore[no-untyped-def]
+        def call(
+            device, draw=draw, i=i, sizes=sizes, kind=kind, dtype=dtype, layout=layout, dims=dims, function=function
+        ):  # type: ignore[no-untyped-def]
             x = _laid_out(random.Random(1000 + i), 20_000 + i, sizes, kind, dtype, layout)
             return function(_placed(x, device), dims)
 
@@ -204,4 +212,12 @@ def odd_norm_cases() -> Iterator[Case]:
         yield Case(f"odd_norm {rows}x{width} {kind} {str(dtype)[6:]} {i}", call)
 
 
-CASES = (reduction_cases, softmax_cases, scan_cases, group_norm_cases, batch_norm_cases, instance_norm_cases, odd_norm_cases)
+CASES = (
+    reduction_cases,
+    softmax_cases,
+    scan_cases,
+    group_norm_cases,
+    batch_norm_cases,
+    instance_norm_cases,
+    odd_norm_cases,
+)
