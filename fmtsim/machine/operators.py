@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of torch's operators ``simulate`` computes, by what; it is imported when a simulation begins."""
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,11 +19,13 @@ from fmtsim.machine import (
     attention_efficient,
     attention_rows,
     convolution,
+    group_norm,
     loss,
     norm,
     optimizer_kernels,
     pointwise,
     reduce,
+    scan,
     softmax,
 )  # fmt: skip
 from fmtsim.machine import random as random
@@ -47,10 +50,16 @@ resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex vi
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
 
+def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.movedim(dim, -1).contiguous() if x.ndim else x.reshape(1)
+
+
 def _softmax(x: torch.Tensor, dim: int, half_to_float: bool, log: bool) -> torch.Tensor:
-    if dim % max(x.ndim, 1) != x.ndim - 1 or not x.is_contiguous():
-        raise UnknownOrder("softmax over another dimension than the last")
-    return softmax.forward(x, log, torch.float32 if half_to_float else x.dtype)
+    inner, dtype = math.prod(x.shape[dim % max(x.ndim, 1) + 1 :]), torch.float32 if half_to_float else x.dtype
+    rows = _rows(x, dim)
+    plan = None if inner == 1 else softmax.spatial_plan(rows.shape[-1], inner, x.element_size())
+    y = softmax.forward(rows, log, dtype, plan)
+    return y.movedim(-1, dim).contiguous() if x.ndim else y.reshape(())
 
 
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
@@ -61,24 +70,16 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
 
 
 def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, log: bool) -> torch.Tensor:
-    if dim % y.ndim != y.ndim - 1:
-        raise UnknownOrder("softmax over another dimension than the last")
-    return softmax.backward(g.contiguous(), y.contiguous(), log, dtype)
+    inner, rows = math.prod(y.shape[dim % max(y.ndim, 1) + 1 :]), _rows(y, dim)
+    plan = None if inner == 1 else softmax.spatial_plan(rows.shape[-1], inner, g.element_size())
+    dx = softmax.backward(_rows(g, dim), rows, log, dtype, plan)
+    return dx.movedim(-1, dim).contiguous() if y.ndim else dx.reshape(())
 
 
 def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> torch.Tensor:
     if not x.is_floating_point():
         return torch.sum(x, dims or list(range(x.ndim)), keepdim, dtype=dtype)
     return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, dtype or x.dtype)
-
-
-def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
-    exact_below = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 11}.get(x.dtype)
-    if exact_below is None:
-        raise UnknownOrder(f"cumsum of {x.dtype}")
-    if not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= exact_below:
-        raise UnknownOrder("cumsum of numbers that are no small integers")
-    return torch.cumsum(x, dim, dtype=dtype)
 
 
 def _attention(
@@ -234,6 +235,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.native_layer_norm_backward: lambda g, x, shape, mean, rstd, w, b, mask: norm.layer_norm_backward(
         g, x, shape, mean, rstd, w, mask
     ),
+    _ATEN.native_group_norm: group_norm.group_norm,
+    _ATEN.native_group_norm_backward: group_norm.group_norm_backward,
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
     _ATEN.embedding_dense_backward: loss.embedding_backward,
@@ -274,7 +277,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.pow: pointwise.power,
     _ATEN.softplus: pointwise.softplus,
     _ATEN.softplus_backward: pointwise.softplus_backward,
-    _ATEN.cumsum: _cumsum,
+    _ATEN.cumsum: lambda x, dim, dtype=None: scan.scan(x, dim, dtype, False),
+    _ATEN.cumprod: lambda x, dim, dtype=None: scan.scan(x, dim, dtype, True),
     _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(
         x, order, dim, keepdim, dtype or x.dtype
     ),

@@ -19,7 +19,7 @@ _THREADS, _WARP, _MULTIPROCESSORS, _THREADS_A_MULTIPROCESSOR = 512, 32, 132, 204
 _MOST_BYTES = (1 << 31) - 1  # of an operand; PyTorch cuts larger ones
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Blocks of ``width`` x ``height`` threads add, ``blocks`` of them for one result.
 
     A thread has accumulators, which are added in order; then threads along x by halving, along y by halving, then the
@@ -28,14 +28,14 @@ class _Plan(NamedTuple):
     """
 
     width: int
-    height: int
-    blocks: int
-    accumulators: int
-    loads: bool
+    height: int = 1
+    blocks: int = 1
+    accumulators: int = 1
+    loads: bool = False
 
 
 def _sorted(shape: list[int], x: list[int], y: list[int]) -> list[int]:
-    """Return dimensions, innermost first, in TensorIterator's order: reduced ones, which have no stride in y; strides."""
+    """Return dimensions, innermost first, in TensorIterator's order: reduced ones (no stride in y), then by stride."""
 
     def compare(a: int, b: int) -> int:
         if (y[a] == 0) != (y[b] == 0):
@@ -75,7 +75,7 @@ def _merged(shape: list[int], x: list[int], y: list[int], order: list[int]) -> l
     return merged
 
 
-def _plan(dims: list[list[int]], offset: int, vector: int, accumulators: int) -> _Plan:
+def _plan(dims: list[list[int]], offset: int, vector: int, accumulators: int) -> Plan:
     """Return the threads of a reduction over ``_merged`` dimensions; x begins at an offset of its storage."""
     reduced = sum(y == 0 for _, _, y in dims)
     inputs, results = math.prod(n for n, _, y in dims if y == 0), math.prod(n for n, _, y in dims if y)
@@ -103,11 +103,11 @@ def _plan(dims: list[list[int]], offset: int, vector: int, accumulators: int) ->
     resident = _MULTIPROCESSORS * (_THREADS_A_MULTIPROCESSOR // (width * height))
     if shared and per_thread >= 256 and grid <= resident:
         blocks = max(min(math.ceil(resident / grid), math.ceil(per_thread / 16)), math.ceil(per_thread / 256))
-    return _Plan(width if inner else 1, height if shared else 1, blocks, vector if loads else accumulators, loads)
+    return Plan(width if inner else 1, height if shared else 1, blocks, vector if loads else accumulators, loads)
 
 
 @kernel
-def _add_rows(x, starts, partial, vector, squares, start, stop):
+def _add_rows(x, z, products, starts, partial, vector, start, stop):
     width, turn = x.shape[1], partial.shape[1]
     for row in range(start, stop):
         # elements in front of the first vector are the first accumulators', those behind the last one, too
@@ -116,46 +116,54 @@ def _add_rows(x, starts, partial, vector, squares, start, stop):
         sums = partial[row]
         for j in range(head):
             y = x[row, j]
-            sums[(starts[row] + j) * vector] += y * y if squares else y
+            sums[(starts[row] + j) * vector] += y * z[row, j] if products else y
         for first in range(head, body, turn):
             for j in range(min(turn, body - first)):
                 y = x[row, first + j]
-                sums[j] = fma32(y, y, sums[j]) if squares else sums[j] + y
+                sums[j] = fma32(y, z[row, first + j], sums[j]) if products else sums[j] + y
         for j in range(body, width):
             y, i = x[row, j], (j - body) * vector
-            sums[i] = fma32(y, y, sums[i]) if squares else sums[i] + y
+            sums[i] = fma32(y, z[row, j], sums[i]) if products else sums[i] + y
 
 
 @kernel
-def _add_columns(x, partial, squares, start, stop):
+def _add_columns(x, z, products, partial, start, stop):
     turn = len(partial)
     for row in range(len(x)):
         sums = partial[row % turn]
         for j in range(start, stop):
             y = x[row, j]
-            sums[j] = fma32(y, y, sums[j]) if squares else sums[j] + y
+            sums[j] = fma32(y, z[row, j], sums[j]) if products else sums[j] + y
 
 
-def _total(x: torch.Tensor, starts: np.ndarray, plan: _Plan, squares: bool) -> np.ndarray:
-    """Return float32 sums (of squares) of [results, inputs]; ``starts`` are the first elements' places in memory."""
-    results, inputs = x.shape
+def sums(
+    x_f32: np.ndarray, plan: Plan, factors_f32: np.ndarray | None = None, starts: np.ndarray | None = None
+) -> np.ndarray:
+    """Return float32 sums over the columns of [results, inputs], of products with factors if given, each fused.
+
+    ``starts`` are the places in memory of the rows' first elements, which vectors ask for.
+    """
+    results, inputs = x_f32.shape
     width, height, blocks, accumulators, loads = plan
-    turn, threads = width * height * blocks * accumulators, (blocks, height, width)
+    turn, threads, products = width * height * blocks * accumulators, (blocks, height, width), factors_f32 is not None
+    z_f32 = x_f32 if factors_f32 is None else factors_f32
     # 1. the accumulators of each thread
-    if width == 1 and not loads and results > 1:
+    if width == 1 and not loads:
         partial = np.zeros((turn, results), np.float32)
-        columns = to_f32(x.T)
-        run(lambda i, j: _add_columns(columns, partial, squares, i, j), results, 16, inputs)
+        x, z = (np.ascontiguousarray(a.T) for a in (x_f32, z_f32))
+        run(lambda i, j: _add_columns(x, z, products, partial, i, j), results, 16, inputs)
         parts = np.moveaxis(partial.reshape(accumulators, *threads, results), -1, 1)
     else:
         partial = np.zeros((results, turn), np.float32)
-        rows, vector = to_f32(x), accumulators if loads else 1
-        run(lambda i, j: _add_rows(rows, starts % vector, partial, vector, squares, i, j), results, 1, inputs)
+        x, z, vector = np.ascontiguousarray(x_f32), np.ascontiguousarray(z_f32), accumulators if loads else 1
+        shifts = np.zeros(results, np.int64) if starts is None else starts % vector
+        run(lambda i, j: _add_rows(x, z, products, shifts, partial, vector, i, j), results, 1, inputs)
         shape = (results, *threads, accumulators) if loads else (results, accumulators, *threads)
         parts = np.moveaxis(partial.reshape(shape), -1 if loads else 1, 0)
-    total = parts[0].copy()
-    for part in parts[1:]:
-        total += part
+    with np.errstate(all="ignore"):
+        total = parts[0].copy()
+        for part in parts[1:]:
+            total += part
     # 2. threads and blocks; the last block adds what all left, y first
     total = tree(tree(total))
     if blocks == 1:
@@ -188,7 +196,7 @@ def _halve(mean, m2, count, first, stride, n):
 
 
 @kernel
-def _moments(x, starts, width, height, blocks, accumulators, loads, means, squares, start, stop):
+def _add_moments(x, starts, width, height, blocks, accumulators, loads, means, squares, start, stop):
     inputs, block = x.shape[1], width * height
     threads, vector = block * blocks, accumulators if loads else 1
     turn = threads * accumulators
@@ -227,10 +235,19 @@ def _moments(x, starts, width, height, blocks, accumulators, loads, means, squar
         means[row], squares[row] = mean[0], m2[0]
 
 
+def moments(x_f32: np.ndarray, plan: Plan, starts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the means and the sums of squared differences from them, over the columns of [results, inputs]."""
+    x, shifts = np.ascontiguousarray(x_f32), np.zeros(len(x_f32), np.int64)
+    shifts = shifts if starts is None or not plan.loads else starts % plan.accumulators
+    means, squares = np.empty(len(x), np.float32), np.empty(len(x), np.float32)
+    run(lambda i, j: _add_moments(x, shifts, *plan, means, squares, i, j), len(x), 1, 8 * x.shape[1])
+    return means, squares
+
+
 def _arranged(
     x: torch.Tensor, dims: list[int] | None, keepdim: bool, accumulators: int = 4, vector: int | None = None
-) -> tuple[torch.Tensor, np.ndarray, _Plan, Callable[[np.ndarray, torch.dtype], torch.Tensor]]:
-    """Return x as [results, inputs], the rows' places in memory, how threads add, and what makes a tensor of results.
+) -> tuple[np.ndarray, np.ndarray, Plan, Callable[[np.ndarray, torch.dtype], torch.Tensor]]:
+    """Return x as float32 [results, inputs], the rows' places in memory, how threads add, and what shapes results.
 
     Raises:
         UnknownOrder: No elements, or more bytes than PyTorch takes at once.
@@ -249,10 +266,10 @@ def _arranged(
         step *= 1 if d in axes else shape[d]
     order = _sorted(shape, strides, y)
     vector = vector or (8 if x.dtype in SIXTEEN_BITS else 4)
-    plan = _plan(_merged(shape, strides, y, order) or [[1, 1, 0]], x.storage_offset(), vector, accumulators)
+    plan = _plan(_merged(shape, strides, y, order) or [[1, 1, 0]], int(x.storage_offset()), vector, accumulators)
     kept, summed = ([d for d in reversed(order) if (d in axes) is chosen] for chosen in (False, True))
     extents = [shape[d] for d in kept]
-    starts = torch.full(extents, x.storage_offset())
+    starts = torch.full(extents, int(x.storage_offset()))
     for i, d in enumerate(kept):
         starts += (torch.arange(shape[d]) * strides[d]).reshape([-1 if e == i else 1 for e in range(len(kept))])
     result = [1 if d in axes else n for d, n in enumerate(shape) if keepdim or d not in axes]
@@ -261,7 +278,9 @@ def _arranged(
         back = [kept.index(d) for d in sorted(kept)]
         return from_f32(total_f32.reshape(extents).transpose(back), dtype, result)
 
-    return x.permute(kept + summed).reshape(starts.numel(), -1), starts.reshape(-1).numpy(), plan, tensor
+    rows = x.permute(kept + summed).reshape(starts.numel(), -1)
+    x_f32 = to_f32(rows.T).T if plan.width == 1 else to_f32(rows)  # columns lie as they are added
+    return x_f32, starts.reshape(-1).numpy(), plan, tensor
 
 
 def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -273,10 +292,10 @@ def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, d
         UnknownOrder: float64, no elements, or more than 2^31 bytes.
     """
     x = x if x.dtype == dtype or (x.dtype in SIXTEEN_BITS and dtype == torch.float32) else x.to(dtype)
-    rows, starts, plan, tensor = _arranged(x, dims, keepdim)
-    total = _total(rows, starts, plan, False) + float32(0.0)  # threads begin with zeros: no sum is -0
+    x_f32, starts, plan, tensor = _arranged(x, dims, keepdim)
+    total = sums(x_f32, plan, None, starts) + float32(0.0)  # threads begin with zeros: no sum is -0
     if mean:
-        total = total * (float32(len(rows)) / float32(rows.numel()))  # a factor, no division
+        total = total * (float32(len(x_f32)) / float32(x_f32.size))  # a factor, no division
     return tensor(total, dtype)
 
 
@@ -289,17 +308,17 @@ def vector_norm(
         UnknownOrder: float64, no elements, or more than 2^31 bytes.
     """
     axes = list({d % x.ndim for d in (dims or range(x.ndim))}) if x.ndim else []
-    if x.numel() and (math.prod(x.shape[d] for d in axes) == 1 and order != 0):
+    if x.numel() and math.prod(x.shape[d] for d in axes) == 1 and order != 0:
         return x.abs().reshape(x.shape if keepdim else [n for d, n in enumerate(x.shape) if d not in axes]).to(dtype)
     if x.numel() and abs(order) == math.inf:
         return (torch.amax if order > 0 else torch.amin)(x.abs(), axes, keepdim).to(dtype)
-    rows, starts, plan, tensor = _arranged(x, dims, keepdim)
+    x_f32, starts, plan, tensor = _arranged(x, dims, keepdim)
     if order == 2:
-        return tensor(np.sqrt(_total(rows, starts, plan, True)), dtype)
+        return tensor(np.sqrt(sums(x_f32, plan, x_f32, starts)), dtype)
     if order in (0, 1):
-        return tensor(_total(rows.abs() if order else (rows != 0).float(), starts, plan, False), dtype)
-    powers = torch.from_numpy(apply(library.pow, to_f32(rows.abs()), order))
-    return tensor(apply(library.pow, _total(powers, starts, plan, False), float32(1.0) / float32(order)), dtype)
+        return tensor(sums(np.abs(x_f32) if order else (x_f32 != 0).astype(np.float32), plan, None, starts), dtype)
+    powers = sums(apply(library.pow, np.abs(x_f32), order), plan, None, starts)
+    return tensor(apply(library.pow, powers, float32(1.0) / float32(order)), dtype)
 
 
 def var_mean(
@@ -311,18 +330,9 @@ def var_mean(
     Raises:
         UnknownOrder: float64, no elements, or more than 2^31 bytes.
     """
-    rows, starts, plan, tensor = _arranged(x, dims, keepdim, accumulators=2, vector=2)
-    width, height, blocks, accumulators, loads = plan
-    x_f32, vector = to_f32(rows), accumulators if loads else 1
-    means, squares = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
-
-    def call(start: int, stop: int) -> None:
-        _moments(
-            x_f32, starts % vector, width, height, blocks, accumulators, loads, means, squares, start, stop
-        )  # fmt: skip
-
-    run(call, len(rows), 1, 8 * rows.shape[1])
-    freedom = max(rows.shape[1] - (1.0 if correction is None else correction), 0.0)
+    x_f32, starts, plan, tensor = _arranged(x, dims, keepdim, accumulators=2, vector=2)
+    means, squares = moments(x_f32, plan, starts)
+    freedom = max(x_f32.shape[1] - (1.0 if correction is None else correction), 0.0)
     with np.errstate(all="ignore"):
         variance = squares / float32(freedom)
     return tensor(np.sqrt(variance) if root else variance, x.dtype), tensor(means, x.dtype)
