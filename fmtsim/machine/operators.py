@@ -18,6 +18,7 @@ from fmtsim.machine import (
     attention,
     attention_efficient,
     attention_rows,
+    batch_norm,
     convolution,
     group_norm,
     loss,
@@ -235,6 +236,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.native_layer_norm_backward: lambda g, x, shape, mean, rstd, w, b, mask: norm.layer_norm_backward(
         g, x, shape, mean, rstd, w, mask
     ),
+    _ATEN.native_batch_norm: batch_norm.batch_norm,
+    _ATEN.native_batch_norm_backward: batch_norm.batch_norm_backward,
     _ATEN.native_group_norm: group_norm.group_norm,
     _ATEN.native_group_norm_backward: group_norm.group_norm_backward,
     _ATEN.nll_loss_forward: loss.nll_loss,
