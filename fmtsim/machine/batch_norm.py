@@ -91,6 +91,12 @@ def _statistics_last(x, height, blocks, means, squares, start, stop):
             difference = x[row, channel] - mean[i]
             mean[i] = fma32(difference, _ONE / count[i], mean[i])
             m2[i] += difference * (x[row, channel] - mean[i])
+        # turns without a row are zeros of no weight, which make NaN of what is infinite
+        for row in range(rows, math.ceil(rows / slots) * slots):
+            i = row % slots
+            product = mean[i] * mean[i]
+            mean[i] = fma32(-mean[i], _ZERO, mean[i])
+            m2[i] = fma32(product, _ZERO, m2[i])
         # 2. accumulators in order, threads by halving, then blocks from zero
         for thread in range(height * blocks):
             for a in range(1, _LOADS):

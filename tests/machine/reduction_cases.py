@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over any dimensions and layouts, spatial softmax, scans and norms: calls for a GPU and for ``simulate``."""
 
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -150,31 +151,60 @@ BATCHES = ((16, 10), (4, 8, 30), (8, 16, 14, 14), (2, 64, 28, 28), (32, 24, 4, 4
            (300, 33), (3, 40, 20, 20), (2, 1, 9, 9), (16, 256, 2, 2), (2000, 2))  # fmt: skip
 
 
+def _batch_norm(device, i, sizes, kind, dtypes, train, cudnn, layout, affine, running):  # type: ignore[no-untyped-def]
+    """Return a batch norm's results; x and its gradient are contiguous, channels_last (1), others, or differ (3, 4)."""
+    dtype, stats = dtypes
+    x, g = (numbers(37_000 + 1000 * j + i, sizes, (kind, "normal")[j], dtype).to(device) for j in range(2))
+    x = x.contiguous(memory_format=torch.channels_last) if layout in (1, 3) else x
+    g = g.contiguous(memory_format=torch.channels_last) if layout in (1, 4) else g
+    if layout == 2:
+        x, g = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, g))
+    w, b, mean, var = (numbers(39_000 + 1000 * j + i, sizes[1:2], "normal", stats).to(device) for j in range(4))
+    var = var.abs()
+    leaves = [t.requires_grad_() for t in ((x, w, b) if affine else (x,))]
+    tensors = *((w, b) if affine else (None, None)), *((mean, var) if running else (None, None))
+    with torch.backends.cudnn.flags(enabled=cudnn, deterministic=False):
+        y, saved_mean, saved_rstd, *_ = torch._batch_norm_impl_index(x, *tensors, train, 0.1, 1e-5, cudnn)
+        gradients = torch.autograd.grad(y, leaves, g)
+    return y, saved_mean, saved_rstd, *((mean, var) if running else ()), *gradients
+
+
 def batch_norm_cases() -> Iterator[Case]:
     """Yield 360 batch norms with gradients, in turn by cuDNN where PyTorch takes it and by PyTorch itself."""
     for i in range(360):
         sizes, kind = BATCHES[i % len(BATCHES)], KINDS[i // 3 % 5] if i % 2 else "normal"
-        dtype, stats = ((F32, F32), (BF16, BF16), (FP16, FP16), (F32, F32), (BF16, F32), (FP16, F32))[i // 20 % 6]
+        dtypes = ((F32, F32), (BF16, BF16), (FP16, FP16), (F32, F32), (BF16, F32), (FP16, F32))[i // 20 % 6]
         train, cudnn, last = i // 7 % 3 > 0, i // 10 % 2 == 0, len(sizes) == 4 and i // 4 % 3 == 0
         affine, running = i // 11 % 5 > 0, not train or i // 13 % 4 > 0
+        words = "train" if train else "eval", *("cudnn",) * cudnn, *("last",) * last
+        options = " ".join((*words, *("affine",) * affine, *("running",) * running))
+        call = functools.partial(
+            _batch_norm, i=i, sizes=sizes, kind=kind, dtypes=dtypes, train=train, cudnn=cudnn, layout=int(last),
+            affine=affine, running=running,
+        )  # fmt: skip
+        yield Case(f"batch_norm {sizes} {options} {kind} {str(dtypes[0])[6:]} {str(dtypes[1])[6:]} {i}", call)
 
-        def call(device, i=i, sizes=sizes, kind=kind, dtype=dtype, stats=stats, train=train, cudnn=cudnn, last=last,
-                 affine=affine, running=running):  # type: ignore[no-untyped-def]  # fmt: skip
-            x, g = (numbers(37_000 + 1000 * j + i, sizes, (kind, "normal")[j], dtype).to(device) for j in range(2))
-            if last:
-                x, g = (t.contiguous(memory_format=torch.channels_last) for t in (x, g))
-            w, b, mean, var = (numbers(39_000 + 1000 * j + i, sizes[1:2], "normal", stats).to(device) for j in range(4))
-            var = var.abs()
-            leaves = [t.requires_grad_() for t in ((x, w, b) if affine else (x,))]
-            with torch.backends.cudnn.flags(enabled=cudnn, deterministic=False):
-                y, saved_mean, saved_rstd, *_ = torch._batch_norm_impl_index(
-                    x, *((w, b) if affine else (None, None)), *((mean, var) if running else (None, None)), train, 0.1, 1e-5, cudnn
-                )  # fmt: skip
-                gradients = torch.autograd.grad(y, leaves, g)
-            return y, saved_mean, saved_rstd, *((mean, var) if running else ()), *gradients
 
-        options = f"{'train' if train else 'eval'}{' cudnn' * cudnn}{' last' * last}{' affine' * affine}{' running' * running}"
-        yield Case(f"batch_norm {sizes} {options} {kind} {str(dtype)[6:]} {str(stats)[6:]} {i}", call)
+IMAGES = ((4, 16, 40, 40), (1, 8, 100, 100), (16, 8, 32, 32), (8, 16, 56, 56), (64, 4, 28, 28), (256, 8, 14, 14), (4, 6, 224, 224),
+          (32, 8, 56, 56), (128, 4, 32, 32), (16, 3, 112, 112), (4, 2048, 7, 7), (32, 64, 8, 8), (16, 512, 2, 2), (2, 8, 1, 1),
+          (9, 4, 3), (3, 5, 4097), (16, 1, 14, 14), (1, 300, 5, 5), (5, 7, 33, 31), (6, 32, 16, 16), (2, 16, 128, 128), (7, 12, 3, 3),
+          (10, 2, 8, 8, 8), (3, 6, 2, 2, 2))  # fmt: skip
+
+
+def large_batch_norm_cases() -> Iterator[Case]:
+    """Yield 144 batch norms of larger images, of training by cuDNN, and 30 of other layouts."""
+    for i in range(174):
+        sizes, kind = IMAGES[i % len(IMAGES)] if i < 144 else (4, 6, 5, 7), KINDS[i // 24 % 3]
+        dtypes = ((F32, F32), (FP16, F32), (BF16, BF16))[i // 48 if i < 144 and i // 48 < 2 else i % 3]
+        layout = i // 24 % 2 * (len(sizes) == 4) if i < 144 else 2 + i // 3 % 3
+        train = i < 144 or i // 9 % 2 == 0
+        cudnn = i < 96 or i % 2 == 0
+        call = functools.partial(
+            _batch_norm, i=5000 + i, sizes=sizes, kind=kind, dtypes=dtypes, train=train, cudnn=cudnn, layout=layout,
+            affine=True, running=True,
+        )  # fmt: skip
+        options = f"{'train' if train else 'eval'}{' cudnn' * cudnn} layout {layout}"
+        yield Case(f"images {sizes} {options} {kind} {str(dtypes[0])[6:]} {str(dtypes[1])[6:]} {i}", call)
 
 
 def instance_norm_cases() -> Iterator[Case]:
@@ -218,6 +248,7 @@ CASES = (
     scan_cases,
     group_norm_cases,
     batch_norm_cases,
+    large_batch_norm_cases,
     instance_norm_cases,
     odd_norm_cases,
 )
