@@ -11,9 +11,11 @@ from fmtsim.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library
 from fmtsim.machine.arrays import add_halves, apply, fma, from_f32, put, read, to_f32, words_of
+from fmtsim.machine.reduce import Plan, sums
 from fmtsim.machine.unknown import UnknownOrder
 
 _THREADS, _ONE, _ZERO = 512, float32(1.0), float32(0.0)
+_MOST_OF_CUDNN = 6272  # elements of a channel
 _ROWS_A_THREAD, _LOADS, _MOST_BLOCKS = 16, 4, 128  # of the kernels for channels that lie innermost
 
 
@@ -145,7 +147,7 @@ def _add_rounded(partial, word):
 
 
 @kernel
-def _gradient_sums(g, x, words, mean, threads, sums, dots, start, stop):
+def _gradient_sums(g, x, words, mean, threads, totals, dots, start, stop):
     images, _, inner = x.shape
     lines = _THREADS // threads
     partial, partial_dot, word = np.empty(_THREADS, np.float32), np.empty(_THREADS, np.float32), words.copy()
@@ -161,11 +163,11 @@ def _gradient_sums(g, x, words, mean, threads, sums, dots, start, stop):
                 else:
                     put(word, 0, gradient * centred)
                     partial_dot[i] += read(word[0])
-        sums[channel], dots[channel] = _add_rounded(partial, word), _add_rounded(partial_dot, word)
+        totals[channel], dots[channel] = _add_rounded(partial, word), _add_rounded(partial_dot, word)
 
 
 @kernel
-def _gradient_sums_last(g, x, mean, height, blocks, sums, dots, start, stop):
+def _gradient_sums_last(g, x, mean, height, blocks, totals, dots, start, stop):
     rows, threads = len(x), height * blocks
     slots = threads * _LOADS
     partial, partial_dot = np.empty(slots, np.float32), np.empty(slots, np.float32)
@@ -188,7 +190,7 @@ def _gradient_sums_last(g, x, mean, height, blocks, sums, dots, start, stop):
                         total += both[block * height]
                     both[threads + thread] = total
                 both[0] = add_halves(both[threads:], height)
-        sums[channel], dots[channel] = partial[0], partial_dot[0]
+        totals[channel], dots[channel] = partial[0], partial_dot[0]
 
 
 def _layout(x: torch.Tensor) -> bool:
@@ -245,6 +247,36 @@ def _takes_cudnn(
     return dtypes and x.ndim >= 3 and x.shape[0] <= (880801 if train else 65535) and eps >= 1e-5
 
 
+def _cudnn_sums(
+    rows: np.ndarray, inner: int, dtype: torch.dtype, factors: np.ndarray | None, pairs: bool
+) -> np.ndarray:
+    """Return sums over rows as 512 threads of cuDNN add them: by halving, or (``pairs``) neighbours first."""
+    vector = 2 if dtype == torch.float16 and inner % 2 == 0 else 1
+    turns, lanes = math.ceil(rows.shape[1] / (_THREADS * vector)), np.arange(_THREADS)
+    if pairs:
+        reverse = [int(f"{i:05b}"[::-1], 2) for i in range(32)], [int(f"{i:04b}"[::-1], 2) for i in range(16)]
+        lanes = np.add.outer(32 * np.array(reverse[1]), reverse[0]).reshape(-1)
+    # the elements of a thread: vectors, turn by turn; zeros behind the last one
+    order = np.arange(turns * _THREADS * vector).reshape(turns, _THREADS, vector)[:, lanes].swapaxes(1, 2).reshape(-1)
+    dealt = [np.pad(t, ((0, 0), (0, order.size - t.shape[1])))[:, order] for t in (rows, factors) if t is not None]
+    return sums(dealt[0], Plan(32, 16), dealt[1] if factors is not None else None)
+
+
+def _cudnn_rows(x: torch.Tensor) -> np.ndarray:
+    """Return float32 [channels, images x inner size].
+
+    Raises:
+        UnknownOrder: Channels lie innermost, or a channel is larger than what was compared.
+    """
+    if not x.is_contiguous() or x.numel() // x.shape[1] > _MOST_OF_CUDNN:
+        raise UnknownOrder("batch_norm by cuDNN, of channels_last or of large images")
+    return to_f32(x.transpose(0, 1)).reshape(x.shape[1], -1)
+
+
+def _from_rows(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return from_f32(rows.reshape(like.shape[1], like.shape[0], -1).swapaxes(0, 1), like.dtype, like.shape)
+
+
 def batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, train: bool, momentum: float, eps: float,
@@ -254,8 +286,9 @@ def batch_norm(
     Raises:
         UnknownOrder: cuDNN computes it: float32, or float16 with float32 weights, of 3 dimensions or more.
     """
-    if _takes_cudnn(x, weight, bias, running_mean, train, eps):
-        raise UnknownOrder("batch_norm by cuDNN")
+    cudnn = _takes_cudnn(x, weight, bias, running_mean, train, eps)
+    if cudnn and train:
+        return _cudnn_forward(x, to_f32(weight), to_f32(bias), running_mean, running_var, momentum, eps)
     last, channels = _layout(x), x.shape[1]
     elements = _elements(x, last)
     mean, squares = np.empty(channels, np.float32), np.empty(channels, np.float32)
@@ -283,7 +316,48 @@ def batch_norm(
     per_channel = [t if last else t[:, None] for t in (w, b, mean, rstd)]
     with np.errstate(all="ignore"):
         y = fma(per_channel[0] * (elements - per_channel[2]), per_channel[3], per_channel[1])
+    if cudnn:  # which keeps no statistics for evaluation
+        return _tensor(y, x, last), torch.empty(0), torch.empty(0)
     return _tensor(y, x, last), from_f32(mean, torch.float32), from_f32(rstd, torch.float32)
+
+
+def _cudnn_forward(
+    x: torch.Tensor, w: np.ndarray, b: np.ndarray, running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
+    momentum: float, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    rows, inner, share = _cudnn_rows(x), math.prod(x.shape[2:]), float32(momentum)
+    count = rows.shape[1]
+    with np.errstate(all="ignore"):
+        # 1. the mean, then the mean of squared differences
+        mean = _cudnn_sums(rows, inner, x.dtype, None, False) * (_ONE / float32(count))
+        centred = rows - mean[:, None]
+        variance = _cudnn_sums(centred, inner, x.dtype, centred, False) * (_ONE / float32(count))
+        rstd = apply(library.rsqrt, variance + float32(eps))
+        if running_mean is not None and running_var is not None:
+            kept = [(_ONE - share) * to_f32(running_var), to_f32(running_mean)]
+            unbiased = fma(variance * share, float32(count) / float32(count - 1), kept[0])
+            running_var.copy_(from_f32(unbiased, torch.float32))
+            running_mean.copy_(from_f32(fma(kept[1], _ONE - share, mean * share), torch.float32))
+        # 2. a x + (b - mean a)
+        slope = w * rstd
+        y = fma(slope[:, None], rows, (b - mean * slope)[:, None])
+    return _from_rows(y, x), from_f32(mean, torch.float32), from_f32(rstd, torch.float32)
+
+
+def _cudnn_backward(
+    g: torch.Tensor, x: torch.Tensor, w: np.ndarray, mean: np.ndarray, rstd: np.ndarray, mask: list[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    g_rows, rows, inner = _cudnn_rows(g), _cudnn_rows(x), math.prod(x.shape[2:])
+    share, centred = _ONE / float32(rows.shape[1]), rows - mean[:, None]
+    with np.errstate(all="ignore"):
+        total = _cudnn_sums(g_rows, inner, x.dtype, None, True)
+        dot = _cudnn_sums(g_rows, inner, x.dtype, centred, True)
+        factor = w * rstd
+        slope = -factor * (dot * rstd * rstd * share)
+        part = fma(factor[:, None], g_rows, -(factor * (total * share))[:, None])
+        dx, dweight = fma(slope[:, None], centred, part), dot * rstd
+    results = _from_rows(dx, x), from_f32(dweight, torch.float32), from_f32(total, torch.float32)
+    return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
 
 
 def batch_norm_backward(
@@ -296,15 +370,19 @@ def batch_norm_backward(
     Raises:
         UnknownOrder: cuDNN computes it, or g lies otherwise than x.
     """
+    if train and _takes_cudnn(x, weight, weight, running_mean, train, eps):
+        return _cudnn_backward(g.contiguous(), x, to_f32(weight), to_f32(mean), to_f32(rstd), mask)
     # of one channel, or images of one pixel, both hold
     last = _layout(x) or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
     channels = x.shape[1]
     if g.stride() != x.stride() or mean is None or rstd is None or not mask[0]:
         raise UnknownOrder("the gradient of batch_norm in another layout than x, or without x's")
-    if train and _takes_cudnn(x, weight, weight, running_mean, train, eps):
-        raise UnknownOrder("the gradient of batch_norm by cuDNN")
     g_f32, x_f32 = _elements(g, last), _elements(x, last)
-    centre, scale, w = to_f32(mean), to_f32(rstd), _affine(weight, channels, 1.0)
+    w = _affine(weight, channels, 1.0)
+    if not train and not mean.numel():
+        assert running_mean is not None and running_var is not None
+        mean, rstd = running_mean, from_f32(apply(library.rsqrt, to_f32(running_var) + float32(eps)), torch.float32)
+    centre, scale = to_f32(mean), to_f32(rstd)
     if not train and not last and (mask[1] or mask[2]):
         assert running_var is not None
         scale = _ONE / np.sqrt(to_f32(running_var) + float32(eps))

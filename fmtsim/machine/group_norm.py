@@ -39,10 +39,8 @@ def group_norm(
     with np.errstate(all="ignore"):
         if inner == 1 or (weight is None and bias is None):
             y = (elements - centre) * scale
-            if bias is None:
-                y = y if weight is None else y * w  # a zero keeps its sign
-            else:
-                y = fma(y, w, b)
+            # without a bias a zero keeps its sign
+            y = fma(y, w, b) if bias is not None else y if weight is None else y * w
         else:
             slope = scale * w
             y = fma(slope, elements, b - slope * centre)
