@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""batch_norm, forward and backward, in the order of PyTorch 2.11's own kernels (Normalization.cuh)."""
+"""batch_norm, forward and backward, in the order of PyTorch 2.11's own kernels (Normalization.cuh) and of cuDNN's."""
 
 import math
 
@@ -7,190 +7,117 @@ import numpy as np
 import torch
 from numpy import float32
 
-from fmtsim.cpu.runtime.jit import device, fma32, kernel
-from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library
-from fmtsim.machine.arrays import add_halves, apply, fma, from_f32, put, read, to_f32, words_of
+from fmtsim.machine.arrays import SIXTEEN_BITS, apply, chain, fma, from_f32, to_f32
 from fmtsim.machine.reduce import Plan, sums
 from fmtsim.machine.unknown import UnknownOrder
 
-_THREADS, _ONE, _ZERO = 512, float32(1.0), float32(0.0)
+_THREADS, _ONE = 512, float32(1.0)
 _MOST_OF_CUDNN = 6272  # elements of a channel
 _ROWS_A_THREAD, _LOADS, _MOST_BLOCKS = 16, 4, 128  # of the kernels for channels that lie innermost
+_Moments = tuple[np.ndarray, ...]  # mean, sum of squared differences, count
 
 
-@device
-def _exchange(mean, m2, count, first):
-    """Merge Welford's moments of 32 lanes, each with lane xor 1, 2, 4, 8, 16: both compute, each from its side."""
-    other_mean, other_m2 = np.empty(32, np.float32), np.empty(32, np.float32)
-    step = 1
-    while step < 32:
-        for lane in range(32):
-            other_mean[lane], other_m2[lane] = mean[first + (lane ^ step)], m2[first + (lane ^ step)]
-        # lanes that are merged have equal counts on both sides of later steps, but not yet of this one
-        counts = count[first : first + 32].copy()
-        for lane in range(32):
-            i, n, other = first + lane, counts[lane], counts[lane ^ step]
-            factor = _ONE / max(_ONE, n + other)
-            difference = mean[i] - other_mean[lane]
-            m2[i] += fma32(difference * difference * n * other, factor, other_m2[lane])
-            mean[i] = fma32(n, mean[i], other * other_mean[lane]) * factor
-            count[i] = n + other
-        step *= 2
+def _welford(turns: np.ndarray, counted: np.ndarray, divides: bool) -> _Moments:
+    """Return the moments of float32 [turns, ...] by Welford's updates; ``counted`` says which elements exist."""
+    mean, m2, count = (np.zeros(turns.shape[1:], np.float32) for _ in range(3))
+    for x, exists in zip(turns, counted, strict=True):
+        count = count + exists
+        difference, steps = x - mean, np.maximum(count, _ONE)
+        if divides:
+            new = np.where(exists, mean + difference / steps, mean)
+            mean, m2 = new, np.where(exists, fma(difference, x - new, m2), m2)
+        else:
+            # what does not exist is a zero of no weight, which makes NaN of what is infinite
+            mean = fma(difference, np.where(exists, _ONE / steps, float32(0.0)), mean)
+            m2 = fma(difference * (x - mean), exists.astype(np.float32), m2)
+    return mean, m2, count
 
 
-@kernel
-def _statistics(x, threads, means, squares, start, stop):
-    images, _, inner = x.shape
+def _merged(a: _Moments, b: _Moments, within: bool = False, exchanged: bool = False) -> _Moments:
+    """Return the moments of a and b as the thread that has a computes them.
+
+    Of the two means' products the second is rounded first, a's ``within`` a thread; lanes that are ``exchanged``
+    multiply by their own count first.
+    """
+    (mean, m2, count), (other_mean, other_m2, other) = a, b
+    factor, square = _ONE / np.maximum(_ONE, count + other), (mean - other_mean) * (mean - other_mean)
+    product = square * count * other if exchanged else square * other * count
+    means = fma(other_mean, other, mean * count) if within else fma(mean, count, other_mean * other)
+    return means * factor, m2 + fma(product, factor, other_m2), count + other
+
+
+def _halved(moments: _Moments) -> _Moments:
+    """Merge along the last axis: thread i gets thread i + n / 2, then i + n / 4 ..."""
+    while (half := moments[0].shape[-1] // 2) > 0:
+        moments = _merged(tuple(t[..., :half] for t in moments), tuple(t[..., half:] for t in moments))
+    return tuple(t[..., 0].copy() for t in moments)
+
+
+def _exchanged(moments: _Moments) -> _Moments:
+    """Merge the 32 lanes of the last axis: each with lane xor 1, 2, 4, 8, 16, and both compute; return lane 0."""
+    for step in (1, 2, 4, 8, 16):
+        lanes = np.arange(32) ^ step
+        moments = _merged(moments, tuple(t[..., lanes] for t in moments), exchanged=True)
+    return tuple(t[..., 0].copy() for t in moments)
+
+
+def _dealt(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [channels, turns, threads] of [images, channels, inner size], zeros behind the last; and which exist.
+
+    Threads lie along the inner size, lines of them along the images.
+    """
+    images, channels, inner = x.shape
+    threads = next(n for n in (32, 64, 128, 256, 512) if inner <= n or n == 512)
     lines = _THREADS // threads
-    mean, m2, count = np.empty(_THREADS, np.float32), np.empty(_THREADS, np.float32), np.empty(_THREADS, np.float32)
-    for channel in range(start, stop):
-        mean[:], m2[:], count[:] = _ZERO, _ZERO, _ZERO
-        # 1. Welford's update: threads along the inner size, lines of them along the images
-        for image in range(images):
-            for j in range(inner):
-                i = j % threads + threads * (image % lines)
-                difference = x[image, channel, j] - mean[i]
-                count[i] += _ONE
-                mean[i] += difference / count[i]
-                m2[i] = fma32(difference, x[image, channel, j] - mean[i], m2[i])
-        # 2. lanes of each warp, then the 16 warps in a warp that zeros fill
-        for warp in range(16):
-            _exchange(mean, m2, count, warp * 32)
-        for warp in range(32):
-            filled = warp < 16
-            mean[warp] = mean[32 * warp] if filled else _ZERO
-            m2[warp] = m2[32 * warp] if filled else _ZERO
-            count[warp] = count[32 * warp] if filled else _ZERO
-        _exchange(mean, m2, count, 0)
-        means[channel], squares[channel] = mean[0], m2[0]
+    padding = (0, -images % lines), (0, 0), (0, -inner % threads)
+
+    def deal(y: np.ndarray) -> np.ndarray:
+        y = np.pad(y, padding).reshape(-1, lines, y.shape[1], math.ceil(inner / threads), threads)
+        return y.transpose(2, 0, 3, 1, 4).reshape(y.shape[2], -1, _THREADS)
+
+    return deal(x), deal(np.ones((images, 1, inner), bool))[0]
 
 
-@device
-def _merge(mean, m2, count, into, other, within):
-    """Merge moments; ``within`` a thread the other's mean is the product that is fused."""
-    factor = _ONE / max(_ONE, count[into] + count[other])
-    difference = mean[into] - mean[other]
-    product = difference * difference * count[other] * count[into]
-    m2[into] += fma32(product, factor, m2[other])
-    if within:
-        mean[into] = fma32(mean[other], count[other], mean[into] * count[into]) * factor
+def _statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (mean, sum of squared differences) of each channel of [images, channels, inner size]."""
+    dealt, exists = _dealt(x)
+    warps = _exchanged(tuple(t.reshape(-1, 16, 32) for t in _welford(dealt.swapaxes(0, 1), exists, True)))
+    mean, m2, _ = _exchanged(tuple(np.pad(t, ((0, 0), (0, 16))) for t in warps))
+    return mean, m2
+
+
+def _statistics_last(x: np.ndarray, height: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (mean, sum of squared differences) of each channel of [rows, channels]."""
+    (rows, channels), slots = x.shape, height * blocks * _LOADS
+    padded = np.pad(x, ((0, -rows % slots), (0, 0))).reshape(-1, slots, channels).swapaxes(1, 2)
+    exists = (np.arange(len(padded) * slots) < rows).reshape(-1, 1, slots)
+    # 1. accumulators of each thread in order; 2. threads by halving; 3. blocks from zero, then by halving
+    loads = [t.reshape(channels, _LOADS, blocks, height) for t in _welford(padded, exists, False)]
+    threads: _Moments = tuple(t[:, 0] for t in loads)
+    for i in range(1, _LOADS):
+        threads = _merged(threads, tuple(t[:, i] for t in loads), within=True)
+    moments = _halved(threads)
+    if blocks > 1:
+        last = [np.zeros((channels, height), np.float32) for _ in range(3)]
+        for first in range(0, blocks, height):
+            some = [t[:, first : first + height] for t in moments]
+            width = some[0].shape[1]
+            for t, new in zip(last, _merged(tuple(t[:, :width] for t in last), tuple(some)), strict=True):
+                t[:, :width] = new
+        moments = _halved(tuple(last))
     else:
-        mean[into] = fma32(mean[into], count[into], mean[other] * count[other]) * factor
-    count[into] += count[other]
+        moments = tuple(t[:, 0] for t in moments)
+    return moments[0], moments[1]
 
 
-@kernel
-def _statistics_last(x, height, blocks, means, squares, start, stop):
-    rows, slots = len(x), height * blocks * _LOADS
-    mean, m2, count = np.empty(slots, np.float32), np.empty(slots, np.float32), np.empty(slots, np.float32)
-    for channel in range(start, stop):
-        mean[:], m2[:], count[:] = _ZERO, _ZERO, _ZERO
-        # 1. four accumulators of each thread, which take rows in turn
-        for row in range(rows):
-            i = row % slots
-            count[i] += _ONE
-            difference = x[row, channel] - mean[i]
-            mean[i] = fma32(difference, _ONE / count[i], mean[i])
-            m2[i] += difference * (x[row, channel] - mean[i])
-        # turns without a row are zeros of no weight, which make NaN of what is infinite
-        for row in range(rows, math.ceil(rows / slots) * slots):
-            i = row % slots
-            product = mean[i] * mean[i]
-            mean[i] = fma32(-mean[i], _ZERO, mean[i])
-            m2[i] = fma32(product, _ZERO, m2[i])
-        # 2. accumulators in order, threads by halving, then blocks from zero
-        for thread in range(height * blocks):
-            for a in range(1, _LOADS):
-                _merge(mean, m2, count, thread, thread + a * height * blocks, True)
-        for block in range(blocks):
-            n = height
-            while n > 1:
-                n //= 2
-                for i in range(n):
-                    _merge(mean, m2, count, block * height + i, block * height + i + n, False)
-        if blocks > 1:
-            for thread in range(height):
-                # a place that no thread needs any more: the second accumulator's
-                i = height * blocks + thread
-                mean[i], m2[i], count[i] = _ZERO, _ZERO, _ZERO
-                for block in range(thread, blocks, height):
-                    _merge(mean, m2, count, i, block * height, False)
-            n = height
-            while n > 1:
-                n //= 2
-                for i in range(n):
-                    _merge(mean, m2, count, height * blocks + i, height * blocks + i + n, False)
-            mean[0], m2[0] = mean[height * blocks], m2[height * blocks]
-        means[channel], squares[channel] = mean[0], m2[0]
-
-
-@device
-def _add_rounded(partial, word):
-    """Return the sum of 16 warps, each by halving, then the warps; what moves between lanes is rounded to x's dtype."""
-    for first in range(0, _THREADS, 32):
-        n = 16
-        while n > 0:
-            for i in range(first, first + n):
-                put(word, 0, partial[i + n])
-                partial[i] += read(word[0])
-            n //= 2
-    for warp in range(16):
-        partial[warp] = partial[32 * warp]
-    n = 8
-    while n > 0:
-        for i in range(n):
-            put(word, 0, partial[i + n])
-            partial[i] += read(word[0])
-        n //= 2
-    return partial[0]
-
-
-@kernel
-def _gradient_sums(g, x, words, mean, threads, totals, dots, start, stop):
-    images, _, inner = x.shape
-    lines = _THREADS // threads
-    partial, partial_dot, word = np.empty(_THREADS, np.float32), np.empty(_THREADS, np.float32), words.copy()
-    for channel in range(start, stop):
-        partial[:], partial_dot[:] = _ZERO, _ZERO
-        for image in range(images):
-            for j in range(inner):
-                i = j % threads + threads * (image % lines)
-                gradient, centred = g[image, channel, j], x[image, channel, j] - mean[channel]
-                partial[i] += gradient
-                if words.itemsize == 4:
-                    partial_dot[i] = fma32(gradient, centred, partial_dot[i])
-                else:
-                    put(word, 0, gradient * centred)
-                    partial_dot[i] += read(word[0])
-        totals[channel], dots[channel] = _add_rounded(partial, word), _add_rounded(partial_dot, word)
-
-
-@kernel
-def _gradient_sums_last(g, x, mean, height, blocks, totals, dots, start, stop):
-    rows, threads = len(x), height * blocks
-    slots = threads * _LOADS
-    partial, partial_dot = np.empty(slots, np.float32), np.empty(slots, np.float32)
-    for channel in range(start, stop):
-        partial[:], partial_dot[:] = _ZERO, _ZERO
-        for row in range(rows):
-            i = row % slots
-            partial[i] += g[row, channel]
-            partial_dot[i] = fma32(g[row, channel], x[row, channel] - mean[channel], partial_dot[i])
-        for both in (partial, partial_dot):
-            for i in range(threads):
-                for a in range(1, _LOADS):
-                    both[i] += both[i + a * threads]
-            for block in range(blocks):
-                add_halves(both[block * height :], height)
-            if blocks > 1:
-                for thread in range(height):
-                    total = _ZERO
-                    for block in range(thread, blocks, height):
-                        total += both[block * height]
-                    both[threads + thread] = total
-                both[0] = add_halves(both[threads:], height)
-        totals[channel], dots[channel] = partial[0], partial_dot[0]
+def _rounded_tree(partial: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Return sums of [..., 16 warps, 32 lanes] by halving; what moves from thread to thread is rounded to a dtype."""
+    for _ in range(2):
+        while (half := partial.shape[-1] // 2) > 0:
+            partial = partial[..., :half] + to_f32(from_f32(partial[..., half:], dtype))
+        partial = partial[..., 0]
+    return partial
 
 
 def _layout(x: torch.Tensor) -> bool:
@@ -204,10 +131,6 @@ def _layout(x: torch.Tensor) -> bool:
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
         return True
     raise UnknownOrder(f"batch_norm of strides {x.stride()}")
-
-
-def _threads(inner: int) -> int:
-    return next(n for n in (32, 64, 128, 256, 512) if inner <= n or n == 512)
 
 
 def _power(n: int) -> int:
@@ -230,21 +153,19 @@ def _elements(x: torch.Tensor, last: bool) -> np.ndarray:
 def _tensor(y_f32: np.ndarray, like: torch.Tensor, last: bool) -> torch.Tensor:
     shape = [like.shape[0], *like.shape[2:], like.shape[1]] if last else list(like.shape)
     y = from_f32(y_f32, like.dtype, shape)
-    return y.movedim(-1, 1) if last else y
+    return torch.empty_like(like).copy_(y.movedim(-1, 1)) if last else y
 
 
 def _affine(x: torch.Tensor | None, channels: int, missing: float) -> np.ndarray:
     return np.full(channels, missing, np.float32) if x is None else to_f32(x)
 
 
-def _takes_cudnn(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: torch.Tensor | None, train: bool,
-    eps: float,
-) -> bool:  # fmt: skip
-    if weight is None or bias is None or (running is None and not train) or not torch.backends.cudnn.enabled:
+def _takes_cudnn(x: torch.Tensor, weight: torch.Tensor | None, running: torch.Tensor | None, train: bool) -> bool:
+    """Return True where PyTorch calls cuDNN, if there is a bias with the weight."""
+    if weight is None or (running is None and not train) or not torch.backends.cudnn.enabled:
         return False
     dtypes = x.dtype == torch.float32 or (x.dtype == torch.float16 and weight.dtype == torch.float32)
-    return dtypes and x.ndim >= 3 and x.shape[0] <= (880801 if train else 65535) and eps >= 1e-5
+    return dtypes and x.ndim >= 3 and x.shape[0] <= (880801 if train else 65535)
 
 
 def _cudnn_sums(
@@ -268,7 +189,8 @@ def _cudnn_rows(x: torch.Tensor) -> np.ndarray:
     Raises:
         UnknownOrder: Channels lie innermost, or a channel is larger than what was compared.
     """
-    if not x.is_contiguous() or x.numel() // x.shape[1] > _MOST_OF_CUDNN:
+    last = not x.is_contiguous() and x.ndim > 3 and x.stride(1) == 1
+    if last or x.numel() // x.shape[1] > _MOST_OF_CUDNN:
         raise UnknownOrder("batch_norm by cuDNN, of channels_last or of large images")
     return to_f32(x.transpose(0, 1)).reshape(x.shape[1], -1)
 
@@ -286,24 +208,22 @@ def batch_norm(
     Raises:
         UnknownOrder: cuDNN computes it: float32, or float16 with float32 weights, of 3 dimensions or more.
     """
-    cudnn = _takes_cudnn(x, weight, bias, running_mean, train, eps)
+    cudnn = _takes_cudnn(x, weight, running_mean, train)
+    if cudnn and bias is None:
+        raise UnknownOrder("batch_norm with a weight alone")
     if cudnn and train:
-        return _cudnn_forward(x, to_f32(weight), to_f32(bias), running_mean, running_var, momentum, eps)
+        assert weight is not None and bias is not None
+        return _cudnn_forward(x, weight, bias, running_mean, running_var, momentum, eps)
     last, channels = _layout(x), x.shape[1]
     elements = _elements(x, last)
-    mean, squares = np.empty(channels, np.float32), np.empty(channels, np.float32)
     count = x.numel() // channels
     if not train:
         assert running_mean is not None and running_var is not None  # or torch refuses
         mean, rstd = to_f32(running_mean), apply(library.rsqrt, to_f32(running_var) + float32(eps))
     else:
         # 1. moments, and what they make of the running ones
-        if last:
-            shape = _blocks(count, channels)
-            run(lambda i, j: _statistics_last(elements, *shape, mean, squares, i, j), channels, 1, 8 * count)
-        else:
-            threads = _threads(elements.shape[2])
-            run(lambda i, j: _statistics(elements, threads, mean, squares, i, j), channels, 1, 8 * count)
+        with np.errstate(all="ignore"):
+            mean, squares = _statistics_last(elements, *_blocks(count, channels)) if last else _statistics(elements)
         variance, share = squares / float32(count), float32(momentum)
         rstd = apply(library.rsqrt, variance + float32(eps))
         with np.errstate(all="ignore"):
@@ -322,7 +242,7 @@ def batch_norm(
 
 
 def _cudnn_forward(
-    x: torch.Tensor, w: np.ndarray, b: np.ndarray, running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
     momentum: float, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     rows, inner, share = _cudnn_rows(x), math.prod(x.shape[2:]), float32(momentum)
@@ -339,20 +259,20 @@ def _cudnn_forward(
             running_var.copy_(from_f32(unbiased, torch.float32))
             running_mean.copy_(from_f32(fma(kept[1], _ONE - share, mean * share), torch.float32))
         # 2. a x + (b - mean a)
-        slope = w * rstd
-        y = fma(slope[:, None], rows, (b - mean * slope)[:, None])
+        slope = to_f32(weight) * rstd
+        y = fma(slope[:, None], rows, (to_f32(bias) - mean * slope)[:, None])
     return _from_rows(y, x), from_f32(mean, torch.float32), from_f32(rstd, torch.float32)
 
 
 def _cudnn_backward(
-    g: torch.Tensor, x: torch.Tensor, w: np.ndarray, mean: np.ndarray, rstd: np.ndarray, mask: list[bool]
+    g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: np.ndarray, rstd: np.ndarray, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
     g_rows, rows, inner = _cudnn_rows(g), _cudnn_rows(x), math.prod(x.shape[2:])
     share, centred = _ONE / float32(rows.shape[1]), rows - mean[:, None]
     with np.errstate(all="ignore"):
         total = _cudnn_sums(g_rows, inner, x.dtype, None, True)
         dot = _cudnn_sums(g_rows, inner, x.dtype, centred, True)
-        factor = w * rstd
+        factor = to_f32(weight) * rstd
         slope = -factor * (dot * rstd * rstd * share)
         part = fma(factor[:, None], g_rows, -(factor * (total * share))[:, None])
         dx, dweight = fma(slope[:, None], centred, part), dot * rstd
@@ -370,12 +290,15 @@ def batch_norm_backward(
     Raises:
         UnknownOrder: cuDNN computes it, or g lies otherwise than x.
     """
-    if train and _takes_cudnn(x, weight, weight, running_mean, train, eps):
-        return _cudnn_backward(g.contiguous(), x, to_f32(weight), to_f32(mean), to_f32(rstd), mask)
+    if mean is None or rstd is None:
+        raise UnknownOrder("the gradient of batch_norm without saved statistics")
+    if train and _takes_cudnn(x, weight, running_mean, train):
+        assert weight is not None
+        return _cudnn_backward(g.contiguous(), x, weight, to_f32(mean), to_f32(rstd), mask)
     # of one channel, or images of one pixel, both hold
     last = _layout(x) or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
     channels = x.shape[1]
-    if g.stride() != x.stride() or mean is None or rstd is None or not mask[0]:
+    if g.stride() != x.stride() or not mask[0]:
         raise UnknownOrder("the gradient of batch_norm in another layout than x, or without x's")
     g_f32, x_f32 = _elements(g, last), _elements(x, last)
     w = _affine(weight, channels, 1.0)
@@ -387,20 +310,19 @@ def batch_norm_backward(
         assert running_var is not None
         scale = _ONE / np.sqrt(to_f32(running_var) + float32(eps))
     count = x.numel() // channels
-    total, dot = np.empty(channels, np.float32), np.empty(channels, np.float32)
     with np.errstate(all="ignore"):
-        # 1. sums of g and of g (x - mean); the products are rounded to 16 bits unless channels lie innermost
+        # 1. sums of g and of g (x - mean); in 16 bits they are rounded on their way unless channels lie innermost
         if last:
-            shape = _blocks(count, channels)
-            run(
-                lambda i, j: _gradient_sums_last(g_f32, x_f32, centre, *shape, total, dot, i, j), channels, 1, 8 * count
-            )
+            plan = Plan(1, *_blocks(count, channels), _LOADS)
+            total, dot = sums(g_f32.T, plan), sums(g_f32.T, plan, (x_f32 - centre).T)
         else:
-            threads, word = _threads(x_f32.shape[2]), words_of(x.new_empty(1))
-            run(
-                lambda i, j: _gradient_sums(g_f32, x_f32, word, centre, threads, total, dot, i, j),
-                channels, 1, 8 * count,
-            )  # fmt: skip
+            dealt, centred = (_dealt(t)[0] for t in (g_f32, x_f32 - centre[:, None]))
+            if x.dtype in SIXTEEN_BITS:
+                partial = [chain(t.swapaxes(1, 2)) for t in (dealt, to_f32(from_f32(dealt * centred, x.dtype)))]
+                total, dot = (_rounded_tree(t.reshape(-1, 16, 32), x.dtype) + float32(0.0) for t in partial)
+            else:
+                rows = [t.reshape(channels, -1) for t in (dealt, centred)]
+                total, dot = sums(rows[0], Plan(32, 16)), sums(rows[0], Plan(32, 16), rows[1])
         # 2. the gradient of x
         share = _ONE / float32(count)
         if last:

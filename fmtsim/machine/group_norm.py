@@ -8,6 +8,7 @@ from numpy import float32
 from fmtsim.machine import library
 from fmtsim.machine.arrays import apply, fma, from_f32, to_f32
 from fmtsim.machine.reduce import Plan, moments, sums
+from fmtsim.machine.unknown import UnknownOrder
 
 
 def threads_of_a_row(count: int) -> Plan:
@@ -23,7 +24,13 @@ def group_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, count: int, channels: int, inner: int,
     groups: int, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return (y, mean, rstd) of native_group_norm for x of [count, channels, inner ...]; all in x's dtype."""
+    """Return (y, mean, rstd) of native_group_norm for x of [count, channels, inner ...]; all in x's dtype.
+
+    Raises:
+        UnknownOrder: A bias without a weight, or parameters of another dtype than x.
+    """
+    if (weight is None and bias is not None) or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+        raise UnknownOrder("group_norm with a bias alone, or with parameters of another dtype")
     rows, size = to_f32(x).reshape(count * groups, -1), channels // groups
     # 1. Welford's moments; eps is rounded to x's dtype
     mean, squares = moments(rows, threads_of_a_row(rows.shape[1]))
@@ -44,7 +51,7 @@ def group_norm(
         else:
             slope = scale * w
             y = fma(slope, elements, b - slope * centre)
-    return from_f32(y, x.dtype, x.shape), *statistics
+    return from_f32(y, x.dtype, x.shape), statistics[0], statistics[1]
 
 
 def group_norm_backward(

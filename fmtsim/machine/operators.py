@@ -44,7 +44,7 @@ ones_like zeros_like full_like empty_like empty empty_strided zeros ones full sc
 new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
 index index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide
-remainder maximum minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
+remainder maximum minimum argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
 resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
 """
@@ -81,6 +81,16 @@ def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> t
     if not x.is_floating_point():
         return torch.sum(x, dims or list(range(x.ndim)), keepdim, dtype=dtype)
     return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, dtype or x.dtype)
+
+
+def _extreme(extreme: Callable) -> Callable:
+    def call(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        y = extreme(x, *rest, **options)
+        if torch.is_tensor(y) and bool((y == 0).any()) and len(x[x == 0].signbit().unique()) > 1:
+            raise UnknownOrder("the sign of an extreme that is zero, among zeros of both signs")
+        return y
+
+    return call
 
 
 def _attention(
@@ -228,6 +238,7 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._log_softmax_backward_data: lambda g, y, dim, dtype: _softmax_gradient(g, y, dim, dtype, True),
     _ATEN.sum: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, False),
     _ATEN.mean: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, True),
+    **{getattr(_ATEN, name): _extreme(getattr(_ATEN, name)) for name in ("amax", "amin", "max", "min")},
     _ATEN.var: lambda x, dims=None, **options: reduce.var_mean(x, dims, **options)[0],
     _ATEN.std: lambda x, dims=None, **options: reduce.var_mean(x, dims, root=True, **options)[0],
     _ATEN.var_mean: reduce.var_mean,
