@@ -13,7 +13,7 @@ from fmtsim.machine.reduce import Plan, sums
 from fmtsim.machine.unknown import UnknownOrder
 
 _THREADS, _ONE = 512, float32(1.0)
-_MOST_OF_CUDNN = 6272  # elements of a channel
+_MOST_FORWARD, _MOST_ODD = 25088, 12291  # elements of a channel for which cuDNN's orders were compared
 _ROWS_A_THREAD, _LOADS, _MOST_BLOCKS = 16, 4, 128  # of the kernels for channels that lie innermost
 _Moments = tuple[np.ndarray, ...]  # mean, sum of squared differences, count
 
@@ -183,15 +183,16 @@ def _cudnn_sums(
     return sums(dealt[0], Plan(32, 16), dealt[1] if factors is not None else None)
 
 
-def _cudnn_rows(x: torch.Tensor) -> np.ndarray:
+def _cudnn_rows(x: torch.Tensor, most: int) -> np.ndarray:
     """Return float32 [channels, images x inner size].
 
     Raises:
         UnknownOrder: Channels lie innermost, or a channel is larger than what was compared.
     """
-    last = not x.is_contiguous() and x.ndim > 3 and x.stride(1) == 1
-    if last or x.numel() // x.shape[1] > _MOST_OF_CUDNN:
-        raise UnknownOrder("batch_norm by cuDNN, of channels_last or of large images")
+    if not x.is_contiguous() and x.ndim > 3 and x.stride(1) == 1:
+        raise UnknownOrder("batch_norm by cuDNN, of channels_last")
+    if x.numel() // x.shape[1] > most:
+        raise UnknownOrder(f"batch_norm by cuDNN, of more than {most:,} elements in a channel")
     return to_f32(x.transpose(0, 1)).reshape(x.shape[1], -1)
 
 
@@ -206,7 +207,8 @@ def batch_norm(
     """Return (y, mean, rstd) of native_batch_norm, the statistics in float32; update running ones in place.
 
     Raises:
-        UnknownOrder: cuDNN computes it: float32, or float16 with float32 weights, of 3 dimensions or more.
+        UnknownOrder: A layout that is not known, or cuDNN's order for large images; cuDNN computes float32, and float16
+            with float32 weights, of 3 dimensions or more.
     """
     cudnn = _takes_cudnn(x, weight, running_mean, train)
     if cudnn and bias is None:
@@ -215,6 +217,8 @@ def batch_norm(
         assert weight is not None and bias is not None
         return _cudnn_forward(x, weight, bias, running_mean, running_var, momentum, eps)
     last, channels = _layout(x), x.shape[1]
+    if cudnn and last and x.dtype == torch.float16:
+        raise UnknownOrder("batch_norm by cuDNN, of float16 in channels_last")
     elements = _elements(x, last)
     count = x.numel() // channels
     if not train:
@@ -242,10 +246,11 @@ def batch_norm(
 
 
 def _cudnn_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor | None, running_var: torch.Tensor | None,
-    momentum: float, eps: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None, momentum: float, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    rows, inner, share = _cudnn_rows(x), math.prod(x.shape[2:]), float32(momentum)
+    inner, share = math.prod(x.shape[2:]), float32(momentum)
+    rows = _cudnn_rows(x, _MOST_ODD if x.dtype == torch.float16 and inner % 2 else _MOST_FORWARD)
     count = rows.shape[1]
     with np.errstate(all="ignore"):
         # 1. the mean, then the mean of squared differences
@@ -267,7 +272,10 @@ def _cudnn_forward(
 def _cudnn_backward(
     g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: np.ndarray, rstd: np.ndarray, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    g_rows, rows, inner = _cudnn_rows(g), _cudnn_rows(x), math.prod(x.shape[2:])
+    inner = math.prod(x.shape[2:])
+    if x.dtype == torch.float16 and inner % 2 == 0:
+        raise UnknownOrder("the gradient of batch_norm by cuDNN, of pairs of float16")
+    g_rows, rows = _cudnn_rows(g, _MOST_ODD), _cudnn_rows(x, _MOST_ODD)
     share, centred = _ONE / float32(rows.shape[1]), rows - mean[:, None]
     with np.errstate(all="ignore"):
         total = _cudnn_sums(g_rows, inner, x.dtype, None, True)
@@ -288,7 +296,7 @@ def batch_norm_backward(
     """Return the gradients of (x, weight, bias) of native_batch_norm.
 
     Raises:
-        UnknownOrder: cuDNN computes it, or g lies otherwise than x.
+        UnknownOrder: g lies otherwise than x, or as for ``batch_norm``.
     """
     if mean is None or rstd is None:
         raise UnknownOrder("the gradient of batch_norm without saved statistics")

@@ -243,13 +243,28 @@ def odd_norm_cases() -> Iterator[Case]:
         yield Case(f"odd_norm {i}", call)
 
 
-CASES = (
-    reduction_cases,
-    softmax_cases,
-    scan_cases,
-    group_norm_cases,
-    batch_norm_cases,
-    large_batch_norm_cases,
-    instance_norm_cases,
-    odd_norm_cases,
-)
+_ALL = (
+    reduction_cases, softmax_cases, scan_cases, group_norm_cases, batch_norm_cases, large_batch_norm_cases,
+    instance_norm_cases, odd_norm_cases,
+)  # fmt: skip
+# Calls that ``simulate`` names as not known: extremes that are zeros of both signs, scans of CUB, cuDNN on large images
+# or channels_last, gradients that lie otherwise than x.
+UNKNOWN = {
+    "sums": "41 146 161 385 416 536",
+    "scan": "0 4 8 12 16 20 24-25 28 32 36 40 44 48 52 56 60 64 68-69 72 76 80 84 88 92 96 100-101 104 108 112 116",
+    "batch_norm": "101-104 108-109 122-123 182-183 242-243 302-303 343-344 348-349",
+    "images": "2-9 20 24-36 41-45 48-57 59-60 64 67-68 70-84 88-95 100 102 112 118 120 124 126 130 132 136 138 142 "
+    "144 147-149 151-152 154 156-162 165-167 169-170 172",
+}
+
+
+def _known(name: str) -> bool:
+    kind, number = name.rsplit(" ", 1)
+    spans = [span.split("-") for span in UNKNOWN.get(kind, "").split()]
+    return not any(int(span[0]) <= int(number) <= int(span[-1]) for span in spans)
+
+
+def reduced_cases(known: bool = True) -> Iterator[Case]:
+    """Yield every case of this file whose bits are known, or those that ``simulate`` refuses."""
+    for cases in _ALL:
+        yield from (case for case in cases() if _known(case.name) is known)
