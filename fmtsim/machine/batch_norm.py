@@ -276,8 +276,8 @@ def _cudnn_backward(
     if x.dtype == torch.float16 and inner % 2 == 0:
         raise UnknownOrder("the gradient of batch_norm by cuDNN, of pairs of float16")
     g_rows, rows = _cudnn_rows(g, _MOST_ODD), _cudnn_rows(x, _MOST_ODD)
-    share, centred = _ONE / float32(rows.shape[1]), rows - mean[:, None]
     with np.errstate(all="ignore"):
+        share, centred = _ONE / float32(rows.shape[1]), rows - mean[:, None]
         total = _cudnn_sums(g_rows, inner, x.dtype, None, True)
         dot = _cudnn_sums(g_rows, inner, x.dtype, centred, True)
         factor = to_f32(weight) * rstd
