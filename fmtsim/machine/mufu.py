@@ -2,10 +2,10 @@
 """The special-function unit of Hopper (MUFU): ex2, lg2, rcp, rsqrt, sqrt, sin, cos and tanh, bit for bit.
 
 The unit interpolates: a segment's three coefficients and the low bits x of the argument give c0 + c1 x + c2 x^2 in
-fixed point. c0 has 26 bits, c1 16 and c2 10 (tanh: 14); the square drops the partial products of its lower columns. Structure:
-Oberman and Siu, "A high-performance area-efficient multifunction interpolator" (ARITH 2005). The coefficients in
-``support/mufu.csv`` are not published: they are the only integers for which no result of an H200 (tanh: H100) differs
-(``tests/machine/test_machine.py``; all 2^32 arguments: docs/evidence.md).
+fixed point. c0 has 26 bits, c1 16 and c2 10 (tanh: 14); the square drops the partial products of its lower columns.
+Structure: Oberman and Siu, "A high-performance area-efficient multifunction interpolator" (ARITH 2005). The
+coefficients in ``support/mufu.csv`` are not published: they are the only integers for which no result of an H200
+(tanh: H100) differs (``tests/machine/test_machine.py``; all 2^32 arguments: docs/evidence.md).
 """
 
 import numpy as np
