@@ -56,6 +56,7 @@ DEFAULT = {  # of kernels: one of each kind
         "cuda_shuffle_sums",
         "cuda_fast_math_1",
         "cuda_half2_arithmetic",
+        "cuda_use_fast_math",
         "cuda_rounding",
         "cuda_inline_mma",
         "cuda_libm_1",
