@@ -329,7 +329,7 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
     source = (
         f"{len(book):,} families of sizes asked by python -m tools.calibrate --book; rules for other calls: {base.name}"
     )
-    return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), book=book,
+    return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), books=(book,),
                    trees=base.trees if same else (), architecture=cast(Architecture, architecture))  # fmt: skip
 
 
