@@ -136,10 +136,11 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
     records = record_a, record_b
     notes |= {f"{run} is not certain: {x}": None for run, one in zip("ab", records, strict=True) for x in one.reasons}
     pairs = ((name, x, y, compare(x, y)) for (name, x), (_, y) in zip(out_a, out_b, strict=True))
-    name, x, y, comparison = next((pair for pair in pairs if not pair[3].equal), ("", *start[:1] * 2, None))
-    if comparison is None or comparison.first is None:
+    pair = next((pair for pair in pairs if not pair[3].equal), None)
+    if pair is None or pair[3].first is None:
         return LaunchBisection(note="; ".join(notes))
-    index = comparison.first.index
+    name, x, y, comparison = pair
+    index = pair[3].first.index
     together = record_a.grid != record_b.grid  # a block of one has other elements
     if together:
         notes["the grids differ: values of all blocks, and of all rounds of a loop, are compared together"] = None
@@ -169,6 +170,7 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
                 notes[f"{line} has more values in one of the launches, which tells nothing"] = None
         elif line not in different:
             nearest = np.argmin(np.abs(alone[1].astype(object) - int(alone[0][0])))
+            counts = zip(alone, (codes_a, codes_b), strict=True)
             codes = [one[None].view(f"i{size}") for one in (alone[0][0], alone[1][nearest])]
             numbers = [torch.from_numpy(c).view(_DTYPES[kind]).item() if kind in _DTYPES else int(c[0]) for c in codes]
             difference = Difference(
@@ -180,7 +182,7 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
             different[line] = LaunchBisection(
                 line=line, source=_text(a.kernel, line), block=block, first=difference,
                 round=None if together or line in merged else number,
-                distinct=tuple((len(np.unique(c)), len(np.unique(d))) for c, d in zip(alone, (codes_a, codes_b), strict=True)),
+                distinct=tuple((len(np.unique(own)), len(np.unique(every))) for own, every in counts),
             )  # fmt: skip
     if not different:
         notes["no line shows it: each writes the same set of values, perhaps at other places"] = None
