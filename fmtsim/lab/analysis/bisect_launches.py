@@ -152,7 +152,9 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
         if record.instructions // count * int(np.prod(record.block)) * 8 > _MOST_BYTES:
             raise ArgumentError(f"{record.kernel} writes too many values to note them; pass fewer elements or blocks")
         body = parse(record.ptx).functions[record.entry].body
-        seen = [Watch(places=all_places(body), block=block, alone=not together, unset=byte) for byte in (0, 255)]
+        if not (places := all_places(body)):
+            raise ArgumentError(f"{record.kernel} is PTX without line numbers (.loc); pass Triton or CUDA C++")
+        seen = [Watch(places=places, block=block, alone=not together, unset=byte) for byte in (0, 255)]
         for watch in seen:
             if not compare(dict(one.run(watch, start)[1])[name][index], out[index]).equal:
                 raise ArgumentError(f"block {block} reads what others write, and does not run alone; look with watch=")

@@ -4,8 +4,8 @@
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy
@@ -18,6 +18,7 @@ from fmtsim.machine.ptx.parse import Function, Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
 from fmtsim.machine.ptx.watched_lines import Watch, Watched, places, watched
+from fmtsim.machine.ptx.watched_sum import WatchedSum, watched_sum
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 
 TARGETS = ("h100", "h200")
@@ -47,6 +48,7 @@ class Launch:
     ptx: str = field(repr=False)
     entry: str = field(repr=False)
     watched: tuple[Watched, ...] = ()
+    watched_sum: WatchedSum | None = None
 
     @property
     def threads(self) -> int:
@@ -62,15 +64,15 @@ class Launch:
             f"  {self.instructions:,} instructions; {self.contractions} products fused into sums ({how})",
         ]
         lines += [f"  configuration: {self.config}"] * bool(self.config)
-        return "\n".join(
-            [*lines, *(f"  {reason}" for reason in self.reasons), *(f"  {value}" for value in self.watched)]
-        )
+        lines += [f"  {x}" for x in (*self.reasons, *self.watched)]
+        return "\n".join([*lines, *[str(self.watched_sum)] * (self.watched_sum is not None)])
 
 
 def launch(
     kernel: Any, grid: Any, *args: Any, target: str = "h100", config: Any = None, entry: str | None = None,
     block: int | Sequence[int] | None = None, watch: str | int | Sequence[str | int] | None = None,
-    watch_block: int | Sequence[int] = 0, watch_threads: int | Sequence[int] = 0, **named: Any,
+    watch_block: int | Sequence[int] = 0, watch_threads: int | Sequence[int] = 0,
+    watch_sum: Sequence[torch.Tensor] | None = None, **named: Any,
 ) -> Launch:  # fmt: skip
     """Run a kernel on CPU tensors, which it writes in place, with the bits of an H100 or H200.
 
@@ -90,6 +92,8 @@ def launch(
             call, wrote, in their order.
         watch_block: The block that is watched.
         watch_threads: Its threads; which elements a thread holds is the compiler's choice.
+        watch_sum: One element of a result and its terms, views of the launch's tensors, as ``(y[1], x[1])``: the
+            record's ``watched_sum`` has the order in which n terms are added. It asks a block about n log n times.
         named: For Triton the kernel's arguments and constants by name, ``num_warps``, ``num_stages``, ``maxnreg``,
             ``enable_fp_fusion`` and Triton's other options. For PTX and CUDA C++ ``shared``, bytes of dynamic shared
             memory, and for CUDA C++ the compiler's options (``use_fast_math=True``, ``std="c++20"``).
@@ -126,9 +130,15 @@ def launch(
         at: Any = watch_block if isinstance(watch_block, list | tuple) else [watch_block]
         of: Any = watch_threads if isinstance(watch_threads, list | tuple | range) else [watch_threads]
         seen = Watch(places=places(kernel, watch), block=(*at, 0, 0)[:3], threads=tuple(of))
-    return run(
-        prepared(kernel, grid, args, named, target=target, config=config, entry=entry, block=block), target, seen
-    )
+    prepare = partial(prepared, kernel, grid, target=target, config=config, entry=entry, block=block)
+    total = None
+    if watch_sum is not None:
+        if not isinstance(watch_sum, tuple | list) or [isinstance(x, torch.Tensor) for x in watch_sum] != [True, True]:
+            raise ArgumentError(f"watch_sum={shown(watch_sum)}; give an element and its terms: watch_sum=(y[1], x[1])")
+        (*copies, out, terms), others = copied([*args, *watch_sum], named)
+        program = prepare(copies, others)
+        total = watched_sum(partial(run, program, target), program, out, terms)
+    return replace(run(prepare(args, named), target, seen), watched_sum=total)
 
 
 def prepared(
