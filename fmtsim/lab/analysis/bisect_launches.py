@@ -144,7 +144,7 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
     together = record_a.grid != record_b.grid  # a block of one has other elements
     if together:
         notes["the grids differ: values of all blocks, and of all rounds of a loop, are compared together"] = None
-    # 2. What the lines write there; a value that depends on what registers held before is none.
+    # 2. What the lines write there
     values, block = [], None
     for one, record, watch, out in zip(launches, records, watches, (x, y), strict=True):
         block = None if together else watch.writer(out, index, record.grid)
@@ -154,11 +154,10 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
         body = parse(record.ptx).functions[record.entry].body
         if not (places := all_places(body)):
             raise ArgumentError(f"{record.kernel} is PTX without line numbers (.loc); pass Triton or CUDA C++")
-        seen = [Watch(places=places, block=block, alone=not together, unset=byte) for byte in (0, 255)]
-        for watch in seen:
-            if not compare(dict(one.run(watch, start)[1])[name][index], out[index]).equal:
-                raise ArgumentError(f"block {block} reads what others write, and does not run alone; look with watch=")
-        values.append(_by_line(body, seen[0].notes, seen[1].notes, together))
+        seen = Watch(places=places, block=block, alone=not together)
+        if not compare(dict(one.run(seen, start)[1])[name][index], out[index]).equal:
+            raise ArgumentError(f"block {block} reads what others write, and does not run alone; look with watch=")
+        values.append(_by_line(body, seen.notes, together))
     # 3. The first line, in launch a's order, of which both have values that the other has not.
     lines = {line for line, *_ in values[0]} & {line for line, *_ in values[1]}
     merged = {line for line in lines if len({max(key[1] for key in v if key[0] == line) for v in values}) > 1}
@@ -194,8 +193,8 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
     )  # fmt: skip
 
 
-def _by_line(body: Sequence[Instruction], first: list[Note], second: list[Note], together: bool) -> Values:
-    """Return what each line hands on to others, in order; ``second`` ran with other values in unset registers."""
+def _by_line(body: Sequence[Instruction], notes: Sequence[Note], together: bool) -> Values:
+    """Return what each line hands on to others, in order."""
     readers: dict[str, list[Instruction]] = {}
     for x in body:
         predicate = (x.predicate.name,) if x.predicate else ()
@@ -212,11 +211,11 @@ def _by_line(body: Sequence[Instruction], first: list[Note], second: list[Note],
 
     counts: dict[tuple[int, str], int] = {}
     found: dict[tuple[str, int, int], tuple[list[np.ndarray], str]] = {}
-    for (x, register, words, running), (_, _, others, _) in zip(first, second, strict=True):
+    for x, register, words, running in notes:
         line, kind = _line(x), _kind(x, readers.get(register, []))
         if kind and leaves(register, line):
             counts[id(x), register] = number = counts.get((id(x), register), -1) + 1
-            codes = words[running.view(bool) & (words == others)]
+            codes = words[running.view(bool)]
             size = 1 if kind[0] == "e" else int(re.sub(r"x[24]|\D", "", kind)) // 8
             codes = codes.view(f"u{size}") if "x" in kind else codes.astype(f"u{size}")
             key = line, 0 if together else number, size

@@ -151,7 +151,7 @@ class Block:
 
     def __init__(
         self, program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], shared_bytes: int,
-        writers: np.ndarray, unset: int = 0,
+        writers: np.ndarray,
     ) -> None:  # fmt: skip
         live = shape[0] * shape[1] * shape[2]
         threads = live + -live % 32  # the last warp is whole; threads that are none have ended
@@ -183,8 +183,6 @@ class Block:
             np.zeros(threads, np.uint8),
             np.zeros(32, np.int32),
         )
-        for offset, size in program.offsets.values() if unset else ():
-            self.array(offset, size)[:] = (unset if size > 1 else 0) * (((1 << 8 * size) - 1) // 255)
         for offset, size, value in program.constants:
             self.array(offset, size)[:] = value
         for name, offset, size in program.addresses:
@@ -362,8 +360,7 @@ def run_grid(
     writers = np.zeros(elements if count > 1 and not program.has_atomics else 0, np.int32)
 
     def work() -> None:
-        block = Block(program, memory, grid, shape, dynamic_bytes, writers, watch.unset)
-        blank = block.registers.copy() if watch.places else None
+        block = Block(program, memory, grid, shape, dynamic_bytes, writers)
         states.append(block.state)
         while not failures:
             with lock:
@@ -372,8 +369,6 @@ def run_grid(
                 return
             index = number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
             block.notes = watch.notes if watch.block in (None, index) else None
-            if blank is not None:  # no value of the block before shows in a watched one
-                block.registers[:] = blank
             try:
                 block.run(index)
             except BaseException as error:

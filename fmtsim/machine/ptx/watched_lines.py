@@ -24,7 +24,6 @@ class Watch:
     block: tuple[int, ...] | None = (0, 0, 0)  # None: all blocks
     threads: tuple[int, ...] = ()
     alone: bool = False  # no other block runs
-    unset: int = 0  # each byte of registers that are not written yet
     notes: list[Note] = field(default_factory=list)
     writers: dict[int, np.ndarray] = field(default_factory=dict)  # of storages: 1 + the block that wrote an element
 
