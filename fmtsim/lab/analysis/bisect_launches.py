@@ -16,6 +16,7 @@ from torch import Tensor
 from fmtsim.lab.analysis.compare import Comparison, Difference, compare
 from fmtsim.machine.ptx.launching import Launch, copied, launch, prepared, run
 from fmtsim.machine.ptx.parse import Group, Instruction, parse, register_names
+from fmtsim.machine.ptx.triton import Program
 from fmtsim.machine.ptx.watched_lines import Note, Watch, all_places, source_function
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
@@ -94,20 +95,16 @@ class _Launch:
         self.args, self.named = found.get("args", ()), found.get("named", {})
         self.options = {key: found[key] for key in ("target", "config", "entry", "block") if key in found}
 
-    def prepared(self) -> tuple[Any, list[tuple[str, Tensor]]]:
-        """Return the program on copies of its arguments, and their tensors by name."""
-        args, named = copied(self.args, self.named)
-        program = prepared(self.kernel, self.grid, args, named, **self.options)
-        names = program.names or tuple(f"argument {i}" for i in range(len(program.arguments)))
-        flat = (getattr(getattr(x, "descriptor", None), "base", x) for x in program.arguments)
-        return program, [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
+    def prepared(self) -> Program:
+        """Return the program on copies of its arguments."""
+        return prepared(self.kernel, self.grid, *copied(self.args, self.named), **self.options)
 
     def run(self, watch: Watch, before: Sequence[Tensor]) -> tuple[Launch, list[tuple[str, Tensor]]]:
         """Run on tensors that begin as ``before``; return the record and the tensors by name."""
-        program, tensors = self.prepared()
-        for (_, x), y in zip(tensors, before, strict=True):
+        program = self.prepared()
+        for (_, x), y in zip(program.tensors, before, strict=True):
             x.copy_(y)
-        return run(program, self.options.get("target", "h100"), watch), tensors
+        return run(program, self.options.get("target", "h100"), watch), program.tensors
 
 
 def bisect_launches(first: Any, second: Any) -> LaunchBisection:
@@ -120,11 +117,9 @@ def bisect_launches(first: Any, second: Any) -> LaunchBisection:
     if a.kernel is not b.kernel and a.kernel != b.kernel:
         raise ArgumentError("the launches are of different kernels, whose lines do not pair; pass launches of one")
     # 1. Both in full, from the same memory: which argument differs, and which block wrote the difference?
-    before, others = (one.prepared()[1] for one in launches)
+    before, others = (one.prepared().tensors for one in launches)
     if (facts := [(name, x.shape, x.dtype) for name, x in before]) != [(name, x.shape, x.dtype) for name, x in others]:
-        raise ArgumentError(
-            f"the launches' tensors differ in number, shape or dtype (a: {facts}); pass the same to both"
-        )
+        raise ArgumentError(f"the launches' tensors differ in number, shape or dtype: a has {facts}; pass the same")
     start, watches, notes = [x for _, x in before], (Watch(), Watch()), dict[str, None]()
     record_a, out_a = a.run(watches[0], start)
     for (name, x), (_, y), (_, after) in zip(before, others, out_a, strict=True):

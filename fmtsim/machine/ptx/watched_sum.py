@@ -65,11 +65,8 @@ class WatchedSum(table.Result):
         head = (
             f"{self.element} {verb} the sum of {self.leaves:,} elements of {self.terms}: {self.rounding}, in this order"
         )
-        rows = [
-            ("additions", "of terms", "how they meet", "for example"),
-            *((f"{n:,}", s, how, e) for how, n, s, e in self.steps),
-        ]
-        return head, table.Rows(rows, (2, 3))
+        rows = [(f"{number:,}", span, how, example) for how, number, span, example in self.steps]
+        return head, table.Rows([("additions", "of terms", "how they meet", "for example"), *rows], (2, 3))
 
 
 def watched_sum(run: Callable[[Watch], Any], program: Program, out: Tensor, terms: Tensor) -> WatchedSum:
@@ -79,10 +76,7 @@ def watched_sum(run: Callable[[Watch], Any], program: Program, out: Tensor, term
         ArgumentError: Views of no argument, an element that is no sum of these terms, sums by atomics.
     """
     # 1. What the launch computes, and which block
-    names = program.names or tuple(f"argument {i}" for i in range(len(program.arguments)))
-    found = (getattr(getattr(x, "descriptor", None), "base", x) for x in program.arguments)
-    tensors = [(name, x) for name, x in zip(names, found, strict=True) if isinstance(x, Tensor)]
-    owners = {x.untyped_storage().data_ptr(): (name, x) for name, x in reversed(tensors)}
+    owners = {x.untyped_storage().data_ptr(): (name, x) for name, x in reversed(program.tensors)}
     mine, other = out.untyped_storage().data_ptr(), terms.untyped_storage().data_ptr()
     sizes_fit = out.numel() == 1 and 2 <= terms.numel() <= _MOST_TERMS and 0 not in terms.stride()  # noqa: PLR2004
     if mine not in owners or other not in owners or mine == other or not sizes_fit:
@@ -91,9 +85,7 @@ def watched_sum(run: Callable[[Watch], Any], program: Program, out: Tensor, term
             f"watch_sum=(y[1], x[1]); 2 to {_MOST_TERMS:,} terms"
         )
     if terms.dtype not in _LEVELS or not out.is_floating_point() or not terms.isfinite().all():
-        raise ArgumentError(
-            f"watch_sum= adds {', '.join(map(str, _LEVELS))}, all finite; got {terms.dtype} in {out.dtype}"
-        )
+        raise ArgumentError(f"watch_sum= adds finite {', '.join(map(str, _LEVELS))}; got {terms.dtype} in {out.dtype}")
     element, what = (_name(x, *owners[key]) for x, key in ((out, mine), (terms, other)))
     flat = {key: x.new_empty(0).set_(x.untyped_storage()) for key, (_, x) in owners.items()}
     start, own = {key: x.clone() for key, x in flat.items()}, terms.clone().flatten()
@@ -134,9 +126,8 @@ def watched_sum(run: Callable[[Watch], Any], program: Program, out: Tensor, term
         """Return of how many terms the sum is in which i and j meet."""
         survivors = 0
         for first in range(0, len(leaves), most):
-            counted = answer(dict.fromkeys(leaves[first : first + most], small) | {i: large, j: -large}) / (
-                scale * small
-            )
+            values = dict.fromkeys(leaves[first : first + most], small) | {i: large, j: -large}
+            counted = answer(values) / (scale * small)
             if not abs(counted - (number := round(counted) if abs(counted) < 2**53 else -1)) < 0.3 or number < 0:
                 raise refused
             survivors += number
@@ -177,7 +168,14 @@ def watched_sum(run: Callable[[Watch], Any], program: Program, out: Tensor, term
         for fused in (None, -1, 0):
             values = _values(shown, draws, weights, body, (sums, products, fused))
             codes = values.view(_INTEGERS[sums.itemsize]).numpy().view(f"u{sums.itemsize}")
-            if all(_writes(noted, root) for noted, root in zip(notes, codes[-1], strict=True)):
+            written = (
+                any(
+                    words.itemsize == root.itemsize and root in words[running.view(bool)]
+                    for *_, words, running in noted
+                )
+                for noted, root in zip(notes, codes[-1], strict=True)
+            )
+            if all(written):
                 how = "fused products, " if fused is not None else f"{products} products, "
                 how = f"{how * bool((weights[leaves] != 1).any())}{sums} sums".replace("torch.", "")
                 how = "sums of the matrix unit" if max(map(len, additions)) > 2 else how  # noqa: PLR2004
@@ -185,13 +183,6 @@ def watched_sum(run: Callable[[Watch], Any], program: Program, out: Tensor, term
                 return replace(shown, steps=_steps(shown, codes, notes), rounding=how, whole=whole)
     reason = "additions in this order have other bits; perhaps more than these terms is added"
     return WatchedSum(element=element, terms=what, reason=reason)
-
-
-def _writes(notes: Sequence[Note], code: np.unsignedinteger[Any]) -> bool:
-    """Return True if an instruction wrote a code."""
-    return any(
-        words.itemsize == code.itemsize and (words[running.view(bool)] == code).any() for _, _, words, running in notes
-    )
 
 
 def _name(x: Tensor, name: str, owner: Tensor) -> str:

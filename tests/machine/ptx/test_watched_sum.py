@@ -152,5 +152,5 @@ def test_refused():
     ):
         with pytest.raises(ArgumentError, match=message):
             fmtsim.launch(kernel, grid, x, y, SIZE=64, watch_sum=watch)
-    with pytest.raises(ArgumentError, match="all finite; got torch.int32 in torch.float32"):
+    with pytest.raises(ArgumentError, match="torch.bfloat16; got torch.int32 in torch.float32"):
         fmtsim.launch(largest, 1, ones := torch.ones(64, dtype=torch.int32), y, SIZE=64, watch_sum=(y[0], ones))
