@@ -149,6 +149,8 @@ def build(
         except ArgumentError as error:
             raise ArgumentError(f"{error}: {instruction}") from None
         if not watched.isdisjoint((instruction.source, *instruction.callers)):
+            if is_product:  # its result is there when it was computed
+                builder.host(replace(instruction, predicate=None), flush)
             for register in _results(instruction):
                 builder.host(instruction, partial(_note, instruction=instruction, register=register))
     for label in targets.get(len(function.body), ()):
