@@ -103,9 +103,12 @@ def small_layers() -> list[tuple[int, int]]:
     outputs = [*range(1, 8), 9, 10, 12, 20, 50, 97, 100, 101, 127, 129, 200, 250, 251, 257, 300, 400, *range(499, 502),
                513, 600, 800, 997, 1000, 1001, 1003, 1023, 1024, 1500, 2000, 2048]  # fmt: skip
     plain = [width for width in widths if width % 16 == 0]
+    layers = [(width, wide) for width in range(36, 257, 4)
+              for wide in (width // 2, width, *range(2 * width, 5 * width, width), width // 3 * 8)]  # fmt: skip
     pairs = itertools.chain(
         itertools.product(widths, widths), itertools.product(others, plain), itertools.product(plain, others),
-        itertools.product(outputs, plain),
+        itertools.product(outputs, plain), layers, ((wide, width) for width, wide in layers),
+        itertools.product((100, 128, 256, 500, 512, 1000, 1024), range(36, 257, 4)),
     )  # fmt: skip
     return list(dict.fromkeys(pairs))
 
