@@ -43,8 +43,15 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) ->
         raise UnknownOrder(f"attention in {q.dtype}")
     if dropout:
         raise UnknownOrder("attention with dropout")
-    if q.shape[-1] % 32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
-        raise UnknownOrder(f"attention with heads of {q.shape[-1]}")
+    if q.shape[-1] % 8 or v.shape[-1] % 8 or max(q.shape[-1], v.shape[-1]) > 256:
+        raise UnknownOrder(f"attention with heads of {q.shape[-1]}, values of {v.shape[-1]}")
+
+
+def knows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
+    """Return True if ``forward`` and, where it may be asked, ``backward`` know attention without mask and dropout."""
+    sizes = q.shape[-1], v.shape[-1]
+    known = q.ndim == 4 and q.dtype in SIXTEEN_BITS and not any(size % 8 for size in sizes) and max(sizes) <= 256
+    return known and q.shape[-2] > 1 and (causal or k.shape[-2] <= 2 * _KEYS or not torch.is_grad_enabled())
 
 
 @kernel
@@ -113,11 +120,12 @@ def forward(
     if mask is not None or q.shape[-2] == 1:
         raise UnknownOrder("attention with a mask tensor or of one query, tile by tile")
     (batch, heads, queries, d), keys, spec = q.shape, k.shape[2], chain_spec("hopper.wgmma", q.dtype)
-    factor = float32((scale or d**-0.5) * math.log2(math.e))
+    factor = float32(scale or d**-0.5) * LOG2E
     # tiles above the diagonal add zeros, unless v holds NaN or Inf
     skips = causal and _is_tame(v)
     q, k, v = _heads(q, heads), _heads(k, heads), _heads(v, heads)
-    output, logsumexp = torch.empty_like(q), torch.empty(batch * heads, queries)
+    output = torch.empty(batch * heads, queries, v.shape[-1], dtype=q.dtype)
+    logsumexp = torch.empty(batch * heads, queries)
     for head in range(0, len(q), _HEADS):
         some = slice(head, head + _HEADS)
         for row in range(0, queries, _QUERIES):
@@ -137,8 +145,8 @@ def forward(
             # 3. the output, and the logarithms of the sums
             skipped = -(-ends // _KEYS) < -(-keys // _KEYS)
             done = acc.numpy(), largest, sums, skipped, row, words_of(output[some]), logsumexp[some].numpy()
-            run(lambda i, j: _finish(*done, i, j), len(rows), 1, rows.shape[1] * d)  # noqa: B023
-    output = _stored(output.view(batch, heads, queries, d))
+            run(lambda i, j: _finish(*done, i, j), len(rows), 1, rows.shape[1] * v.shape[-1])  # noqa: B023
+    output = _stored(output.view(batch, heads, queries, -1))
     return output, logsumexp.view(batch, heads, queries)
 
 
@@ -264,7 +272,7 @@ def backward(
     if key_heads < heads:
         dk, dv = (_grouped(x.reshape(batch * key_heads, heads // key_heads, -1)) for x in (dk, dv))
     shapes = (heads, queries), (key_heads, keys), (key_heads, keys)
-    dq, dk, dv = (_stored(x.reshape(batch, h, n, d)) for x, (h, n) in zip((dq, dk, dv), shapes, strict=True))
+    dq, dk, dv = (_stored(x.reshape(batch, h, n, -1)) for x, (h, n) in zip((dq, dk, dv), shapes, strict=True))
     return dq, dk, dv
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The special-function unit of Hopper (MUFU): ex2, lg2, rcp, rsqrt, sqrt, sin and cos of float32, bit for bit.
+"""The special-function unit of Hopper (MUFU): ex2, lg2, rcp, rsqrt, sqrt, sin, cos and tanh, bit for bit.
 
 The unit interpolates: a segment's three coefficients and the low bits x of the argument give c0 + c1 x + c2 x^2 in
-fixed point. c0 has 26 bits, c1 16 and c2 10; the square drops the partial products of its lower columns. Structure:
-Oberman and Siu, "A high-performance area-efficient multifunction interpolator" (ARITH 2005). The coefficients in
-``support/mufu.csv`` are not published: they are the only integers for which no result of an H200 differs
-(``tests/machine/test_mufu.py``; all 2^32 arguments: docs/evidence.md).
+fixed point. c0 has 26 bits, c1 16 and c2 10 (tanh: 14); the square drops the partial products of its lower columns.
+Structure: Oberman and Siu, "A high-performance area-efficient multifunction interpolator" (ARITH 2005). The
+coefficients in ``support/mufu.csv`` are not published: they are the only integers for which no result of an H200
+(tanh: H100) differs (``tests/machine/test_machine.py``; all 2^32 arguments: docs/evidence.md).
 """
 
 import numpy as np
@@ -24,6 +24,7 @@ TURNS = float64(float32(0.15915493667125702))  # sin and cos: 1 / (2 pi), multip
 _SCALES = {
     "ex2": (16, 3, 3, 48912), "rcp": (16, 2, 3, 16184), "rsq0": (16, 2, 4, 65532), "rsq1": (16, 2, 4, 65532),
     "sqrt0": (16, 1, 2, 65534), "sqrt1": (16, 2, 2, 65532), "lg2": (15, 3, 4, 6696), "sin": (16, 4, 4, 0),
+    "tanh": (17, 0, 2, 0),
 }  # fmt: skip
 _INTEGERS = coefficients()
 # float64 [segments, 3] of each function: exact integers, whose sums stay below 2^53
@@ -31,9 +32,12 @@ _TABLES = {
     name: (np.array(_INTEGERS[name]) * np.array([1 << c0, 1 << c1, 1 << c2]) + [bias, 0, 0]).astype(np.float64)
     for name, (c0, c1, c2, bias) in _SCALES.items()
 }
-_EX2, _RCP, _LG2, _SIN = (_TABLES[name] for name in ("ex2", "rcp", "lg2", "sin"))
+_EX2, _RCP, _LG2, _SIN, _TANH = (_TABLES[name] for name in ("ex2", "rcp", "lg2", "sin", "tanh"))
 _RSQ = np.concatenate([_TABLES["rsq0"], _TABLES["rsq1"]])  # arguments in [1, 2), then in [2, 4)
 _SQRT = np.concatenate([_TABLES["sqrt0"], _TABLES["sqrt1"]])
+# tanh: the low bits that a segment leaves in each binade from 2^-8 to 4, and the binade's first segment
+_TANH_LOW = np.array([23, 23, 23, 22, 22, 21, 21, 21, 20, 19, 20], np.int32)
+_TANH_FIRST = np.cumsum(np.append(0, 1 << (23 - _TANH_LOW[:-1]))).astype(np.int32)
 
 
 @device
@@ -213,3 +217,22 @@ def cos(x):
     if (bits32(x) & INFINITY) == INFINITY:
         return float32_of(NAN)
     return _sine_of_turns(int32(0), _turns(x), int32(1))
+
+
+@device
+def tanh(x):
+    """Return tanh.approx.f32, of 41 fraction bits before it is cut off; subnormal numbers are not flushed."""
+    bits = bits32(x)
+    sign, magnitude = bits & SIGN, bits & int32(0x7FFFFFFF)
+    if magnitude > INFINITY:
+        return float32_of(NAN)
+    # 1. below 2^-8 the argument, from 8 on 1
+    if magnitude < int32(0x3B800000):
+        return x
+    if magnitude >= int32(0x41000000):
+        return float32_of(sign | ONE)
+    # 2. the segment is the upper bits of the fraction; of the low ones the top 17 count
+    binade, fraction = (magnitude >> int32(23)) - int32(119), magnitude & FRACTION
+    low = _TANH_LOW[binade]
+    rest = (fraction & ((int32(1) << low) - int32(1))) >> (low - int32(17))
+    return _truncate(sign, _interpolate(_TANH, _TANH_FIRST[binade] + (fraction >> low), rest), int32(-41))

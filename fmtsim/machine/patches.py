@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fmtsim.machine import attention
 from fmtsim.machine.ptx.forks import forks, on_gpu
 from fmtsim.machine.unknown import UnknownOrder
 from fmtsim.support.errors import ArgumentError
@@ -261,16 +262,26 @@ def _attention(
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
     learned = None if attn_mask is None or not attn_mask.requires_grad else attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool and query.element_size() == 2 and query.ndim == 4:
+        attn_mask = torch.where(attn_mask, 0.0, -65504.0).to(query.dtype)
+    differs = query.shape[-1] != value.shape[-1]  # the host takes the math path, and has no operator for cuDNN's
+    if (
+        differs
+        and attn_mask is None
+        and not dropout_p
+        and kernels[2]()
+        and attention.knows(query, key, value, is_causal)
+    ):
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
     reasons = {
         "dropout": dropout_p > 0,
-        "values of another head size": query.shape[-1] != value.shape[-1],
+        "values of another head size": differs,
         "a mask that takes a gradient": learned is not None and learned.stride(-1) == 1,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None and query.ndim == 4 and any(enabled() for enabled in kernels):
         _thread.run._note("scaled_dot_product_attention", UnknownOrder(f"attention with {reason}"))
-    if attn_mask is not None and attn_mask.dtype == torch.bool and query.element_size() == 2 and query.ndim == 4:
-        attn_mask = torch.where(attn_mask, 0.0, -65504.0).to(query.dtype)
     # a nested tensor's attention is a torch function of its own
     with nullcontext() if query.is_nested else torch._C.DisableTorchFunction():
         return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

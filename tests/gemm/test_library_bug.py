@@ -128,7 +128,7 @@ def booked():
     runs = ((1, Choice(66, 34, 2)), (64, Choice(66, 35, 2)), (65, Choice(66, 34, 2)))
     kind = Kind("bf16", "bf16", torch.bfloat16)
     book = book_bytes([Family(kind, 0, "m", (8, 44832), runs)], library="a GPU, cuBLASLt 13")
-    return replace(get_target("h200"), rules=(), name="booked", architecture="sm_90", book=Book(book, "parts"))
+    return replace(get_target("h200"), rules=(), name="booked", architecture="sm_90", books=(Book(book, "parts"),))
 
 
 @pytest.mark.parametrize(("m", "lost"), [(63, 0), (64, 32), (68, 0)])

@@ -208,8 +208,11 @@ def function_cases() -> Iterator[Case]:
 
 def attention_cases() -> Iterator[Case]:
     """Yield forward and backward passes of attention: head sizes, lengths, groups, causal or not."""
-    for i in range(80):
+    for i in range(120):
         dtype, d = (BF16, FP16)[i % 2], (32, 64, 96, 128, 256)[i % 5]
+        if i >= 80:
+            d = (16, 24, 40, 8, 80, 72, 48, 112, 160, 192, 248)[i % 11]
+        values = d if i < 100 else (32, 64, 24)[i % 3]
         queries = (64, 100, 17, 128, 200, 96)[i % 6]
         causal = i % 3 == 0
         keys = queries if causal else (64, 130, 100, 200, 256)[i % 5]
@@ -219,16 +222,17 @@ def attention_cases() -> Iterator[Case]:
 
         how = {"is_causal": causal, "scale": scale, "enable_gqa": heads != key_heads}
 
-        def call(device, i=i, q=(heads, queries, d), k=(key_heads, keys, d), kind=kind, dtype=dtype, how=how):  # type: ignore[no-untyped-def]
+        def call(device, i=i, q=(heads, queries), k=(key_heads, keys), d=(d, values), kind=kind, dtype=dtype, how=how):  # type: ignore[no-untyped-def]
             def made(seed, shape, kind="normal"):  # type: ignore[no-untyped-def]
                 x = numbers(seed + i, (1, shape[1], shape[0], shape[2]), kind, dtype).to(device)
                 return x.transpose(1, 2).requires_grad_()
 
-            inputs = made(100, q, kind), made(200, k), made(300, k)
+            inputs = made(100, (*q, d[0]), kind), made(200, (*k, d[0])), made(300, (*k, d[1]))
             y = functional.scaled_dot_product_attention(*inputs, **how)
-            return y, *torch.autograd.grad(y, inputs, made(400, q).detach())
+            return y, *torch.autograd.grad(y, inputs, made(400, (*q, d[1])).detach())
 
-        yield Case(f"attention {heads}/{key_heads} {queries}x{keys} {d} {kind} {str(dtype)[6:]} {causal} {i}", call)
+        sizes = d if values == d else f"{d} {values}"
+        yield Case(f"attention {heads}/{key_heads} {queries}x{keys} {sizes} {kind} {str(dtype)[6:]} {causal} {i}", call)
 
 
 def float32_cases() -> Iterator[Case]:

@@ -52,7 +52,7 @@ def mask(scores: np.ndarray, queries: int, keys: int, causal: bool) -> np.ndarra
 def oracle_forward(q, k, v, causal, scale):  # type: ignore[no-untyped-def]
     dtype, heads, (queries, keys) = q.dtype, q.shape[1], (q.shape[2], k.shape[2])
     q32, k32, v32 = heads_of(q, heads, 64), heads_of(k, heads, 128), heads_of(v, heads, 128)
-    scores = multiply(q32, k32, dtype) * float32((scale or q.shape[3] ** -0.5) * math.log2(math.e))
+    scores = multiply(q32, k32, dtype) * (float32(scale or q.shape[3] ** -0.5) * LOG2E)
     scores = mask(scores, scores.shape[1], keys, causal)
     largest, sums, acc = np.full((*scores.shape[:2], 1), -np.inf, np.float32), None, None
     for start in range(0, k32.shape[1], 128):
@@ -66,16 +66,16 @@ def oracle_forward(q, k, v, causal, scale):  # type: ignore[no-untyped-def]
         largest = new
     total = ((sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3]))[..., None]
     lse = fma(largest, LN2, apply(mufu.lg2, total) * LN2)[..., 0]
-    output = flush(acc * apply(mufu.rcp, total))[:, :queries].reshape(*q.shape)
+    output = flush(acc * apply(mufu.rcp, total))[:, :queries].reshape(*q.shape[:3], -1)
     return canonical(torch.from_numpy(output).to(dtype)), lse[:, :queries].reshape(q.shape[:3])
 
 
 def oracle_backward(g, q, k, v, output, lse, causal, scale):  # type: ignore[no-untyped-def]
-    dtype, heads, (queries, keys), d = q.dtype, q.shape[1], (q.shape[2], k.shape[2]), q.shape[3]
-    factor = float32(scale or d**-0.5)
+    dtype, heads, (queries, keys) = q.dtype, q.shape[1], (q.shape[2], k.shape[2])
+    factor = float32(scale or q.shape[3] ** -0.5)
     g32, q32, k32, v32, o32 = (heads_of(x, heads, 64) for x in (g, q, k, v, output))
     lse = np.pad(lse.reshape(-1, queries, 1), [(0, 0), (0, -queries % 64), (0, 0)])
-    pairs = (g32 * o32).reshape(*o32.shape[:2], d // 8, 4, 2)
+    pairs = (g32 * o32).reshape(*o32.shape[:2], -1, 4, 2)
     chunks = chain(pairs[..., 0] + pairs[..., 1])
     delta = tree(np.pad(chunks, [(0, 0), (0, 0), (0, 32 - chunks.shape[-1])]))[..., None]
     p = apply(mufu.ex2, mask(fma(multiply(q32, k32, dtype), factor, -lse) * LOG2E, queries, keys, causal))
@@ -85,14 +85,14 @@ def oracle_backward(g, q, k, v, output, lse, causal, scale):  # type: ignore[no-
     blocks = [slice(start, start + 128) for start in reversed(range(0, k32.shape[1], 128))]
     dq = chain(np.stack([multiply(ds[:, :, b], k32[:, b].mT, dtype) for b in blocks], -1))
     results = [canonical(torch.from_numpy(dq[:, :queries]).to(dtype).view(q.shape))]
-    for x in (dk, dv):
+    for x, like in ((dk, k), (dv, v)):
         total = x[:, :keys]
         if heads > k.shape[1]:  # the heads of a group, rounded, from zero
-            groups = flush(rounded(total, dtype)).reshape(-1, heads // k.shape[1], keys, d)
+            groups = flush(rounded(total, dtype)).reshape(-1, heads // k.shape[1], keys, like.shape[3])
             total = np.zeros_like(groups[:, 0])
             for head in range(groups.shape[1]):
                 total = flush(total + groups[:, head])
-        results.append(canonical(torch.from_numpy(total).to(dtype).view(k.shape)))
+        results.append(canonical(torch.from_numpy(total).to(dtype).view(like.shape)))
     return results
 
 
@@ -105,7 +105,7 @@ def operand(seed, shape, kind, dtype):  # type: ignore[no-untyped-def]
 
 
 KINDS = ("normal", "wide", "cancelling", "subnormal", "rare")
-SHAPES = ((2, 2, 130, 130, 64), (2, 1, 300, 300, 32), (1, 1, 257, 130, 32))
+SHAPES = ((2, 2, 130, 130, 64, 64), (2, 1, 300, 300, 32, 32), (1, 1, 257, 130, 32, 32), (2, 1, 66, 70, 40, 24))
 
 
 @np.errstate(all="ignore")
@@ -114,12 +114,12 @@ SHAPES = ((2, 2, 130, 130, 64), (2, 1, 300, 300, 32), (1, 1, 257, 130, 32))
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_has_the_bits_of_whole_matrices(kind, causal, every):
     """Normal numbers in every shape, other kinds in one of them in turn; every kind in every shape is slow."""
-    for seed, (heads, key_heads, queries, keys, d) in enumerate(SHAPES):
+    for seed, (heads, key_heads, queries, keys, d, values) in enumerate(SHAPES):
         if kind != "normal" and not every and seed != (KINDS.index(kind) + causal) % len(SHAPES):
             continue
-        dtype, scale = (BF16, FP16)[seed % 2], (None, 0.3)[seed // 2]
-        q, g = (operand(seed + n, (1, heads, queries, d), kind, dtype) for n in (0, 10))
-        k, v = (operand(seed + n, (1, key_heads, keys, d), kind, dtype) for n in (20, 30))
+        dtype, scale = (BF16, FP16)[seed % 2], (None, None, 0.3, None)[seed]
+        q, g = (operand(seed + n, (1, heads, queries, size), kind, dtype) for n, size in ((0, d), (10, values)))
+        k, v = (operand(seed + n, (1, key_heads, keys, size), kind, dtype) for n, size in ((20, d), (30, values)))
         output, lse = attention.forward(q, k, v, None, 0.0, causal, scale)
         expected, expected_lse = oracle_forward(q, k, v, causal, scale)
         assert_same_bits(output, expected)

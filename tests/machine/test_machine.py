@@ -26,7 +26,7 @@ RECORD = json.loads((Path(__file__).parent / "data" / "h200.json").read_text("ut
 SAMPLE = 101  # calls of operators that lie this many apart are compared by default
 ATTENTION, SOME = ("attention", "biased", "masked"), 6  # calls of attention, which lie this many apart
 UNIT = {"ex2": mufu.ex2, "lg2": mufu.lg2, "rcp": mufu.rcp, "rsqrt": mufu.rsqrt, "sqrt": mufu.sqrt, "sin": mufu.sin,
-        "cos": mufu.cos}  # fmt: skip
+        "cos": mufu.cos, "tanh": mufu.tanh}  # fmt: skip
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "mufu_h200.npz"
 
 
@@ -191,6 +191,7 @@ def test_ends_of_the_range_and_powers_of_two():
                 2.0**127: 127.0},
         "ex2": {below: 1.0, -below: 1.0, least: 1.0, -126.0: least, -127.0: zero, 127.0: 2.0**127, 128.0: inf,
                 -600.0: zero, 600.0: inf, 1.0: 2.0, -1.0: 0.5},
+        "tanh": {below: below, 2.0**-8: 2.0**-8, -(2.0**-7): -(2.0**-7) + 2.0**-23, 7.99999: 1 - 2.0**-22, -8.0: -1.0},
     }  # fmt: skip
     for name, values in table.items():
         found = apply(UNIT[name], np.array(list(values), np.float32))
@@ -209,6 +210,7 @@ def test_special_arguments():
         "lg2": ["ff800000"] * 4 + ["7f800000", "7fffffff", "7fffffff", "7fffffff"],
         "sin": ["00000000", "80000000", "00000000", "80000000"] + ["7fffffff"] * 3 + ["bf576aa3"],
         "cos": ["3f800000"] * 4 + ["7fffffff"] * 3 + ["3f0a5141"],
+        "tanh": ["00000000", "80000000", "000116c2", "800116c2", "3f800000", "bf800000", "7fffffff", "bf42f848"],
     }
     for name, bits in expected.items():
         assert [f"{b:08x}" for b in apply(UNIT[name], x).view(np.uint32)] == bits, name

@@ -44,7 +44,17 @@ from fmtsim.support.errors import ArgumentError, DeviceError, shown
 from fmtsim.support.files import check_file
 from fmtsim.support.progress import make_progress
 from tools.calibrate.arithmetic import Measured, arithmetics, family_of, measure_all
-from tools.calibrate.book import Made, book_target, choose_kinds, families_of, lattice, make_book, similar_kinds
+from tools.calibrate.book import (
+    MOST,
+    Made,
+    book_target,
+    choose_kinds,
+    families_of,
+    lattice,
+    make_book,
+    similar_kinds,
+    small_layers,
+)
 from tools.calibrate.campaign import SEEDS, Finding, calibrate
 from tools.calibrate.evidence import Evidence, load_evidence
 from tools.calibrate.gpu import TorchGPU, open_gpu
@@ -56,6 +66,7 @@ from tools.calibrate.unit_calls import kinds_of
 from tools.calibrate.unit_check import TorchCard, check_unit, emulate_again
 
 PLAN, EVIDENCE, BOOK, LEARNED = "fmtsim-plan.json", "fmtsim-evidence.json", "fmtsim.book", "fmtsim.trees"
+SMALL = 1152  # rows of a book of small layers
 RECORDINGS = Files("pass a folder of mtc_*.npz, probe_*.npz or recorded calls", folders=True)
 SUMMARY = "Measure this GPU's arithmetic and its library's accumulation orders, and write a plan file."
 SHOWN = 10
@@ -88,6 +99,7 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     kinds = "kinds of calls, such as bf16,fp8_rows (default: all; an unknown kind prints all names)"
     option(book, "--kinds", kinds, metavar="LIST")
     option(book, "--lattice", "add layers with up to N sizes of outputs and of inputs, from 64 to 32768", 0)
+    flag(book, "--small", f"layers of small models alone, with up to {SMALL} rows")
     trees = "write a file of decision trees, trained on this library's results for random sizes"
     option(book, "--learn", f"{trees} ({LEARNED} unless named)", metavar="FILE", nargs="?", const=LEARNED)
     option(book, "--questions", "queries for each group of kinds; some groups take more or fewer", 3_000_000)
@@ -355,17 +367,17 @@ def run_book(arguments: argparse.Namespace) -> int:
     kinds = choose_kinds(arguments.kinds)
     families = families_of(book_shapes(arguments), kinds)
     base = None if arguments.base is None else get_target(arguments.base)
-    if base is not None and base.book is None:
+    if base is not None and not base.books:
         raise ArgumentError(f"--base {arguments.base} has no book to write the difference to; name a target with one")
     gpu, index = open_card(arguments.device)
     source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
     make = partial(
         make_book, path, families, partial(open_library, arguments.device, gpu.library), library=gpu.library,
-        source=source, executor=arguments.executor,
+        source=source, executor=arguments.executor, most=SMALL if arguments.small else MOST,
     )  # fmt: skip
     try:
         with make_progress(None, transient=True) as progress:
-            book = None if base is None else base.book
+            book = None if base is None else base.books[0]
             result = make(similar=similar_kinds(kinds), workers=workers, base=book, progress=progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path} has what was asked; the same command goes on") from None
@@ -438,6 +450,8 @@ def book_shapes(arguments: argparse.Namespace) -> list[tuple[int, int]]:
     """Return outputs and inputs of the layers of a book that the arguments mean."""
     if arguments.lattice < 0:
         raise ArgumentError(f"--lattice {arguments.lattice} is not possible; choose 0 or more sizes")
+    if arguments.small:
+        return small_layers()
     from_file = [(n, k) for n, k, _ in read_shapes(arguments.shapes)] if arguments.shapes else []
     names = arguments.models or ([] if arguments.shapes else list_models())
     shapes = [pair for model in find_models(names) for pair in model.parallel_layers]

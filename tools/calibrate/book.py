@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast, get_args
 
@@ -95,6 +95,23 @@ def lattice(count: int, low: int = 64, high: int = 32768) -> list[tuple[int, int
     return list(itertools.product(sizes, sizes))
 
 
+def small_layers() -> list[tuple[int, int]]:
+    """Return outputs and inputs of layers of small models: usual widths, vocabularies and numbers of classes."""
+    widths = [*range(16, 256, 16), *range(256, 449, 32), 512]
+    others = [8, 24, 40, 200, 216, 300, 336, 344, 400, 480, 576, 600, 640, 650, 672, 688, 704, 720, 768,
+              800, 832, 896, 960, 1024]  # fmt: skip
+    outputs = [*range(1, 8), 9, 10, 12, 20, 50, 97, 100, 101, 127, 200, 250, 257, 300, 400, 500, 1000, 1001, 1003,
+               1024, 2000, 2048]  # fmt: skip
+    layers = [(width, wide) for width in range(36, 257, 4)
+              for wide in (width // 2, width, *range(2 * width, 5 * width, width), width // 3 * 8)]  # fmt: skip
+    pairs = itertools.chain(
+        itertools.product(widths, widths), itertools.product(others, widths), itertools.product(widths, others),
+        itertools.product(outputs, widths), layers, ((wide, width) for width, wide in layers),
+        itertools.product((100, 128, 256, 500, 512, 1000, 1024), range(36, 257, 4)),
+    )  # fmt: skip
+    return list(dict.fromkeys(pairs))
+
+
 def families_of(shapes: Iterable[tuple[int, int]], kinds: Iterable[Kind]) -> list[Family]:
     """Return the families of linear layers, without runs: forward, and the gradients of input and weight.
 
@@ -125,8 +142,8 @@ def question(family: Family, size: int) -> Question:
     return Question(family.kind, family.layout, m, n, k, family.batch)
 
 
-def sizes_of(family: Family) -> tuple[list[int], int]:
-    """Return the sizes that are asked first, and what lies between two sizes of the family.
+def sizes_of(family: Family, most: int = MOST) -> tuple[list[int], int]:
+    """Return the sizes that are asked first, ``most`` at most, and what lies between two sizes of the family.
 
     Rows that lie apart are asked in pairs: choices change at multiples of a tile's rows and just beyond; one of each
     pair alone would leave ten times as many wrong choices. Of a family of a step below 8 along K, only sizes are asked
@@ -139,9 +156,9 @@ def sizes_of(family: Family) -> tuple[list[int], int]:
         apart = -(-apart // stride) * stride
         pair = (0, stride) if family.along == "m" and apart > stride else (0,)
         sizes = range(begin + apart, last + 1, apart)
-        result += [size + beyond for size in sizes for beyond in pair if size + beyond <= MOST]
+        result += [size + beyond for size in sizes for beyond in pair if size + beyond <= most]
         begin = sizes[-1]
-    end = MOST - (MOST - family.step) % stride
+    end = most - (most - family.step) % stride
     return result if result[-1] == end else [*result, end], stride
 
 
@@ -177,7 +194,7 @@ class Made:
 def make_book(
     path: Path, families: Sequence[Family], open_library: Callable[[], Asker], *, library: str, source: str = "",
     similar: Mapping[Kind, Kind] | None = None, workers: int | None = None, check: int = 20000,
-    base: Book | None = None, progress: Progress | None = None, executor: AnyExecutor = None,
+    base: Book | None = None, progress: Progress | None = None, executor: AnyExecutor = None, most: int = MOST,
 ) -> Made:  # fmt: skip
     """Ask for all families that a file lacks, and write it: as it grows, at the end, and when interrupted.
 
@@ -194,6 +211,7 @@ def make_book(
         base: Book of another GPU, to which the file is the difference in the end; all its families have to be asked.
         progress: Shows how it comes along.
         executor: Asks instead of processes; its workers open the library, which refuses where it is another one.
+        most: Rows, or tokens of a weight's gradient, that are asked about.
 
     Raises:
         ArgumentError: The file is of another GPU or library, or ``base`` has families that neither the file nor
@@ -216,7 +234,9 @@ def make_book(
     with open_tasks(open_library, executor, workers=workers, threads=1, died=DIED) as tasks:
         try:
             progress.stage("families", len(missing))
-            for chunk, runs in tasks.each_done(_runs_of_chunk, _chunks(missing, CHUNK), progress, 0):
+            for chunk, runs in tasks.each_done(
+                partial(_runs_of_chunk, most=most), _chunks(missing, CHUNK), progress, 0
+            ):
                 book.add(chunk, runs)
             progress.stage("kinds that are answered alike", len(similar) * check)
             book.aliases |= _alike(tasks, families, similar, check, progress)
@@ -225,7 +245,7 @@ def make_book(
         if base is not None:
             size = book.write(base)
         result = Made(len(book.known), len(missing), size)
-        drawn = _drawn(families, check, book.aliases)
+        drawn = _drawn(families, check, book.aliases, most)
         progress.stage("held-out questions", len(drawn))
         for asked, answers in tasks.each_done(_answers, _chunks(drawn, 500), progress, 0):
             result.checked += len(asked)
@@ -311,7 +331,7 @@ def book_target(path: Path, gpu: str, architecture: str, family: str) -> Target 
     source = (
         f"{len(book):,} families of sizes asked by python -m tools.calibrate --book; rules for other calls: {base.name}"
     )
-    return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), book=book,
+    return replace(base, name=path.stem, library=book.library, source=source, rules=tuple(rules), books=(book,),
                    trees=base.trees if same else (), architecture=cast(Architecture, architecture))  # fmt: skip
 
 
@@ -319,7 +339,9 @@ def _chunks(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def _drawn(families: Sequence[Family], count: int, aliases: Mapping[Kind, Kind]) -> list[Question]:
+def _drawn(
+    families: Sequence[Family], count: int, aliases: Mapping[Kind, Kind], most: int = MOST
+) -> list[Question]:  # fmt: skip
     """Return questions about sizes drawn at random, half of them of an alias where there is one."""
     rng, drawn = random.Random(len(families)), []
     others: dict[Kind, list[Kind]] = defaultdict(list)
@@ -328,7 +350,7 @@ def _drawn(families: Sequence[Family], count: int, aliases: Mapping[Kind, Kind])
     for _ in range(count if families else 0):
         family = rng.choice(families)
         step = family.step if family.kind.scaling != "none" else 1  # a family of another step may have the size
-        asked = question(family, rng.randrange(step, MOST + 1, step))
+        asked = question(family, rng.randrange(step, most + 1, step))
         alias = rng.random() < 0.5 and others[family.kind]
         drawn.append(asked._replace(kind=rng.choice(alias)) if alias else asked)
     return drawn
@@ -348,11 +370,11 @@ def _alike(
     return {other: kind for other, kind in similar.items() if other in asked and not different[other]}
 
 
-def _runs_of_chunk(library: Callable[[], Asker], families: Sequence[Family]) -> list[Runs]:
+def _runs_of_chunk(library: Callable[[], Asker], families: Sequence[Family], most: int = MOST) -> list[Runs]:
     runs = []
     for family in families:
         ask = lambda size, family=family: asker(library).choice(question(family, size))  # noqa: E731
-        runs.append(runs_of(ask, *sizes_of(family)))
+        runs.append(runs_of(ask, *sizes_of(family, most)))
     return runs
 
 

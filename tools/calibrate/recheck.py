@@ -2,6 +2,7 @@
 """Hold a GPU to the plan file and book that describe it: native bits against emulated ones."""
 
 import dataclasses
+import itertools
 import math
 import random
 from collections import Counter, defaultdict
@@ -101,7 +102,7 @@ def book_calls(
     """
     groups: dict[tuple[Kind, int, int, bool], list[Question]] = defaultdict(list)
     seen, rng = Counter[Any](), random.Random(seed)
-    for family, size, choice in _edges(target.book):
+    for family, size, choice in _edges(target.books):
         asked = question(family, size)
         if asked.m * asked.n * asked.k * asked.batch <= work:
             key = family.kind, family.layout, choice.algorithm, choice.split != 1
@@ -120,9 +121,9 @@ def book_calls(
             yield f"algorithm {algorithm}{', split' if split else ''}", when, chosen
 
 
-def _edges(book: Book | None) -> Iterator[tuple[Family, int, Choice]]:
-    """Yield the sizes at which the choices of a book's families begin and end."""
-    for family in () if book is None else book.families():
+def _edges(books: Iterable[Book]) -> Iterator[tuple[Family, int, Choice]]:
+    """Yield the sizes at which the choices of the families of books begin and end."""
+    for family in itertools.chain.from_iterable(book.families() for book in books):
         for (first, choice), (beyond, _) in zip(family.runs, [*family.runs[1:], (0, None)], strict=True):
             for size in sorted({first, max(first, beyond - family.step)} if choice is not None else ()):
                 yield family, size, choice  # type: ignore[misc]

@@ -384,3 +384,13 @@ template <typename T, int N> __device__ __forceinline__ void norm(const T* x, co
 extern "C" __global__ void __launch_bounds__(32) rmsnorm_template(const __nv_bfloat16* x, const __nv_bfloat16* w, __nv_bfloat16* y, float eps) {
     norm<__nv_bfloat16, 8>(x + blockIdx.x * 256, w, y + blockIdx.x * 256, eps);
 }""", (5,), (32,), lambda: [normal(1, 5, 256), normal(2, 256), torch.zeros(5, 256, dtype=_BF16), 1e-6])  # fmt: skip
+
+# products that are scaled by 2^k before they are rounded (FMUL.D2 and .M2): tiny ones, and those beyond the largest number
+_case("scaled_products", r"""
+extern "C" __global__ void scaled_products(const float* x, const float* z, float* y) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    const float* c = z + i;
+    float a = x[i];
+    y[8 * i] = a * c[0] * 0.5f; y[8 * i + 1] = a * c[1] * 8.0f; y[8 * i + 2] = a * c[2] * 0.25f + c[3]; y[8 * i + 3] = (a * 3.0f) * 4.0f;
+    y[8 * i + 4] = a * c[4] * -0.5f; y[8 * i + 5] = a * c[5] * 16.0f; y[8 * i + 6] = __saturatef(a * c[6] * 0.125f); y[8 * i + 7] = -(a * c[7]) * 2.0f;
+}""", (8,), (128,), lambda: [patterns(1, 1024, dtype=_F32), 2.0 ** (torch.arange(1031) % 254 - 126.0) * 1.7, torch.zeros(8192)])  # fmt: skip

@@ -359,12 +359,13 @@ class PlanFile:
         splits: By name, rules for the number of parts of K.
         rules: Which kernel runs for which calls; the first rule that fits counts.
         architecture: Of the GPU, which cuBLASLt's orders depend on; None where its algorithms are not named.
-        book: The library's recorded choices: a file beside the plan file, or one that comes with fmtsim.
-        trees: Decision trees for calls that the book lacks: files likewise, of which the first that has a kind of calls
-            counts. A plan file names one, or lists them.
+        books: The library's recorded choices: files beside the plan file, or that come with fmtsim. Of those that have
+            a call the first that is certain counts.
+        trees: Decision trees for calls that the books lack: files likewise, of which the first that has a kind of calls
+            counts. A plan file names one of either, or lists them: ``"book": ["h200.book", "h200_small.book"]``.
         settings: Settings of the process.
         overrides: How many rules, from the first, are about calls that another library than cuBLASLt computes: they
-            come before the book.
+            come before the books.
     """
 
     name: str
@@ -375,7 +376,7 @@ class PlanFile:
     splits: dict[str, Splits]
     rules: tuple[Rule, ...]
     architecture: Architecture | None = None
-    book: Book | None = None
+    books: tuple[Book, ...] = ()
     trees: tuple[Learned, ...] = ()
     settings: Settings = DEFAULT
     overrides: int = 0
@@ -385,7 +386,7 @@ class PlanFile:
         # 1. the fields by themselves
         if not 0 <= self.overrides <= len(self.rules):
             raise ArgumentError(f"overrides={self.overrides} is not possible; choose from 0 to {len(self.rules)} rules")
-        if self.architecture is None and (self.book is not None or self.trees):
+        if self.architecture is None and (self.books or self.trees):
             raise ArgumentError(
                 "a book and trees name algorithms, whose orders depend on the GPU; give the architecture, 'sm_90'"
             )
@@ -418,11 +419,10 @@ class PlanFile:
             return file_beside(folder, name)
 
         with located(path):
-            if fields.get("book") is not None:
-                fields["book"] = Book.open(file("book", fields["book"]))
-            names = fields.pop("trees", None)
-            names = names if isinstance(names, list) else [] if names is None else [names]
-            fields["trees"] = tuple(Learned.open(file("trees", name)) for name in names)  # opening reads nothing
+            for what, field, open_file in (("book", "books", Book.open), ("trees", "trees", Learned.open)):
+                names = fields.pop(what, None)
+                names = names if isinstance(names, list) else [] if names is None else [names]
+                fields[field] = tuple(open_file(file(what, name)) for name in names)  # opening reads nothing
             if "settings" in fields:
                 fields["settings"] = find_settings(fields["settings"])
         return record_of(cls, fields, path)  # type: ignore[no-any-return]
@@ -451,12 +451,12 @@ class PlanFile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan file as plain JSON types."""
-        trees = [Path(file.name).name for file in self.trees]
+        books, trees = ([Path(file.name).name for file in files] for files in (self.books, self.trees))
         usual = DEFAULT._asdict()
         settings = {name: value for name, value in self.settings._asdict().items() if value != usual[name]}
         library = {
             "architecture": self.architecture,
-            "book": self.book and Path(self.book.name).name,
+            "book": books[0] if len(books) == 1 else books or None,
             "trees": trees[0] if len(trees) == 1 else trees or None,
             "settings": settings or None,
             "overrides": self.overrides or None,

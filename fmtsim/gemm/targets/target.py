@@ -140,7 +140,7 @@ class Target(PlanFile):
         """Return the plan of a call and the evidence for it.
 
         In order of precedence: (1) the first ``overrides`` rules; (2) tables of sizes and recorded calls; (3) the
-        library's choice, from the book or asked on this machine; (4) other rules; (5) the decision trees; (6) rules
+        library's choice, from the books or asked on this machine; (4) other rules; (5) the decision trees; (6) rules
         that are guesses. A single row or column has both layouts, so a rule for either matches. A product of no
         elements has the plan of one chain. Rules from (2) on are about torch's own settings: where others change what
         torch asks, (3) and (5) alone count.
@@ -207,16 +207,19 @@ class Target(PlanFile):
         return None
 
     def _chosen(self, call: GemmCall, question: Question) -> TargetPlan | None:
-        """Return the order of the library's own choice, from the book or asked on this machine; None without either."""
+        """Return the order of the library's own choice, from a book or asked on this machine; None without either."""
         library = self._library_under(question, "choice")
-        run = None if self.book is None else self.book.run(book_question(question))
-        certain = run is not None and run.certain(question) and answers_question(run.choice, question)
         recorded = None
-        if run is not None and self.book is not None:
-            source = f"{library} in the book {Path(self.book.name).stem}, {run.describe(question)}:"
-            recorded = self._ordered(call, run.choice, source, "reported" if certain else "guess")
-            if recorded.basis != "guess":
-                return recorded
+        for book in self.books:
+            run = book.run(book_question(question))
+            if run is None:
+                continue
+            certain = run.certain(question) and answers_question(run.choice, question)
+            source = f"{library} in the book {Path(book.name).stem}, {run.describe(question)}:"
+            found = self._ordered(call, run.choice, source, "reported" if certain else "guess")
+            if found.basis != "guess":
+                return found
+            recorded = recorded or found
         # the library, which says more of kernels that share tiles than a book has
         choice = ask.choice(question, self)
         if choice is None:

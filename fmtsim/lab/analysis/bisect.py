@@ -9,14 +9,16 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
+from fmtsim.lab.analysis.bisect_launches import LaunchBisection, bisect_launches
 from fmtsim.lab.analysis.compare import Comparison, compare
 from fmtsim.lab.analysis.trace import AGAIN, CALL, Level, Operation, TensorBits, Trace
 from fmtsim.lab.analysis.tracing import traced_step
+from fmtsim.machine.ptx.launching import Launch
 from fmtsim.nn.planning import is_inside
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
@@ -149,10 +151,15 @@ def is_call(one: Operation) -> bool:
     return one.direction == "forward" and not inside
 
 
-Run = Trace | str | os.PathLike[str] | tuple[Any, ...]  # or its file, or (model, batch) or (model, batch, loss)
+# A trace, its file, (model, batch) or (model, batch, loss)
+Run = Trace | str | os.PathLike[str] | tuple[Any, ...]
 
 
-def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None) -> Bisection:
+@overload
+def bisect(run_a: partial[Launch], run_b: partial[Launch]) -> LaunchBisection: ...
+@overload
+def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None) -> Bisection: ...
+def bisect(run_a: Any, run_b: Any, batch: Any = None, loss: Any = None) -> Bisection | LaunchBisection:
     """Find the first operation whose output bits differ between two runs of one model while its inputs are equal.
 
     Runs may differ in recipe, target or unit, in whether products run natively, in device, machine, versions, and in
@@ -165,11 +172,13 @@ def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, lo
             which runs on a copy of the model; or a model, with ``batch``. Such runs begin with torch's generators as
             they are, run again to get the values of the operation that was found (both, or it says that a run does not
             repeat itself), and where the difference comes from code between modules with all of torch's operators.
+            Or both are launches of one kernel that have not run, ``functools.partial(fmtsim.launch, ...)``: they run on
+            copies of their tensors, and a ``LaunchBisection`` names the first source line whose values differ.
         batch, loss: Of runs that are models.
 
     Raises:
-        ArgumentError: The runs are of different models or inputs, or recorded at different levels; it names the first
-            thing that differs.
+        ArgumentError: The runs are of different models, kernels or inputs, or recorded at different levels; it names
+            the first thing that differs.
         DataError: A file is not a trace, damaged, or of another version.
 
     >>> import torch, fmtsim
@@ -179,6 +188,8 @@ def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, lo
     >>> str(found.a), found.kind, found.alone
     ('(model) forward: Linear', 'operation', (0, 6))
     """
+    if isinstance(run_a, partial | Launch) or isinstance(run_b, partial | Launch):
+        return bisect_launches(run_a, run_b)
     runs = _read("run_a", run_a, batch, loss), _read("run_b", run_b, batch, loss)
     result = _find(runs, "modules")
     if result.inside_modules or any(run.step is None for run in runs):

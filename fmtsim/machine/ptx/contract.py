@@ -10,13 +10,16 @@ again and fuses a few sums more. Where ptxas is installed, the machine code deci
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fmtsim.machine.ptx.parse import Address, Function, Group, Immediate, Instruction, Register, register_names
 from fmtsim.machine.ptx.sass import Listing
 
 _TYPES = {"f32", "f64", "f16", "f16x2", "bf16", "bf16x2"}
 _ROUNDINGS = {"rn", "rz", "rm", "rp"}
+_POWERS = {(127 + k) << 23: 2.0**k for k in (-3, -2, -1, 1, 2, 3)}  # bits of float32
+_APPROXIMATIONS = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "div"}
 _ONES = {("f32", 0x3F800000): 1, ("f32", 0xBF800000): -1, ("f64", 0x3FF0 << 48): 1, ("f64", 0xBFF0 << 48): -1}
 # Instructions whose first operand is read, and those that read it and write it
 _STORES = frozenset("st red bar barrier stmatrix prefetch cp bra brx ret call membar fence".split())  # noqa: SIM905
@@ -46,6 +49,7 @@ class Contraction:
     """The fused sums of a function, by their numbers in its body."""
 
     fusions: dict[int, Fusion]
+    scaled: dict[int, tuple[int, float]] = field(default_factory=dict)  # products by 2^k: the product they scale, 2^k
     basis: str  # "sass" (machine code decided, or nothing can be fused) or "rule"
     doubts: tuple[str, ...] = ()  # what the machine code leaves open; empty: exact
 
@@ -57,14 +61,16 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
         function: a function of the module.
         listing: the module's machine code (``sass.disassembled``), which decides; None: the rule alone.
     """
-    program = _Program(function)
-    fusions = program.fusions()
     if not may_contract(function):
         return Contraction(fusions={}, basis="sass")
+    program = _Program(function)
+    fusions = program.fusions()
     codes = listing.instructions.get(function.name) if listing else None
+    doubts = _not_computed(function, codes or {})
     if listing is None or codes is None:
-        return Contraction(fusions=fusions, basis="rule")
-    doubts = [] if listing.is_same_release else [f"PTX of another release was assembled by ptxas {listing.ptxas}"]
+        return Contraction(fusions=fusions, scaled=program.scaled(fusions), basis="rule", doubts=tuple(doubts))
+    if not listing.is_same_release:
+        doubts.append(f"PTX of another release was assembled by ptxas {listing.ptxas}")
     for number in program.sums:
         # 1. a sum's line holds FFMA or FADD (DFMA, HFMA2; HFMA2 by 1 is a sum, of -RZ and RZ a constant); where it
         #    holds neither, the sum is dead, folded or paired with another, and the rule stands
@@ -89,16 +95,24 @@ def contracted(function: Function, listing: Listing | None = None) -> Contractio
                 doubts.append(f"{len(options)} products may be the one fused into {text}")
         elif fused:
             doubts.append(f"copies of {text} in an unrolled loop are fused and not fused")
-    return Contraction(fusions=fusions, basis="sass", doubts=tuple(doubts))
+    # 3. FMUL.D2 or .M2, in the line of either product, is one that is scaled before it is rounded
+    shown = {i for i, of in codes.items() if any(re.search(r"FMUL\S*\.[DM][248]", code) for code in of)}
+    scaled = {number: pair for number, pair in program.scaled(fusions).items() if shown & {number, pair[0]}}
+    known = {*scaled, *(product for product, _ in scaled.values())}
+    doubts += [f"{function.body[number]} is scaled in the same rounding" for number in shown - known]
+    return Contraction(fusions=fusions, scaled=scaled, basis="sass", doubts=tuple(doubts))
 
 
 def may_contract(function: Function) -> bool:
-    """Return True if products and sums of one type have no rounding modifier: else nothing is fused."""
+    """Return True if ptxas may fuse a sum, scale a product in one rounding, or compute an approximation otherwise."""
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    constants = _constants(function)
     for x in function.body:
+        if _power(x, constants):
+            return True
         if x.opcode[0] in ("add", "sub", "mul", "div", "rcp") and (key := _float(x)) is not None:
             kinds[x.opcode[0] in ("add", "sub")].add(key[0])
-    return not kinds[True].isdisjoint(kinds[False])
+    return not kinds[True].isdisjoint(kinds[False]) or bool(_not_computed(function, {}))
 
 
 def constant_divisors(function: Function) -> dict[int, int]:
@@ -116,6 +130,43 @@ def constant_divisors(function: Function) -> dict[int, int]:
             if value is not None:
                 found[number] = value
     return found
+
+
+def _power(x: Instruction, constants: dict[str, int]) -> float:
+    """Return 2^k, k = +-1, +-2 or +-3, where x multiplies float32 by it; else 0."""
+    is_rounded_otherwise = {"rz", "rm", "rp"} & set(x.opcode) or x.opcode[:2] == ("div", "rn")
+    if x.opcode[-1] != "f32" or x.opcode[0] not in ("mul", "div") or is_rounded_otherwise:
+        return 0.0
+    for operand in x.operands[1 if x.opcode[0] == "mul" else 2 :]:
+        value = constants.get(operand.name) if isinstance(operand, Register) else getattr(operand, "value", None)
+        if value in _POWERS:
+            return _POWERS[value] if x.opcode[0] == "mul" else 1 / _POWERS[value]
+    return 0.0
+
+
+def _not_computed(function: Function, codes: Mapping[int, Sequence[str]]) -> list[str]:
+    """Return what ptxas writes otherwise than the text says, unless the machine code of the line has the unit."""
+    doubts, constants = [], _constants(function)
+    written: dict[str, str] = {}  # approximations whose result a register has
+    for number, x in enumerate(function.body):
+        units = {unit for code in codes.get(number, ()) for unit in re.findall(r"MUFU\.\w+", code)}
+        if x.opcode[0] in _APPROXIMATIONS and "approx" in x.opcode and len(x.operands) > 1:
+            # 1. an approximation of a constant is rounded to nearest and not the unit's
+            operand = x.operands[-1]
+            name = operand.name if isinstance(operand, Register) else ""
+            if (isinstance(operand, Immediate) or name in constants) and x.opcode[0] != "div" and not units:
+                doubts.append(f"ptxas computes {x} of a constant by itself")
+            # 2. 1 / 2^x is 2^-x, and 1 / (1 / x) is x
+            elif (
+                x.opcode[0] in ("rcp", "div")
+                and "ftz" in x.opcode
+                and written.get(name) in ("ex2", "rcp")
+                and "MUFU.RCP" not in units
+            ):
+                doubts.append(f"ptxas joins {x} with the {written[name]} before it")
+        for name in register_names(x.operands[:1]):
+            written[name] = x.opcode[0] if {"approx", "ftz"} <= set(x.opcode) else ""
+    return doubts
 
 
 def _constants(function: Function) -> dict[str, int]:
@@ -144,7 +195,9 @@ class _Program:
         self.body = function.body
         self.uses: dict[int, list[int]] = defaultdict(list)  # instructions that read a value; -1: others, which keep it
         self.reads: dict[tuple[int, int], int] = {}  # (instruction, operand) -> the instruction whose value it reads
-        self._number_values(_block_begins(function), _constants(function))
+        self.readers: dict[str, list[int]] = defaultdict(list)  # instructions that read a register
+        self.constants = _constants(function)
+        self._number_values(_block_begins(function), self.constants)
         self.products = {i: key for i, x in enumerate(self.body) if (key := self._product(x)) is not None}
         self.all_uses = {p: self._through(p) for p in self.products}
         self.sums: dict[int, tuple[int | None, int | None]] = {}  # products that the two operands are
@@ -176,6 +229,7 @@ class _Program:
             reads = x.operands if stores or opcode in _UPDATES or x.predicate else x.operands[1:]
             for k, operand in enumerate(reads, len(x.operands) - len(reads)):
                 for name in register_names((operand,)):
+                    self.readers[name].append(i)
                     value = current.get(name, movable.get(name, i))
                     if value < i:
                         is_merge = k == 0 and not stores and opcode not in _UPDATES
@@ -290,6 +344,26 @@ class _Program:
                 if other is not None:
                     addends.add(other)
         return fused
+
+    def scaled(self, fusions: dict[int, Fusion]) -> dict[int, tuple[int, float]]:
+        """Return the products by 2, 4, 8 or their reciprocals that are one with the product they scale.
+
+        That has no other use; neither is fused into a sum, and the scaled one is not scaled again.
+        """
+        fused: set[int] = {fusion.product for fusion in fusions.values()}
+        found: dict[int, tuple[int, float]] = {}
+        for number, x in enumerate(self.body):
+            scale = _power(x, self.constants)
+            if number in fused or not scale:
+                continue
+            for k in (1, 2):
+                name = getattr(x.operands[k], "name", "")
+                inner = self.reads.get((number, k), self.written_once.get(name, -1))
+                once = self.uses[inner] == [number] or (name in self.written_once and self.readers[name] == [number])
+                flushes = ("ftz" in x.opcode) == ("ftz" in self.body[inner].opcode)
+                if inner in self.products and inner not in found and once and flushes:
+                    found[number] = inner, scale
+        return found
 
 
 def _float(x: Instruction) -> tuple[str, bool] | None:

@@ -18,8 +18,9 @@ from fmtsim.machine.ptx.block import run_block
 from fmtsim.machine.ptx.contract import Contraction
 from fmtsim.machine.ptx.kernel_program import Program
 from fmtsim.machine.ptx.lowering import build
-from fmtsim.machine.ptx.parse import Instruction, Module, Variable, width
+from fmtsim.machine.ptx.parse import Module, Variable, width
 from fmtsim.machine.ptx.sass import Listing
+from fmtsim.machine.ptx.watched_lines import Note, Watch
 from fmtsim.support.errors import ArgumentError
 
 
@@ -33,9 +34,6 @@ class Encodes(Protocol):
 Argument = Tensor | int | float | bytes | Encodes
 
 
-Note = tuple[Instruction, str, np.ndarray, np.ndarray]  # of a watched line: its register, its values, who ran
-
-
 @dataclass(frozen=True, slots=True)
 class Execution:
     """What a launch did: instructions of groups of threads, and what makes its result uncertain."""
@@ -47,7 +45,6 @@ class Execution:
     clashes: int  # numbers in shared memory that two threads of one instruction wrote differently
     contraction: Contraction  # products that are fused into sums
     reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
-    notes: tuple[Note, ...] = ()  # of watched lines
 
 
 class Range:
@@ -316,8 +313,7 @@ def execute(
     *,
     shared_bytes: int = 0,
     listing: Listing | None = None,
-    watched: frozenset[str] = frozenset(),
-    watched_block: Sequence[int] = (0, 0, 0),
+    watch: Watch | None = None,
 ) -> Execution:
     """Run a kernel on CPU tensors.
 
@@ -330,33 +326,36 @@ def execute(
             for a struct, a tensor map among them.
         shared_bytes: Dynamic shared memory of a block.
         listing: Machine code that says which products are fused into sums; None: the rule does.
-        watched: Places of the source whose results are noted.
-        watched_block: The block that notes them.
+        watch: Places of the source whose results are noted, and the block that notes them.
 
     Raises:
         ArgumentError: Arguments that do not fit, an instruction that is not known, or what a GPU would stop or hang at.
     """
     threads = shape[0] * shape[1] * shape[2]
-    program = module.programs.get((entry, threads, watched))
+    watch = watch or Watch()
+    program = module.programs.get((entry, threads, watch.places))
     if program is None:
-        program = build(module, entry, threads + -threads % 32, listing, watched)
-        module.programs[entry, threads, watched] = program
+        program = build(module, entry, threads + -threads % 32, listing, watch.places)
+        module.programs[entry, threads, watch.places] = program
     memory = bind(module, module.functions[entry].parameters, arguments)
-    return run_grid(program, memory, grid, shape, shared_bytes, tuple(watched_block) if watched else None)
+    return run_grid(program, memory, grid, shape, shared_bytes, watch)
 
 
 def run_grid(
     program: Program, memory: GlobalMemory, grid: Sequence[int], shape: Sequence[int], dynamic_bytes: int,
-    watched_block: tuple[int, ...] | None = None,
+    watch: Watch,
 ) -> Execution:  # fmt: skip
     """Run all blocks of a grid; blocks with atomics in global memory one after the other, else two or more at once."""
     count = grid[0] * grid[1] * grid[2]
+    numbers = range(count)
+    if watch.alone and watch.block is not None:
+        x, y, z = watch.block
+        numbers = range(number := x + grid[0] * (y + grid[1] * z), number + 1)
     # threads that ask the host wait for each other more than they gain
-    workers = 1 if program.has_atomics or program.host else min(get_num_threads(), count)
-    lock, next_block = threading.Lock(), iter(range(count))
+    workers = 1 if program.has_atomics or program.host else min(get_num_threads(), len(numbers))
+    lock, next_block = threading.Lock(), iter(numbers)
     failures: list[tuple[int, BaseException]] = []
     states: list[np.ndarray] = []
-    notes: list[Note] = []
     elements = sum(r.nbytes // r.itemsize + 1 for r in memory.ranges)
     writers = np.zeros(elements if count > 1 and not program.has_atomics else 0, np.int32)
 
@@ -369,7 +368,7 @@ def run_grid(
             if number is None:
                 return
             index = number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
-            block.notes = notes if index == watched_block else None
+            block.notes = watch.notes if watch.block in (None, index) else None
             try:
                 block.run(index)
             except BaseException as error:
@@ -384,8 +383,11 @@ def run_grid(
                 future.result()
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
+    starts = np.cumsum([0, *(r.nbytes // r.itemsize + 1 for r in memory.ranges)])
+    for r, first, last in zip(memory.ranges, starts, starts[1:], strict=False):
+        watch.writers[r.start] = writers[first:last]
     total: Any = np.sum(states, 0, dtype=np.int64).tolist()
     return Execution(
         total[b.STEPS], total[b.UNDEFINED], total[b.REPEATED], total[b.SHARES], total[b.CLASHES], program.contraction,
-        program.reasons, tuple(notes),
+        program.reasons,
     )  # fmt: skip

@@ -204,10 +204,11 @@ def mufu(name: str, x: Vector) -> Vector:
 
 
 @row("{rcp|rsqrt|sqrt|ex2|lg2|sin|cos}.approx" + FTZ + ".f32", "t", "t", "9.7.3.14")
+@row("tanh.approx.f32", "t", "t", "9.7.3.22")
 def _approximate(opcode: Opcode, x: Vector) -> Vector:
     """Return MUFU's result; without .ftz the argument is scaled where the unit would flush."""
     name = opcode[0]
-    if "ftz" in opcode or name in ("sin", "cos"):  # of these two .ftz changes nothing
+    if "ftz" in opcode or name in ("sin", "cos", "tanh"):  # of sin and cos .ftz changes nothing
         return mufu(name, x)
     tiny = (x.view("u32") & 0x7FFFFFFF) < 0x00800000
     match name:

@@ -17,15 +17,16 @@ def _halves(semantics: Callable, opcode: Opcode, *operands: Vector) -> Vector:
     return joined(*(semantics(single, *(half(x) for x in operands)).view("u16") for half in (low, high)))
 
 
-@row("ex2.approx.{f16|f16x2}", "t", "t", "9.7.4.11")
-@row("ex2.approx.ftz.{bf16|bf16x2}", "t", "t", "9.7.4.11")
+@row("ex2.approx.{f16|f16x2}", "t", "t", "9.7.4.10")
+@row("ex2.approx.ftz.{bf16|bf16x2}", "t", "t", "9.7.4.10")
+@row("tanh.approx.{f16|f16x2|bf16|bf16x2}", "t", "t", "9.7.4.9")
 def _approximate_16(opcode: Opcode, x: Vector) -> Vector:
     """Return the float32 unit's result cut off to 16 bits (all 2^16 arguments, H100)."""
     if opcode[-1].endswith("x2"):
         return _halves(_approximate_16, opcode, x)
     if opcode[-1] == "bf16":
-        return (mufu("ex2", bf16_to_f32(x)).view("u32") >> 16).to("u16")
-    result = mufu("ex2", f16_to_f32(x))
+        return (mufu(opcode[0], bf16_to_f32(x)).view("u32") >> 16).to("u16")
+    result = mufu(opcode[0], f16_to_f32(x))
     code = encode(result.to("f64"), "f16", "rz")
     return where(result >= 65536.0, code.constant(0x7C00), code).to("u16")
 

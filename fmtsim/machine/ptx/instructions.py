@@ -13,7 +13,7 @@ from typing import Any
 
 from fmtsim.machine.ptx import conversion_instructions, float_instructions, half_instructions, integer_instructions  # noqa: F401, their rows
 from fmtsim.machine.ptx.float_instructions import quotient_factors, reciprocal_factors
-from fmtsim.machine.ptx.gpu_numbers import encode, f16_to_f32, flush, saturate
+from fmtsim.machine.ptx.gpu_numbers import encode, f16_to_f32, finish, flush, flush_tiny, saturate
 from fmtsim.machine.ptx.instruction_table import TABLE, Opcode, Row
 from fmtsim.machine.ptx.values import Vector
 
@@ -46,6 +46,16 @@ def fused_sum(opcode: Opcode, negates_product: bool, negates_addend: bool) -> Ca
         x = _negated(x, opcode) if negates_product else x
         z = _negated(z, opcode) if negates_addend else z
         return TABLE[".".join(fma)].semantics(x, y, z)
+
+    return traced
+
+
+def scaled_product(opcode: Opcode, scale: float) -> Callable[[Vector, Vector], Vector]:
+    """Return the semantics of a float32 product times 2^k in one rounding, of its factors."""
+
+    def traced(x: Vector, y: Vector) -> Vector:
+        wide = x.to("f64") * y.to("f64") * scale  # exact
+        return finish(flush_tiny(wide.to("f32"), wide) if "ftz" in opcode else wide.to("f32"), opcode)
 
     return traced
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fmtsim.launch``: a kernel of Triton, PTX or CUDA C++ on CPU tensors, with the bits of an H100."""
 
+import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy
@@ -17,6 +18,7 @@ from fmtsim.machine.ptx.parse import Function, Variable, parse, width
 from fmtsim.machine.ptx.sass import disassembled
 from fmtsim.machine.ptx.triton import Program
 from fmtsim.machine.ptx.watched_lines import Watch, Watched, places, watched
+from fmtsim.machine.ptx.watched_sum import WatchedSum, watched_sum
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 
 TARGETS = ("h100", "h200")
@@ -44,7 +46,9 @@ class Launch:
     exact: bool
     reasons: tuple[str, ...] = ()
     ptx: str = field(repr=False)
+    entry: str = field(repr=False)
     watched: tuple[Watched, ...] = ()
+    watched_sum: WatchedSum | None = None
 
     @property
     def threads(self) -> int:
@@ -60,15 +64,15 @@ class Launch:
             f"  {self.instructions:,} instructions; {self.contractions} products fused into sums ({how})",
         ]
         lines += [f"  configuration: {self.config}"] * bool(self.config)
-        return "\n".join(
-            [*lines, *(f"  {reason}" for reason in self.reasons), *(f"  {value}" for value in self.watched)]
-        )
+        lines += [f"  {x}" for x in (*self.reasons, *self.watched)]
+        return "\n".join([*lines, *[str(self.watched_sum)] * (self.watched_sum is not None)])
 
 
 def launch(
     kernel: Any, grid: Any, *args: Any, target: str = "h100", config: Any = None, entry: str | None = None,
     block: int | Sequence[int] | None = None, watch: str | int | Sequence[str | int] | None = None,
-    watch_block: int | Sequence[int] = 0, watch_threads: int | Sequence[int] = 0, **named: Any,
+    watch_block: int | Sequence[int] = 0, watch_threads: int | Sequence[int] = 0,
+    watch_sum: Sequence[torch.Tensor] | None = None, **named: Any,
 ) -> Launch:  # fmt: skip
     """Run a kernel on CPU tensors, which it writes in place, with the bits of an H100 or H200.
 
@@ -88,6 +92,8 @@ def launch(
             call, wrote, in their order.
         watch_block: The block that is watched.
         watch_threads: Its threads; which elements a thread holds is the compiler's choice.
+        watch_sum: One element of a result and its terms, views of the launch's tensors, as ``(y[1], x[1])``: the
+            record's ``watched_sum`` has the order in which n terms are added. It asks a block about n log n times.
         named: For Triton the kernel's arguments and constants by name, ``num_warps``, ``num_stages``, ``maxnreg``,
             ``enable_fp_fusion`` and Triton's other options. For PTX and CUDA C++ ``shared``, bytes of dynamic shared
             memory, and for CUDA C++ the compiler's options (``use_fast_math=True``, ``std="c++20"``).
@@ -119,18 +125,40 @@ def launch(
         DtypeError: An argument of a kind that the parameter does not take.
         DeviceError: Triton or NVRTC is missing.
     """
-    if target not in TARGETS:
-        what = "whose PTX is refused until a GPU has recorded it" if target == "b200" else "which is not known"
-        raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
     seen = Watch()
     if watch is not None:
         at: Any = watch_block if isinstance(watch_block, list | tuple) else [watch_block]
         of: Any = watch_threads if isinstance(watch_threads, list | tuple | range) else [watch_threads]
-        seen = Watch(places(kernel, watch), (*at, 0, 0)[:3], tuple(of))
+        seen = Watch(places=places(kernel, watch), block=(*at, 0, 0)[:3], threads=tuple(of))
+    prepare = partial(prepared, kernel, grid, target=target, config=config, entry=entry, block=block)
+    total = None
+    if watch_sum is not None:
+        if not isinstance(watch_sum, tuple | list) or [isinstance(x, torch.Tensor) for x in watch_sum] != [True, True]:
+            raise ArgumentError(f"watch_sum={shown(watch_sum)}; give an element and its terms: watch_sum=(y[1], x[1])")
+        (*copies, out, terms), others = copied([*args, *watch_sum], named)
+        program = prepare(copies, others)
+        total = watched_sum(partial(run, program, target), program, out, terms)
+    return replace(run(prepare(args, named), target, seen), watched_sum=total)
+
+
+def prepared(
+    kernel: Any, grid: Any, args: Sequence[Any], named: dict[str, Any], *, target: str = "h100", config: Any = None,
+    entry: str | None = None, block: int | Sequence[int] | None = None,
+) -> Program:  # fmt: skip
+    """Return a launch that has not run.
+
+    Raises:
+        ArgumentError: As ``launch``.
+        DtypeError: As ``launch``.
+        DeviceError: As ``launch``.
+    """
+    if target not in TARGETS:
+        what = "whose PTX is refused until a GPU has recorded it" if target == "b200" else "which is not known"
+        raise ArgumentError(f"target={shown(target)}, {what}{did_you_mean(target, TARGETS)}; choose from {TARGETS}")
     if triton.is_triton(kernel):
         given = {"entry": entry, "block": block}  # a kernel's arguments may have these names
         named |= {name: value for name, value in given.items() if value is not None}
-        return run(triton.program(kernel, grid, args, named, config), target, seen)
+        return triton.program(kernel, grid, tuple(args), named, config)
     if not isinstance(kernel, str):
         raise DtypeError(f"kernel is {type(kernel).__name__}; give a triton.jit function, PTX or CUDA C++ source")
     if config is not None:
@@ -152,17 +180,24 @@ def launch(
     threads = block if block is not None else module.functions[name].required_threads
     if threads is None:
         raise ArgumentError(f"{name} does not say how many threads a block has: pass block=")
-    return run(
-        Program(
-            name=label or name, entry=name, ptx=kernel, grid=grid, block=_extent("block", threads, _MOST_THREADS),
-            shared_bytes=shared, arguments=args,
-        ),
-        target,
-        seen,
+    return Program(
+        name=label or name, entry=name, ptx=kernel, grid=grid, block=_extent("block", threads, _MOST_THREADS),
+        shared_bytes=shared, arguments=tuple(args),
     )  # fmt: skip
 
 
-def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa: B008, a frozen record
+def copied(args: Sequence[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments with copies of their tensors, which share memory as the tensors do."""
+    memo: dict[Any, Any] = {}
+
+    def copy_one(x: Any) -> Any:
+        x = x.detach() if isinstance(x, torch.Tensor) else x
+        return copy.deepcopy(x, memo) if isinstance(x, torch.Tensor | tuple | list) or hasattr(x, "base") else x
+
+    return [copy_one(x) for x in args], {name: copy_one(x) for name, x in named.items()}
+
+
+def run(program: Program, target: str, seen: Watch | None = None) -> Launch:
     """Run a kernel that is ready, and return the record.
 
     Raises:
@@ -171,6 +206,7 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     """
     from fmtsim.machine.ptx.execute import execute  # with numba, which takes a second
 
+    seen = seen or Watch()
     module = _parsed(program.ptx)
     # 1. the architecture, the grid and the block
     number, letter = re.fullmatch(r"sm_(\d+)([a-z]?)", module.target).groups()  # type: ignore[union-attr]
@@ -198,7 +234,7 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
             done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
-                           listing=listing, watched=seen.places, watched_block=seen.block)  # fmt: skip
+                           listing=listing, watch=seen)  # fmt: skip
     except ArgumentError as error:
         # Triton's PTX numbers its parameters, of which constants are none: the source's name says more
         text = str(error)
@@ -227,8 +263,8 @@ def run(program: Program, target: str, seen: Watch = Watch()) -> Launch:  # noqa
         kernel=program.name, target=target, grid=grid, block=program.block, shared_bytes=program.shared_bytes,
         config=program.config, instructions=done.instructions, contractions=len(done.contraction.fusions),
         checked=done.contraction.basis == "sass",
-        exact=not reasons, reasons=reasons, ptx=program.ptx,
-        watched=watched(done.notes, seen.threads),
+        exact=not reasons, reasons=reasons, ptx=program.ptx, entry=program.entry,
+        watched=watched(seen.notes, seen.threads),
     )  # fmt: skip
 
 
@@ -255,7 +291,7 @@ def _check_watch(seen: Watch, function: Function, grid: tuple[int, int, int], th
     Raises:
         ArgumentError: A line without an instruction, or a block or thread that the launch does not have.
     """
-    if not seen.places:
+    if not seen.places or seen.block is None:
         return
     lines = {place for x in function.body for place in (x.source, *x.callers) if place}
     if seen.places.isdisjoint(lines):

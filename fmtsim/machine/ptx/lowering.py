@@ -14,7 +14,7 @@ from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.contract import contracted
 from fmtsim.machine.ptx.float_instructions import divided_by
 from fmtsim.machine.ptx.instruction_table import TABLE
-from fmtsim.machine.ptx.instructions import SIGN_ONLY, clamped, fused_factors, fused_sum, with_operand
+from fmtsim.machine.ptx.instructions import SIGN_ONLY, clamped, fused_factors, fused_sum, scaled_product, with_operand
 from fmtsim.machine.ptx.integer_instructions import logic_of_three
 from fmtsim.machine.ptx.kernel_program import (
     NOTHING,
@@ -149,6 +149,8 @@ def build(
         except ArgumentError as error:
             raise ArgumentError(f"{error}: {instruction}") from None
         if not watched.isdisjoint((instruction.source, *instruction.callers)):
+            if is_product:  # its result is there when it was computed
+                builder.host(replace(instruction, predicate=None), flush)
             for register in _results(instruction):
                 builder.host(instruction, partial(_note, instruction=instruction, register=register))
     for label in targets.get(len(function.body), ()):
@@ -229,6 +231,10 @@ def _elementwise(builder: Builder, instruction: Instruction, number: int) -> Non
         given = [(f"#{builder.clamps[number]}.x", row.results[0])]
         semantics, key = clamped(instruction.opcode), f"{name}.sat"
     fusion = builder.fusions.get(number)
+    if number in builder.scaled:  # the factors of the product that is scaled, in one rounding with 2^k
+        product, scale = builder.scaled[number]
+        given = [(f"#{product}.{side}", "f32") for side in "xy"]
+        semantics, key = scaled_product(instruction.opcode, scale), f"{name}*{scale}"
     if fusion is not None:
         kept = [(f"#{fusion.product}.{side}", row.results[0]) for side in "xy"]
         semantics = fused_sum(instruction.opcode, fusion.negates_product, fusion.negates_addend)

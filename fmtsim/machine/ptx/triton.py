@@ -40,6 +40,13 @@ class Program:
     fuses: bool = True  # ptxas may fuse products into sums
     doubts: tuple[str, ...] = ()  # what of the program is not certain
 
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Tensors among the arguments, of descriptors too, with their names."""
+        names = self.names or tuple(f"argument {i}" for i in range(len(self.arguments)))
+        bases = (getattr(getattr(x, "descriptor", None), "base", x) for x in self.arguments)
+        return [(name, x) for name, x in zip(names, bases, strict=True) if isinstance(x, torch.Tensor)]
+
 
 class Driver:
     """What Triton and kernel libraries ask a driver, answered for an H100 or H200."""

@@ -4,8 +4,8 @@
 import ast
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +13,39 @@ import torch
 from fmtsim.machine.ptx.parse import Instruction
 from fmtsim.support.errors import ArgumentError, shown
 
+Note = tuple[Instruction, str, np.ndarray, np.ndarray]  # of a watched line: its register, its values, who ran
 
-class Watch(NamedTuple):
-    """What a launch is to show."""
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """What a launch is to show, and what it noted."""
 
     places: frozenset[str] = frozenset()  # of the source
-    block: tuple[int, ...] = (0, 0, 0)
+    block: tuple[int, ...] | None = (0, 0, 0)  # None: all blocks
     threads: tuple[int, ...] = ()
+    alone: bool = False  # no other block runs
+    notes: list[Note] = field(default_factory=list)
+    writers: dict[int, np.ndarray] = field(default_factory=dict)  # of storages: 1 + the block that wrote an element
+
+    def writer(self, x: torch.Tensor, index: tuple[int, ...], grid: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the block that wrote an element last.
+
+        Raises:
+            ArgumentError: No block wrote it, or it is not known.
+        """
+        at = x.storage_offset() + sum(i * step for i, step in zip(index, x.stride(), strict=True))
+        written = self.writers.get(x.untyped_storage().data_ptr(), np.zeros(0, np.int32))
+        if not len(written) and grid != (1, 1, 1):
+            raise ArgumentError("the kernel has atomics, so that a block may depend on others; look with watch=")
+        number = int(written[at]) - 1 if len(written) else 0
+        if number < 0:
+            raise ArgumentError(f"no block writes element {list(index)}; choose another one")
+        return number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])
+
+
+def all_places(body: Sequence[Instruction]) -> frozenset[str]:
+    """Return all source lines of a kernel."""
+    return frozenset(place for x in body for place in (x.source, *x.callers) if place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +63,13 @@ class Watched:
         return f"{self.source}  {' '.join(self.instruction.split()):46}  {numbers}"
 
 
+def source_function(kernel: Any) -> Any:
+    """Return the Python function of a Triton kernel, None of a text."""
+    while not inspect.isfunction(kernel) and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel if inspect.isfunction(kernel) else None
+
+
 def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str]:
     """Return the source lines that ``watch`` names: a line's number, ``file.py:5``, or a variable of a Triton function.
 
@@ -44,10 +77,8 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
         ArgumentError: A variable that the function does not assign, or a number of a kernel without a file.
     """
     found: set[str] = set()
-    function = getattr(kernel, "fn", kernel)
-    while not inspect.isfunction(function) and hasattr(function, "fn"):
-        function = function.fn
-    file = function.__code__.co_filename.rpartition("/")[2] if inspect.isfunction(function) else "kernel.cu"
+    function = source_function(kernel)
+    file = function.__code__.co_filename.rpartition("/")[2] if function is not None else "kernel.cu"
     items: Sequence[Any] = watch if isinstance(watch, list | tuple) else [watch]
     for item in items:
         if isinstance(item, str) and ":" in item:
@@ -55,7 +86,7 @@ def places(kernel: Any, watch: str | int | Sequence[str | int]) -> frozenset[str
         elif isinstance(item, int):
             found.add(f"{file}:{item}")
         else:
-            lines = _assignments(function, str(item)) if inspect.isfunction(function) else []
+            lines = _assignments(function, str(item)) if function is not None else []
             if not lines:
                 raise ArgumentError(
                     f"watch={shown(item)} is not assigned in the kernel; give a variable, a line, or 'file.py:5'"
@@ -88,9 +119,7 @@ _BITWISE = ("and", "or", "xor", "not", "shl", "prmt", "bfi")  # of addresses and
 _TYPES = {"f32": np.float32, "f64": np.float64, "s32": np.int32, "s64": np.int64, "b32": np.float32, "s16": np.int16}
 
 
-def watched(
-    notes: Sequence[tuple[Instruction, str, np.ndarray, np.ndarray]], threads: Sequence[int]
-) -> tuple[Watched, ...]:
+def watched(notes: Sequence[Note], threads: Sequence[int]) -> tuple[Watched, ...]:
     """Return the notes of a block for the threads that were chosen."""
     result = []
     for instruction, _, words, running in notes:

@@ -2,13 +2,14 @@
 """What PTX instructions compute, slowly and obviously: codes in, codes out, on Python's integers.
 
 Written from the PTX ISA 8.7 (chapter 9.7) and from what ptxas makes of an instruction for sm_90a; nothing of the engine
-is used but its MUFU, which is held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes that
-returns the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
+is used but its MUFU without tanh, held to an H200 elsewhere. ``expected(opcode)`` is a function of the operands' codes
+that returns the codes of the results. A float is (sign, magnitude): an integer in units of 2^-1074, ``INF`` or ``NAN``.
 """
 
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,7 +278,32 @@ def compiled(name: str) -> Callable[[np.float32], np.float32]:
     return unit_kernel
 
 
+@cache
+def tanh_segments() -> list[list[int]]:
+    lines = (Path(mufu.__file__).parents[1] / "support/mufu.csv").read_text("utf-8").splitlines()
+    return [[int(c) for c in line.split(",")[2:]] for line in lines if line.startswith("tanh,")]
+
+
+def tanh(code: int) -> int:
+    """The argument below 2^-8, 1 from 8 on; between, 1 to 16 segments a binade, cut off to 24 bits."""
+    sign, magnitude = code >> 31, code & mask(31)
+    if not 119 <= magnitude >> 23 < 130 or decode("f32", code) is NAN:
+        small = code if magnitude >> 23 < 119 else sign << 31 | 0x3F800000
+        return FORMATS["f32"].nan if decode("f32", code) is NAN else small
+    # 1. 2^23 of these places are a segment; 17 of its bits count
+    segments, binade = (1, 1, 1, 2, 2, 4, 4, 4, 8, 16, 8), (magnitude >> 23) - 119
+    place = (magnitude & mask(23)) * segments[binade]
+    c0, c1, c2 = tanh_segments()[sum(segments[:binade]) + (place >> 23)]
+    x = (place & mask(23)) >> 6
+    # 2. the square's partial products, each pair of bits once, without those of columns below 19
+    pairs = [(i, j, 2 * i if i == j else i + j + 1) for i in range(17) for j in range(i + 1)]
+    square = sum(1 << column - 19 for i, j, column in pairs if column >= 19 and x >> i & x >> j & 1)
+    return encode("f32", (sign, (c0 << 17) + c1 * x + 4 * c2 * square << UNIT - 41), ["rz"])
+
+
 def unit(name: str, code: int) -> int:
+    if name == "tanh":
+        return tanh(code)
     return int(np.float32(compiled(name)(np.uint32(code).view(np.float32))).view(np.uint32))
 
 
@@ -317,9 +343,9 @@ def approximate_64(name: str, mods: Any, x: int) -> int:
     return times(y, power(27)) if tiny else y
 
 
-def approximate_16(kind: str, x: int) -> int:
-    """ex2: the float32 unit's result cut off to 16 bits."""
-    y = unit("ex2", encode("f32", decode(kind, x)))
+def approximate_16(name: str, kind: str, x: int) -> int:
+    """ex2 and tanh: the float32 unit's result cut off to 16 bits."""
+    y = unit(name, encode("f32", decode(kind, x)))
     value = decode("f32", y)
     if kind == "bf16":
         return y >> 16
@@ -337,7 +363,7 @@ def approximate(name: str, mods: Any, *codes: int) -> int:
         a, scale = codes[0], -2 if huge and "full" in mods else 24 if tiny else 0
         a, b = (times(a, scale), times(x, scale)) if scale else (a, x)
         return arithmetic("mul", ["ftz"] if ftz else [], "f32", unit("rcp", b), a)
-    if name in ("sin", "cos") or ftz:
+    if name in ("sin", "cos", "tanh") or ftz:
         return unit(name, x)
     if name == "ex2":
         low = (
@@ -607,7 +633,7 @@ def expected(opcode: str) -> Callable[..., tuple[int, ...]]:
     function: Callable[..., int]
     if is_float and ("approx" in mods or "full" in mods):
         function = {"f32": partial(approximate, name, mods), "f64": partial(approximate_64, name, mods)}.get(
-            kind, partial(approximate_16, base))  # fmt: skip
+            kind, partial(approximate_16, name, base))  # fmt: skip
     elif is_float and name in ("add", "sub", "mul", "fma", "mad"):
         function = partial(arithmetic, name, mods, base)
     elif is_float and name in ("min", "max"):

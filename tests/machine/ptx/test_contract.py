@@ -8,7 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from fmtsim import launch
 from fmtsim.machine.ptx import contract, sass
 from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contracted
 from fmtsim.machine.ptx.parse import Function, parse
@@ -64,6 +66,15 @@ CASES = {
     "constant divisor into a loop": (
         "mov.b32 %r2, 0f447A0000; div.full.f32 %r1, %a, %r2; mov.b32 %r3, 0; mov.b32 %r9, 0; L: sub.f32 %r3, %r3, %r1;"
         " bar.sync 0; add.s32 %r9, %r9, 1; setp.lt.s32 %p2, %r9, %f; @%p2 bra L;", {"%r3": "-%r1 +"}),
+    "halved": (MUL + "mul.f32 %r3, %r1, 0f3F000000;", {"%r3": "%r1 * 0.5"}),
+    "quotient by 1/8": ("div.full.f32 %r1, %a, %b; div.full.f32 %r3, %r1, 0f3E000000;", {"%r3": "%r1 * 8.0"}),
+    "halved in another block": (IF + MUL + "@%p1 bra L; bar.sync 0; L: mul.f32 %r3, %r1, 0f3F000000;",
+        {"%r3": "%r1 * 0.5"}),
+    "halved twice": (MUL + "mul.f32 %r2, %r1, 0f3F000000; mul.f32 %r3, %r2, 0f3E800000;", {"%r2": "%r1 * 0.5"}),
+    "halved, then added": (MUL + "mul.f32 %r2, %r1, 0f3F000000; add.f32 %r3, %r2, %c;", {"%r3": "%r2 +"}),
+    "halved and stored": ("mul.f32 %r4, %a, %b; mul.f32 %r3, %r4, 0f3F000000;", {}),
+    "times -2": (MUL + "mul.f32 %r3, %r1, 0fC0000000;", {}),
+    "times 16": (MUL + "mul.f32 %r3, %r1, 0f41800000;", {}),
     "written again": (MUL + "add.f32 %r1, %r1, %c; mul.f32 %r2, %r1, %d; add.f32 %r3, %r2, %e;",
         {"%r1": "%r1 +", "%r3": "%r2 +"}),
 }  # fmt: skip
@@ -95,7 +106,7 @@ def described(function: Function, contraction: Contraction) -> dict[str, str]:
     return {
         names[i]: f"{'-' * fusion.negates_product}{names[fusion.product]} {'-' if fusion.negates_addend else '+'}"
         for i, fusion in contraction.fusions.items()
-    }
+    } | {names[i]: f"{names[product]} * {scale}" for i, (product, scale) in contraction.scaled.items()}
 
 
 @pytest.mark.parametrize("listed", [False, pytest.param(True, marks=needs_ptxas)])
@@ -135,6 +146,30 @@ def test_rule_agrees_with_ptxas_on_random_programs(version: str, seeds: range) -
         codes = listing.instructions[name]
         fused = {i for i in codes for code in codes[i] if code.startswith("FFMA") and not code.endswith("-RZ")}
         assert fused == {i for i in exact.fusions if i in codes}, name
+
+
+def test_scaled_products_are_rounded_once() -> None:
+    x, y = torch.tensor([1.7 * 2.0**-126, 1.3 * 2.0**100, 3.0]), torch.tensor([43 / 37 * 2.0**-9, 1.9 * 2.0**27, 0.1])
+    a, b, halves = x.clone(), torch.zeros(40), (x.double() * y.double() * 0.5).float()
+    for i in range(3):
+        a[:2] = torch.stack([x[i], y[i]])
+        assert launch(module(CASES["halved"][0]), 1, torch.cat([a, a]), b, block=1).exact
+        assert b[0].view(torch.int32) == halves[i].view(torch.int32)
+    assert (halves != x * y * 0.5).tolist() == [True, True, False]  # rounded twice, the first two are other numbers
+
+
+@pytest.mark.parametrize("listed", [False, pytest.param(True, marks=needs_ptxas)])
+@pytest.mark.parametrize(("body", "said", "is_joined"), [
+    ("ex2.approx.ftz.f32 %r1, %a; rcp.approx.ftz.f32 %r3, %r1;", "joins rcp.approx.ftz.f32", True),
+    ("ex2.approx.ftz.f32 %r1, %a; rcp.approx.ftz.f32 %r3, %r1; max.f32 %r4, %r1, %c;", "joins", False),
+    ("rcp.approx.ftz.f32 %r1, %a; div.approx.ftz.f32 %r3, %b, %r1;", "joins div.approx.ftz.f32", True),
+    ("mov.b32 %r1, 0f3FC00000; ex2.approx.ftz.f32 %r3, %r1;", "computes ex2.approx.ftz.f32", True),
+    ("ex2.approx.f32 %r1, %a; rcp.approx.f32 %r3, %r1;", "", False),
+])  # fmt: skip
+def test_what_ptxas_writes_otherwise_is_said(listed: bool, body: str, said: str, is_joined: bool) -> None:
+    text = module(body)
+    doubts = contracted(parse(text).functions["k0"], sass.disassembled(text) if listed else None).doubts
+    assert [said in doubt for doubt in doubts] == [True] * (is_joined or (bool(said) and not listed))
 
 
 @needs_ptxas

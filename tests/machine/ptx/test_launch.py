@@ -64,6 +64,14 @@ def test_ptx_writes_its_tensors_in_place():
     assert record.exact and record.instructions > 0 and "every bit" in str(record) and not record.reasons
 
 
+@pytest.mark.parametrize("register", ["clock", "clock64", "globaltimer", "smid"])
+def test_what_differs_from_run_to_run_is_said(register: str) -> None:
+    move = f"mov.u64 %rd1, %{register};" if register in ("clock64", "globaltimer") else f"mov.u32 %r1, %{register};"
+    text = PTX.replace("ld.param.u64 %rd1, [x];", f"{move} ld.param.u64 %rd1, [x];")
+    record = fmtsim.launch(text, 2, X, torch.zeros(100), 100, 0.5)
+    assert record.reasons == (f"%{register} differs from run to run on a GPU and is 0 here",) and not record.exact
+
+
 REFUSED = {
     "target": ({"target": "h10"}, "target='h10', which is not known; did you mean 'h100'"),
     "B200": ({"target": "b200"}, "target='b200', whose PTX is refused until a GPU has recorded it"),

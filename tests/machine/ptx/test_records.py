@@ -23,7 +23,6 @@ records = pytest.importorskip("tools.kernels.record", reason="the cases are in t
 FOLDER = Path(__file__).parents[1] / "data"
 # What an H100 ran and launch refuses by name
 REFUSED = {
-    "cuda_half2_arithmetic": r"set\.eq\.f16x2\.f16x2|tanh\.approx\.f32", "cuda_use_fast_math": "tanh.approx.f32",
     "cuda_integer_intrinsics": "vabsdiff4", "cuda_doubles": "mul.rp.f64", "inline_assembly": "vadd4",
 }  # fmt: skip
 DEFAULT = {  # of kernels: one of each kind
@@ -57,6 +56,7 @@ DEFAULT = {  # of kernels: one of each kind
         "cuda_shuffle_sums",
         "cuda_fast_math_1",
         "cuda_half2_arithmetic",
+        "cuda_use_fast_math",
         "cuda_rounding",
         "cuda_inline_mma",
         "cuda_libm_1",

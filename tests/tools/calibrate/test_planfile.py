@@ -128,7 +128,7 @@ def test_what_was_not_found_stays_a_guess():
 
 
 def test_a_base_keeps_its_rules_and_is_not_listed_again():
-    base = replace(get_target("h200"), book=None)
+    base = replace(get_target("h200"), books=())
     calls = [mm(64, 64, 3840), mm(64, 1024, 7168)]  # known; a guess
     found = [
         Finding(call=call, status="verified", plans=(GemmPlan(k_tile=64, split=split),), outputs=256)

@@ -23,7 +23,7 @@ from tools.calibrate.__main__ import main
 from tools.calibrate.book_writer import write_book
 from tools.calibrate.recheck import KINDS, chosen_calls, recheck, shown
 
-CPU, WORK, H200 = torch.device("cpu"), 1 << 22, dataclasses.replace(get_target("h200"), book=None)
+CPU, WORK, H200 = torch.device("cpu"), 1 << 22, dataclasses.replace(get_target("h200"), books=())
 
 
 def few(*numbers):
