@@ -14,12 +14,13 @@ from torch.nn.functional import pad
 
 from fmtsim.cpu.runtime.jit import fma32, kernel
 from fmtsim.cpu.runtime.pool import run
-from fmtsim.machine import library, mufu
-from fmtsim.machine.arrays import LN2, LOG2E, chain_spec, product, put, read, words_of
-from fmtsim.machine.attention import _heads, _stored
-from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
+from fmtsim.machine import library, mufu, reduce
+from fmtsim.machine.arrays import LN2, LOG2E, add_threads, canonical, chain_spec, product, put, read, words_of
+from fmtsim.machine.attention import _heads
+from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
-_QUERIES, _KEYS = 128, 128  # queries of a block forward, keys of one backward
+_QUERIES = 128  # of a block
+_FULL = 0.8 * 264  # blocks of threads from which on none are added, by PyTorch's heuristic for 132 processors
 _INF = float32(np.inf)
 
 
@@ -75,37 +76,67 @@ def _finish(acc, largest, sums, factor, row, output, logsumexp, start, stop):
             logsumexp[head, row + i] = fma32(largest[head, i], factor, mufu.lg2(total) * LN2) if known else _INF
 
 
+def _laid(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return [batch, heads, length, D] in memory as the kernel's own result is: like its filled-up operand."""
+    return canonical(torch.empty_like(_filled(like))[..., : like.shape[-1]].copy_(x.reshape(like.shape)))
+
+
+def _filled(x: torch.Tensor) -> torch.Tensor:
+    """Return x with heads of a multiple of 8."""
+    return pad(x.detach(), (0, -x.shape[-1] % 8))
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    (_, _, queries, head), keys = q.shape, k.shape[2]
+    if head > 256 or head != v.shape[-1] or (causal and queries != keys) or any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise UnknownOrder(f"attention with heads of {head}, values of {v.shape[-1]}, {queries} queries, {keys} keys")
+
+
+def _doubt(q: torch.Tensor, k: torch.Tensor, result: tuple[torch.Tensor, ...]) -> None:
+    """Raise Guess unless calls of such a kernel and of such lengths were compared with an H200."""
+    filled, longest = -(-q.shape[3] // 8) * 8, max(q.shape[2], k.shape[2])
+    if filled % 32 == 0 or 64 < filled < 96 or filled > 128 or longest > 128 or q.shape[2] != k.shape[2]:
+        raise Guess("attention by FlashAttention-2 that was not compared with an H200", result)
+
+
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (output, logsumexp) of attention of [batch, heads, length, D].
 
     Raises:
-        UnknownOrder: What the module's header names.
+        UnknownOrder: Heads of more than 256, values of another size, causal with unequal lengths, or keys that are
+            shared among blocks of threads.
+        Guess: It was not compared with an H200; it holds the result.
     """
+    _check(q, k, v, causal)
     (batch, heads, queries, head), keys, spec = q.shape, k.shape[2], chain_spec("hopper.mma", q.dtype)
+    if keys > (256 if head <= 64 else 128 if head <= 128 else 64) and batch * heads * -(-queries // 64) < _FULL:
+        raise UnknownOrder(f"attention by FlashAttention-2 that may share {keys} keys among blocks of threads")
     factor, log2_factor = _factors(scale, head)
     tile_keys = 128 if head <= 64 else 64
-    q, k, v = _heads(q, heads), _heads(k, heads), _heads(v, heads)
-    output, logsumexp = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
+    q_rows, k_rows, v_rows = (_heads(x, heads) for x in (q, k, v))
+    output, logsumexp = torch.empty(q_rows.shape, dtype=q.dtype), torch.empty(q_rows.shape[:2])
     for row in range(0, queries, _QUERIES):
         # 1. a block of queries
-        rows = q[:, row : row + _QUERIES]
+        rows = q_rows[:, row : row + _QUERIES]
         ends = min(keys, row + _QUERIES) if causal else keys
         largest, sums = np.full(rows.shape[:2], -_INF), np.zeros((*rows.shape[:2], 4), np.float32)
         acc = torch.zeros(rows.shape)
         # 2. the keys, the last tile first
         for column in range((ends - 1) // tile_keys * tile_keys, -1, -tile_keys):
             tile = slice(column, column + tile_keys)
-            scores = product(rows, k[:, tile], spec)
+            scores = product(rows, k_rows[:, tile], spec)
             p = torch.empty(scores.shape, dtype=q.dtype)
             arrays = scores.numpy(), log2_factor, row, column, causal, largest, sums, acc.numpy(), words_of(p)
             run(lambda i, j: _softmax_tile(*arrays, i, j), len(rows), 1, 16 * scores[0].numel())  # noqa: B023
-            acc = product(p, v[:, tile].mT, spec, c=acc)
+            acc = product(p, v_rows[:, tile].mT, spec, c=acc)
         # 3. the output, and the logarithms of the sums
         done = acc.numpy(), largest, sums, factor, row, words_of(output), logsumexp.numpy()
         run(lambda i, j: _finish(*done, i, j), len(rows), 1, rows[0].numel())  # noqa: B023
-    return _stored(output.view(batch, heads, queries, head)), logsumexp.view(batch, heads, queries)
+    result = _laid(output, q), logsumexp.view(batch, heads, queries)
+    _doubt(q, k, result)
+    return result
 
 
 @kernel
@@ -115,14 +146,8 @@ def _dot_products(g, output, threads, delta, start, stop):
         for i in range(g.shape[1]):
             partial = np.zeros(threads, np.float32)
             for j in range(g.shape[2]):
-                t = (j // 8) % threads
-                partial[t] = fma32(read(g[head, i, j]), read(output[head, i, j]), partial[t])
-            n = threads // 2
-            while n > 0:
-                for t in range(n):
-                    partial[t] += partial[t + n]
-                n //= 2
-            delta[head, i] = partial[0]
+                partial[(j // 8) % threads] += read(g[head, i, j]) * read(output[head, i, j])
+            delta[head, i] = add_threads(partial, threads)
 
 
 @kernel
@@ -142,47 +167,53 @@ def _score_gradients(scores, dp, lse, delta, factor, places, column, causal, p, 
 def backward(
     g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor,
     causal: bool, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the gradients of (q, k, v).
 
     Raises:
-        Nondeterministic: More than two blocks of 128 keys: dQ is added by atomics. It holds the gradients: those of k
-            and v are exact.
+        UnknownOrder: As ``forward``.
+        Nondeterministic: More than two blocks of keys: dQ is added by atomics. It holds the gradients.
+        Guess: They were not compared with an H200; it holds the gradients.
     """
-    (batch, heads, queries, head), keys, spec = q.shape, k.shape[2], chain_spec("hopper.mma", q.dtype)
-    factor, log2_factor = _factors(scale, head)
-    block = 128 if head <= 64 else 64
-    shapes = [x.shape for x in (q, k, v)]
+    _check(q, k, v, causal)
+    (batch, heads, queries, head), (_, key_heads, keys, _) = q.shape, k.shape
+    spec, (factor, log2_factor) = chain_spec("hopper.mma", q.dtype), _factors(scale, head)
+    # queries and keys of a block; threads that add a row of dO O
+    block, key_block, threads = 128 if head <= 64 else 64, 128 if head <= 128 else 64, 4 if 64 < head <= 96 else 8
 
     def turned(x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
         """Return [batch * heads, rows, D] in whole blocks of queries, the last block first, as the kernel goes."""
-        whole = pad(x, (0, 0, 0, -queries % block), value=fill)
-        return whole.unflatten(1, (-1, block)).flip(1).flatten(1, 2)
+        return pad(x, (0, 0, 0, -queries % block), value=fill).unflatten(1, (-1, block)).flip(1).flatten(1, 2)
 
-    g, q, output = (turned(_heads(x, heads)) for x in (g, q, output))
-    k, v = _heads(k, heads), _heads(v, heads)
-    lse = turned(logsumexp.reshape(len(q), queries, 1), torch.inf)[..., 0].numpy()
-    rows = q.shape[1]
-    places = turned(torch.arange(queries).reshape(1, queries, 1)).flatten().numpy()
+    g_rows, q_rows, output_rows = (turned(_heads(_filled(x), heads)) for x in (g, q, output))
+    k_rows, v_rows = _heads(_filled(k), heads), _heads(_filled(v), heads)
+    lse = turned(logsumexp.reshape(len(q_rows), queries, 1), torch.inf)[..., 0].numpy()
+    places = turned(torch.arange(queries)[None, :, None]).flatten().numpy()
     # 1. D = sum of dO O
-    delta = np.empty(lse.shape, np.float32)
-    words, threads = (words_of(g), words_of(output)), 4 if head <= 32 else 8
-    run(lambda i, j: _dot_products(*words, threads, delta, i, j), len(q), 1, 4 * q[0].numel())
-    dq, dk, dv = torch.zeros(q.shape), torch.empty_like(k), torch.empty_like(v)
-    for column in range(0, keys, _KEYS):
+    count, rows, delta = *q_rows.shape[:2], np.empty(lse.shape, np.float32)
+    words = words_of(g_rows), words_of(output_rows)
+    run(lambda i, j: _dot_products(*words, threads, delta, i, j), count, 1, 4 * q_rows[0].numel())
+    dq, dk, dv = torch.zeros(q_rows.shape), torch.empty_like(k_rows), torch.empty_like(v_rows)
+    for column in range(0, keys, key_block):
         # 2. P and dS = P (dP - D), of the blocks of queries that see the keys
-        tile, ends = slice(column, column + _KEYS), rows - column // block * block if causal else rows
-        some = q[:, :ends], g[:, :ends]
-        scores, dp = product(some[0], k[:, tile], spec), product(some[1], v[:, tile], spec)
+        tile, ends = slice(column, column + key_block), rows - column // block * block if causal else rows
+        q_some, g_some = q_rows[:, :ends], g_rows[:, :ends]
+        scores, dp = product(q_some, k_rows[:, tile], spec), product(g_some, v_rows[:, tile], spec)
         p, ds = torch.empty(scores.shape, dtype=q.dtype), torch.empty(scores.shape, dtype=q.dtype)
         arrays = scores.numpy(), dp.numpy(), lse, delta, log2_factor, places, column, causal, words_of(p), words_of(ds)
-        run(lambda i, j: _score_gradients(*arrays, i, j), len(q), 1, 16 * scores[0].numel())  # noqa: B023
-        # 3. dV = P^T dO; dK = dS^T Q scale; dQ, of which each block of keys adds its part
-        dv[:, tile] = product(p.mT, some[1].mT, spec)
-        dk[:, tile] = product(ds.mT, some[0].mT, spec) * factor
-        dq[:, :ends] += product(ds, k[:, tile].mT, spec)
+        run(lambda i, j: _score_gradients(*arrays, i, j), count, 1, 16 * scores[0].numel())  # noqa: B023
+        # 3. dV = P^T dO; dK = dS^T Q scale; dQ, to which each block of keys adds its part
+        dv[:, tile] = product(p.mT, g_some.mT, spec)
+        dk[:, tile] = product(ds.mT, q_some.mT, spec) * factor
+        dq[:, :ends] += product(ds, k_rows[:, tile].mT, spec)
     dq = (dq * factor).to(q.dtype).unflatten(1, (-1, block)).flip(1).flatten(1, 2)[:, :queries]
-    gradients = tuple(_stored(x.reshape(shape)) for x, shape in zip((dq, dk, dv), shapes, strict=True))
-    if keys > 2 * _KEYS:
+    # 4. of grouped heads an operator adds the gradients
+    if key_heads < heads:
+        shape = batch, key_heads, heads // key_heads, keys, -1
+        grouped = (x.view(shape).permute(0, 3, 1, 2, 4).contiguous() for x in (dk, dv))
+        dk, dv = (reduce.reduce(x, [3], False, False, q.dtype).transpose(1, 2) for x in grouped)
+    gradients = tuple(_laid(x[..., :head], y).clone() for x, y in zip((dq, dk, dv), (q, k, v), strict=True))
+    if keys > 2 * key_block:
         raise Nondeterministic(f"the gradient of q for {keys} keys: blocks of keys are added by atomics", gradients)
+    _doubt(q, k, gradients)
     return gradients
