@@ -113,7 +113,7 @@ def _attention_gradient(
     logsumexp: torch.Tensor, dropout: float, causal: bool, *, attn_mask: Any = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
     options = attn_mask, dropout, causal, scale
-    if q.dtype != torch.float32 and q.shape[-1] % 8:
+    if q.dtype != torch.float32 and q.shape[-1] % 8 and attn_mask is None and not dropout:
         return attention_flash.backward(g, q, k, v, output, logsumexp, causal, scale)
     if q.dtype != torch.float32:
         return attention.backward(g, q, k, v, output, logsumexp, *options)
