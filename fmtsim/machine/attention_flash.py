@@ -15,7 +15,9 @@ from torch.nn.functional import pad
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library, mufu, reduce
-from fmtsim.machine.arrays import LN2, LOG2E, apply, canonical, chain_spec, fma, product, put, tree, words_of
+from fmtsim.machine.arrays import (
+    LN2, LOG2E, SIXTEEN_BITS, apply, canonical, chain_spec, fma, product, put, tree, words_of,
+)  # fmt: skip
 from fmtsim.machine.attention import _heads
 from fmtsim.machine.attention_efficient import dot_products
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
@@ -73,6 +75,8 @@ def _laid(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
     (_, _, queries, head), keys = q.shape, k.shape[2]
+    if q.dtype not in SIXTEEN_BITS:
+        raise UnknownOrder(f"attention in {q.dtype}")
     if head > 256 or head != v.shape[-1] or (causal and queries != keys) or any(x.stride(-1) != 1 for x in (q, k, v)):
         raise UnknownOrder(f"attention with heads of {head}, values of {v.shape[-1]}, {queries} queries, {keys} keys")
 
@@ -116,7 +120,8 @@ def forward(
     total = (sums[..., 0] + sums[..., 2]) + (sums[..., 1] + sums[..., 3])
     logsumexp = np.where(total > 0, fma(largest, factor, apply(mufu.lg2, total) * LN2), _INF)
     inverse = float32(1.0) / np.where(total > 0, total, float32(1.0))
-    result = _laid(acc * torch.from_numpy(inverse)[..., None], q), torch.from_numpy(logsumexp).view(batch, heads, queries)
+    output = _laid(acc * torch.from_numpy(inverse)[..., None], q)
+    result = output, torch.from_numpy(logsumexp).view(batch, heads, queries)
     _doubt(q, keys, result)
     return result
 

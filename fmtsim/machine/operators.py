@@ -95,8 +95,8 @@ def _attention(
         if not backends.mem_efficient_sdp_enabled():
             raise UnknownOrder("float32 attention without the memory-efficient kernel, which sdpa_kernel switched off")
         return attention_efficient.forward(q, k, v, *options)
-    if not (backends.flash_sdp_enabled() if q.shape[-1] % 8 else backends.cudnn_sdp_enabled()):
-        raise UnknownOrder("attention without cuDNN, or FlashAttention-2, which sdpa_kernel switched off")
+    if not backends.cudnn_sdp_enabled() and q.shape[-1] % 8 == 0:
+        raise UnknownOrder("attention without cuDNN, which sdpa_kernel switched off")
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         raise UnknownOrder("attention under use_deterministic_algorithms, for which PyTorch takes another kernel")
     if dropout or (causal and (attn_mask is not None or q.shape[-2] == 1)):
