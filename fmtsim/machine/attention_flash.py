@@ -16,7 +16,17 @@ from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library, mufu, reduce
 from fmtsim.machine.arrays import (
-    LN2, LOG2E, SIXTEEN_BITS, apply, canonical, chain_spec, fma, product, put, tree, words_of,
+    LN2,
+    LOG2E,
+    SIXTEEN_BITS,
+    apply,
+    canonical,
+    chain_spec,
+    fma,
+    product,
+    put,
+    tree,
+    words_of,
 )  # fmt: skip
 from fmtsim.machine.attention import _heads
 from fmtsim.machine.attention_efficient import dot_products
@@ -177,9 +187,9 @@ def backward(
         run(lambda i, j: _score_gradients(*arrays, i, j), count, 1, 16 * scores[0].numel())  # noqa: B023
         # 3. dV = P^T dO; dK = dS^T Q scale; dQ, to which each block of keys adds its part
         dv[:, tile] = product(p.mT, g_some.mT, spec)
-        dk[:, tile] = product(ds.mT, q_some.mT, spec) * factor
+        dk[:, tile] = product(ds.mT, q_some.mT, spec) * float(factor)
         dq[:, :ends] += product(ds, k_rows[:, tile].mT, spec)
-    dq = (dq * factor).to(q.dtype).unflatten(1, (-1, block)).flip(1).flatten(1, 2)[:, :queries]
+    dq = (dq * float(factor)).to(q.dtype).unflatten(1, (-1, block)).flip(1).flatten(1, 2)[:, :queries]
     dk, dv = (x[:, :keys].reshape(batch, key_heads, -1, keys, head) for x in (dk, dv))
     # 4. of grouped heads an operator adds the gradients
     if key_heads < heads:

@@ -16,7 +16,8 @@ from fmtsim.machine.ptx.contract import Contraction, constant_divisors, contract
 from fmtsim.machine.ptx.parse import Function, parse
 from tests.support.recorded import GOLDEN, needs_golden
 
-needs_ptxas = pytest.mark.skipif(not sass.assemblers(), reason="ptxas is not installed")
+EMPTY = ".version 8.7\n.target sm_90a\n.address_size 64\n.visible .entry k() {\nret;\n}\n"
+needs_ptxas = pytest.mark.skipif(sass.disassembled(EMPTY) is None, reason="ptxas or nvdisasm is not installed")
 # Bodies of kernels with the inputs %a to %f, whose %r3, %r4, %r5 and %w4 are stored, and the sums that the machine code
 # of ptxas 12.8 showed to be fused: "-%r1 +" is fma(-..., ..., +addend) with the operands of the product %r1
 IF = "setp.gt.f32 %p1, %e, %f; "

@@ -352,6 +352,7 @@ def test_a_vector_of_atomic_sums():
         fmtsim.launch(kernel.replace("add.noftz.v8.bf16", "add.v8.f32"), 1, x, y, old)
 
 
+@needs_triton
 def test_kernels_in_a_simulation():
     class Double(torch.autograd.Function):
         @staticmethod
