@@ -251,20 +251,25 @@ def _blocks_of(head: int, dtype: torch.dtype) -> tuple[int, int, bool]:
     return (128, 128, True) if half and head <= 128 else (128, 64, False)
 
 
-def _delta(g: torch.Tensor, output: torch.Tensor, head: int) -> np.ndarray:
-    """Return D = sum of dO O [batch * heads, queries, 1] as the kernel's T threads of a row add it, in 16 bits.
+def dot_products(g: torch.Tensor, output: torch.Tensor, threads: int) -> np.ndarray:
+    """Return the sums of dO O [batch * heads, queries, T] of a row's T threads, in 16 bits.
 
-    Thread t takes chunks t, t + T ... of 8 elements, one element after the other; then pairs of threads.
+    Thread t takes chunks t, t + T ... of 8 elements, one element after the other.
     """
-    threads = 4 if 64 < head <= 128 else 2
-    missing = [(0, 0), (0, 0), (0, -head % (8 * threads))]
-    chunks = (np.pad(to_f32(x).reshape(-1, *x.shape[2:]), missing) for x in (g, output))
+    missing = [(0, 0), (0, 0), (0, -g.shape[-1] % (8 * threads))]
+    chunks = (np.pad(to_f32(x).reshape(-1, *x.shape[-2:]), missing) for x in (g, output))
     a, b = [x.reshape(*x.shape[:2], -1, threads, 8).swapaxes(2, 3).reshape(*x.shape[:2], threads, -1) for x in chunks]
     total: np.ndarray = np.zeros(a.shape[:3], np.float32)
     for i in range(a.shape[-1]):
         total = fma(a[..., i], b[..., i], total)
-    while threads > 1:
-        total, threads = total[..., ::2] + total[..., 1::2], threads // 2
+    return total
+
+
+def _delta(g: torch.Tensor, output: torch.Tensor, head: int) -> np.ndarray:
+    """Return D = sum of dO O [batch * heads, queries, 1] in 16 bits: pairs of threads are added."""
+    total = dot_products(g, output, 4 if 64 < head <= 128 else 2)
+    while total.shape[-1] > 1:
+        total = total[..., ::2] + total[..., 1::2]
     return total
 
 

@@ -17,6 +17,7 @@ from fmtsim.machine import (
     arrays,
     attention,
     attention_efficient,
+    attention_flash,
     attention_rows,
     batch_norm,
     convolution,
@@ -114,12 +115,14 @@ def _attention(
         if not backends.mem_efficient_sdp_enabled():
             raise UnknownOrder("float32 attention without the memory-efficient kernel, which sdpa_kernel switched off")
         return attention_efficient.forward(q, k, v, *options)
-    if not backends.cudnn_sdp_enabled():
+    if not backends.cudnn_sdp_enabled() and q.shape[-1] % 8 == 0:
         raise UnknownOrder("attention without cuDNN, which sdpa_kernel switched off")
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         raise UnknownOrder("attention under use_deterministic_algorithms, for which PyTorch takes another kernel")
     if dropout or (causal and (attn_mask is not None or q.shape[-2] == 1)):
         raise UnknownOrder("attention with dropout, or causal with a mask or one query")
+    if q.shape[-1] % 8 and attn_mask is None:
+        return attention_flash.forward(q, k, v, causal, scale)
     if attn_mask is not None or q.shape[-2] == 1:
         return attention_rows.forward(q, k, v, attn_mask, scale)
     return attention.forward(q, k, v, None, dropout, causal, scale)
@@ -130,6 +133,8 @@ def _attention_gradient(
     logsumexp: torch.Tensor, dropout: float, causal: bool, *, attn_mask: Any = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
     options = attn_mask, dropout, causal, scale
+    if q.dtype != torch.float32 and q.shape[-1] % 8 and attn_mask is None and not dropout:
+        return attention_flash.backward(g, q, k, v, output, logsumexp, causal, scale)
     if q.dtype != torch.float32:
         return attention.backward(g, q, k, v, output, logsumexp, *options)
     if attention_efficient.takes_math_path(q, k):
