@@ -325,8 +325,8 @@ def batch_norm_backward(
     # of one channel, or images of one pixel, both hold
     last = _layout(x) or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
     channels = x.shape[1]
-    if g.stride() != x.stride() or not mask[0]:
-        raise UnknownOrder("the gradient of batch_norm in another layout than x, or without x's")
+    if (last and g.stride() != x.stride()) or not mask[0]:
+        raise UnknownOrder("the gradient of batch_norm in another layout than x in channels_last, or without x's")
     g_f32, x_f32 = _elements(g, last), _elements(x, last)
     w = _affine(weight, channels, 1.0)
     if not train and not mean.numel():
