@@ -13,7 +13,6 @@ from fmtsim.machine.reduce import Plan, sums
 from fmtsim.machine.unknown import UnknownOrder
 
 _THREADS, _ONE = 512, float32(1.0)
-_MOST_FORWARD, _MOST_ODD = 25088, 12291  # elements of a channel for which cuDNN's orders were compared
 _ROWS_A_THREAD, _LOADS, _MOST_BLOCKS = 16, 4, 128  # of the kernels for channels that lie innermost
 _Moments = tuple[np.ndarray, ...]  # mean, sum of squared differences, count
 
@@ -62,13 +61,13 @@ def _exchanged(moments: _Moments) -> _Moments:
     return tuple(t[..., 0].copy() for t in moments)
 
 
-def _dealt(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _dealt(x: np.ndarray, threads: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return [channels, turns, threads] of [images, channels, inner size], zeros behind the last; and which exist.
 
     Threads lie along the inner size, lines of them along the images.
     """
     images, channels, inner = x.shape
-    threads = next(n for n in (32, 64, 128, 256, 512) if inner <= n or n == 512)
+    threads = threads or next(n for n in (32, 64, 128, 256, 512) if inner <= n or n == 512)
     lines = _THREADS // threads
     padding = (0, -images % lines), (0, 0), (0, -inner % threads)
 
@@ -168,36 +167,53 @@ def _takes_cudnn(x: torch.Tensor, weight: torch.Tensor | None, running: torch.Te
     return dtypes and x.ndim >= 3 and x.shape[0] <= (880801 if train else 65535)
 
 
-def _cudnn_sums(
-    rows: np.ndarray, inner: int, dtype: torch.dtype, factors: np.ndarray | None, pairs: bool
-) -> np.ndarray:
-    """Return sums over rows as 512 threads of cuDNN add them: by halving, or (``pairs``) neighbours first."""
-    vector = 2 if dtype == torch.float16 and inner % 2 == 0 else 1
-    turns, lanes = math.ceil(rows.shape[1] / (_THREADS * vector)), np.arange(_THREADS)
-    if pairs:
-        reverse = [int(f"{i:05b}"[::-1], 2) for i in range(32)], [int(f"{i:04b}"[::-1], 2) for i in range(16)]
-        lanes = np.add.outer(32 * np.array(reverse[1]), reverse[0]).reshape(-1)
-    # the elements of a thread: vectors, turn by turn; zeros behind the last one
-    order = np.arange(turns * _THREADS * vector).reshape(turns, _THREADS, vector)[:, lanes].swapaxes(1, 2).reshape(-1)
-    dealt = [np.pad(t, ((0, 0), (0, order.size - t.shape[1])))[:, order] for t in (rows, factors) if t is not None]
-    return sums(dealt[0], Plan(32, 16), dealt[1] if factors is not None else None)
-
-
-def _cudnn_rows(x: torch.Tensor, most: int) -> np.ndarray:
-    """Return float32 [channels, images x inner size].
+def _cudnn_elements(x: torch.Tensor) -> np.ndarray:
+    """Return float32 [images, channels, inner size].
 
     Raises:
-        UnknownOrder: Channels lie innermost, or a channel is larger than what was compared.
+        UnknownOrder: Channels lie innermost.
     """
     if not x.is_contiguous() and x.ndim > 3 and x.stride(1) == 1:
         raise UnknownOrder("batch_norm by cuDNN, of channels_last")
-    if x.numel() // x.shape[1] > most:
-        raise UnknownOrder(f"batch_norm by cuDNN, of more than {most:,} elements in a channel")
-    return to_f32(x.transpose(0, 1)).reshape(x.shape[1], -1)
+    return to_f32(x).reshape(*x.shape[:2], -1)
 
 
-def _from_rows(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return from_f32(rows.reshape(like.shape[1], like.shape[0], -1).swapaxes(0, 1), like.dtype, like.shape)
+def _cudnn_threads(x: torch.Tensor, inner: int, backward: bool) -> int | None:
+    """Return how many threads lie along the inner size, None where a block reads a channel as one row.
+
+    Raises:
+        UnknownOrder: Sizes that were not compared.
+    """
+    count, half = x.numel() // x.shape[1], x.dtype == torch.float16
+    if count <= (12291 if backward or (half and inner % 2) else 25088):
+        return None
+    if backward and count >= 16384 and not half:
+        for threads, least, most in ((32, 196, 784), (128, 1024, 3136), (512, 12544, 1 << 30)):
+            if least <= inner <= most:
+                return threads
+    raise UnknownOrder(f"batch_norm by cuDNN, of {count:,} elements in a channel")
+
+
+def _cudnn_sums(
+    x: np.ndarray, factors: np.ndarray | None, threads: int | None, vector: int = 1, pairs: bool = False
+) -> np.ndarray:
+    """Return sums of each channel as 512 threads of cuDNN add them: by halving, or (``pairs``) neighbours first.
+
+    Threads take single elements or vectors of a channel as of one row, or lie along the inner size.
+    """
+    dealt = []
+    for t in (x, factors):
+        if t is not None and threads is None:
+            row = t.swapaxes(0, 1).reshape(t.shape[1], -1)
+            row = np.pad(row, ((0, 0), (0, -row.shape[1] % (_THREADS * vector))))
+            dealt.append(row.reshape(len(row), -1, _THREADS, vector).swapaxes(2, 3).reshape(len(row), -1, _THREADS))
+        elif t is not None:
+            dealt.append(_dealt(t, threads)[0])
+    if pairs:
+        lanes, warps = (np.array([int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)]) for bits in (5, 4))
+        dealt = [t[..., np.add.outer(32 * warps, lanes).reshape(-1)] for t in dealt]
+    rows = [t.reshape(len(t), -1) for t in dealt]
+    return sums(rows[0], Plan(32, 16), rows[1] if factors is not None else None)
 
 
 def batch_norm(
@@ -249,14 +265,14 @@ def _cudnn_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, momentum: float, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    inner, share = math.prod(x.shape[2:]), float32(momentum)
-    rows = _cudnn_rows(x, _MOST_ODD if x.dtype == torch.float16 and inner % 2 else _MOST_FORWARD)
-    count = rows.shape[1]
+    elements, share = _cudnn_elements(x), float32(momentum)
+    inner, count = elements.shape[2], x.numel() // x.shape[1]
+    threads, vector = _cudnn_threads(x, inner, False), 2 if x.dtype == torch.float16 and inner % 2 == 0 else 1
     with np.errstate(all="ignore"):
         # 1. the mean, then the mean of squared differences
-        mean = _cudnn_sums(rows, inner, x.dtype, None, False) * (_ONE / float32(count))
-        centred = rows - mean[:, None]
-        variance = _cudnn_sums(centred, inner, x.dtype, centred, False) * (_ONE / float32(count))
+        mean = _cudnn_sums(elements, None, threads, vector) * (_ONE / float32(count))
+        centred = elements - mean[:, None]
+        variance = _cudnn_sums(centred, centred, threads, vector) * (_ONE / float32(count))
         rstd = apply(library.rsqrt, variance + float32(eps))
         if running_mean is not None and running_var is not None:
             kept = [(_ONE - share) * to_f32(running_var), to_f32(running_mean)]
@@ -265,26 +281,29 @@ def _cudnn_forward(
             running_mean.copy_(from_f32(fma(kept[1], _ONE - share, mean * share), torch.float32))
         # 2. a x + (b - mean a)
         slope = to_f32(weight) * rstd
-        y = fma(slope[:, None], rows, (to_f32(bias) - mean * slope)[:, None])
-    return _from_rows(y, x), from_f32(mean, torch.float32), from_f32(rstd, torch.float32)
+        y = fma(slope[:, None], elements, (to_f32(bias) - mean * slope)[:, None])
+    return from_f32(y, x.dtype, x.shape), from_f32(mean, torch.float32), from_f32(rstd, torch.float32)
 
 
 def _cudnn_backward(
     g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: np.ndarray, rstd: np.ndarray, mask: list[bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    inner = math.prod(x.shape[2:])
-    if x.dtype == torch.float16 and inner % 2 == 0:
+    gradients, elements = _cudnn_elements(g), _cudnn_elements(x)
+    if x.dtype == torch.float16 and elements.shape[2] % 2 == 0:
         raise UnknownOrder("the gradient of batch_norm by cuDNN, of pairs of float16")
-    g_rows, rows = _cudnn_rows(g, _MOST_ODD), _cudnn_rows(x, _MOST_ODD)
+    threads, share = _cudnn_threads(x, elements.shape[2], True), _ONE / float32(x.numel() // x.shape[1])
     with np.errstate(all="ignore"):
-        share, centred = _ONE / float32(rows.shape[1]), rows - mean[:, None]
-        total = _cudnn_sums(g_rows, inner, x.dtype, None, True)
-        dot = _cudnn_sums(g_rows, inner, x.dtype, centred, True)
-        factor = to_f32(weight) * rstd
-        slope = -factor * (dot * rstd * rstd * share)
-        part = fma(factor[:, None], g_rows, -(factor * (total * share))[:, None])
-        dx, dweight = fma(slope[:, None], centred, part), dot * rstd
-    results = _from_rows(dx, x), from_f32(dweight, torch.float32), from_f32(total, torch.float32)
+        centred = elements - mean[:, None]
+        total = _cudnn_sums(gradients, None, threads, pairs=True)
+        dot = _cudnn_sums(gradients, centred, threads, pairs=True)
+        w, scale, average = to_f32(weight)[:, None], rstd[:, None], (total * share)[:, None]
+        if threads is None:
+            slope = -(w * scale) * (dot * rstd * rstd * share)[:, None]
+            dx = fma(slope, centred, fma(w * scale, gradients, -(w * scale * average)))
+        else:
+            dx = (fma(-centred, (dot * share * rstd * rstd)[:, None], gradients) - average) * scale * w
+        dweight = dot * rstd
+    results = from_f32(dx, x.dtype, x.shape), from_f32(dweight, torch.float32), from_f32(total, torch.float32)
     return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
 
 
@@ -306,8 +325,8 @@ def batch_norm_backward(
     # of one channel, or images of one pixel, both hold
     last = _layout(x) or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
     channels = x.shape[1]
-    if g.stride() != x.stride() or not mask[0]:
-        raise UnknownOrder("the gradient of batch_norm in another layout than x, or without x's")
+    if (last and g.stride() != x.stride()) or not mask[0]:
+        raise UnknownOrder("the gradient of batch_norm in another layout than x in channels_last, or without x's")
     g_f32, x_f32 = _elements(g, last), _elements(x, last)
     w = _affine(weight, channels, 1.0)
     if not train and not mean.numel():

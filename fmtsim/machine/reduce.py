@@ -11,8 +11,7 @@ from numpy import float32
 
 from fmtsim.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.cpu.runtime.pool import run
-from fmtsim.machine import library
-from fmtsim.machine.arrays import SIXTEEN_BITS, add_strided, apply, from_f32, to_f32, tree
+from fmtsim.machine.arrays import SIXTEEN_BITS, add_strided, from_f32, to_f32, tree
 from fmtsim.machine.unknown import UnknownOrder
 
 _THREADS, _WARP, _MULTIPROCESSORS, _THREADS_A_MULTIPROCESSOR = 512, 32, 132, 2048
@@ -286,12 +285,11 @@ def _arranged(
 def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum or mean of a tensor over dimensions, rounded once to a dtype.
 
-    16 bits are added as they are into float32; to any other dtype x is converted first.
-
     Raises:
-        UnknownOrder: float64, no elements, or more than 2^31 bytes.
+        UnknownOrder: Another dtype than x's or float32, float64, no elements, or more than 2^31 bytes.
     """
-    x = x if x.dtype == dtype or (x.dtype in SIXTEEN_BITS and dtype == torch.float32) else x.to(dtype)
+    if dtype not in (x.dtype, torch.float32):
+        raise UnknownOrder(f"a sum of {x.dtype} in {dtype}")
     x_f32, starts, plan, tensor = _arranged(x, dims, keepdim)
     total = sums(x_f32, plan, None, starts) + float32(0.0)  # threads begin with zeros: no sum is -0
     if mean:
@@ -302,23 +300,22 @@ def reduce(x: torch.Tensor, dims: list[int] | None, keepdim: bool, mean: bool, d
 def vector_norm(
     x: torch.Tensor, order: float, dims: list[int] | None, keepdim: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the norm of an order over dimensions.
+    """Return the norm of order 1, 2 or infinity over dimensions.
 
     Raises:
-        UnknownOrder: float64, no elements, or more than 2^31 bytes.
+        UnknownOrder: Another order, float64, no elements, or more than 2^31 bytes.
     """
     axes = list({d % x.ndim for d in (dims or range(x.ndim))}) if x.ndim else []
-    if x.numel() and math.prod(x.shape[d] for d in axes) == 1 and order != 0:
+    if order not in (1, 2) and abs(order) != math.inf:
+        raise UnknownOrder(f"a norm of order {order}")
+    if x.numel() and math.prod(x.shape[d] for d in axes) == 1:
         return x.abs().reshape(x.shape if keepdim else [n for d, n in enumerate(x.shape) if d not in axes]).to(dtype)
     if x.numel() and abs(order) == math.inf:
         return (torch.amax if order > 0 else torch.amin)(x.abs(), axes, keepdim).to(dtype)
     x_f32, starts, plan, tensor = _arranged(x, dims, keepdim)
     if order == 2:
         return tensor(np.sqrt(sums(x_f32, plan, x_f32, starts)), dtype)
-    if order in (0, 1):
-        return tensor(sums(np.abs(x_f32) if order else (x_f32 != 0).astype(np.float32), plan, None, starts), dtype)
-    powers = sums(apply(library.pow, np.abs(x_f32), order), plan, None, starts)
-    return tensor(apply(library.pow, powers, float32(1.0) / float32(order)), dtype)
+    return tensor(sums(np.abs(x_f32), plan, None, starts), dtype)
 
 
 def var_mean(

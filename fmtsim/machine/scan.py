@@ -14,12 +14,12 @@ def scan(x: torch.Tensor, dim: int, dtype: torch.dtype | None, product: bool) ->
     """Return cumulative sums or products over a dimension.
 
     Raises:
-        UnknownOrder: One dimension alone has more than one element, which CUB scans, unless sums are small integers.
+        UnknownOrder: One dimension alone has more than one element, which CUB scans, unless sums are small integers;
+            another dtype than x's or float32.
     """
-    x = x if dtype is None else x.to(dtype)
-    dim = dim % max(x.ndim, 1)
-    if x.dtype not in _EXACT_BELOW:
-        raise UnknownOrder(f"a cumulative sum of {x.dtype}")
+    if x.dtype not in _EXACT_BELOW or dtype not in (None, x.dtype, torch.float32):
+        raise UnknownOrder(f"a cumulative sum of {x.dtype} in {dtype}")
+    x, dim = x.to(dtype or x.dtype), dim % max(x.ndim, 1)
     if x.ndim and x.numel() == x.shape[dim] > 1:
         if product or not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= _EXACT_BELOW[x.dtype]:
             raise UnknownOrder("a cumulative sum in one dimension, of numbers that are no small integers")
