@@ -18,6 +18,7 @@ from fmtsim.machine import (
     attention_efficient,
     attention_rows,
     convolution,
+    elementwise,
     loss,
     norm,
     optimizer_kernels,
@@ -213,6 +214,23 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
     return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
 
 
+def _by_source(operator: Callable) -> Callable:
+    """Return an operator that PyTorch's source describes, as a guess until a GPU has confirmed it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise Guess("by PyTorch's source; no GPU's results were compared", operator(*args, **kwargs))
+
+    return call
+
+
+UNRECORDED = frozenset((*elementwise.OPERATORS, *random.OPERATORS)) - {"native_dropout"}
+"""Operators of these two tables that were not compared with a GPU."""
+
+
+def _recorded(table: dict[str, Callable]) -> dict[Any, Callable]:
+    return {getattr(_ATEN, name): _by_source(x) if name in UNRECORDED else x for name, x in table.items()}
+
+
 _UNARY = "exp exp2 expm1 log log2 log10 log1p tanh erf sin cos rsqrt sqrt sigmoid silu"
 KNOWN: dict[Any, Callable] = {
     torch.ops.fmtsim.rms_norm: norm.rms_norm,
@@ -268,10 +286,7 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.sub: lambda a, b, *, alpha=1: pointwise.add(a, b, alpha=-alpha),
     _ATEN.index_put: loss.index_put,
     _ATEN.div: pointwise.divide,
-    _ATEN.sigmoid_backward: pointwise.sigmoid_backward,
     _ATEN.pow: pointwise.power,
-    _ATEN.softplus: pointwise.softplus,
-    _ATEN.softplus_backward: pointwise.softplus_backward,
     _ATEN.cumsum: _cumsum,
     _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(
         x, order, dim, keepdim, dtype or x.dtype
@@ -281,6 +296,7 @@ KNOWN: dict[Any, Callable] = {
         x, dim=dim, descending=descending, stable=True
     ),
     **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
+    **_recorded(elementwise.OPERATORS),
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
 
@@ -412,6 +428,9 @@ def _grouped_mm(
         raise Guess(guesses[0], result)
     return result
 
+
+DRAWS = _recorded(random.OPERATORS)
+"""Operators that draw random numbers: their first argument is the GPU's generator."""
 
 PRODUCTS: dict[Any, Callable] = {
     _ATEN.mm: _mm,

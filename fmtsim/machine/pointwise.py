@@ -48,11 +48,6 @@ def _tanh_gradient(g, y):
 
 
 @device
-def _sigmoid_gradient(g, y):
-    return (g * (_ONE - y)) * y
-
-
-@device
 def _add_scaled(a, b, alpha):
     return fma32(alpha, b, a)
 
@@ -82,13 +77,6 @@ def gelu_backward(g: torch.Tensor, x: torch.Tensor, *, approximate: str = "none"
 def silu_backward(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return silu's gradient."""
     return _elementwise(_silu_gradient, g, x)
-
-
-def sigmoid_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return sigmoid's gradient, which is known in float32."""
-    if y.dtype != torch.float32:
-        raise UnknownOrder(f"the gradient of sigmoid in {y.dtype}")
-    return _elementwise(_sigmoid_gradient, g, y)
 
 
 def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -192,23 +180,3 @@ def power(x: Any, exponent: Any) -> torch.Tensor:
 
 
 reciprocal = unary("reciprocal")
-
-
-def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
-    """Return softplus of beta 1 and threshold 20."""
-    if beta != 1 or threshold != 20:
-        raise UnknownOrder("softplus of another beta or threshold")
-    return _elementwise(library.UNARY["softplus"], x)
-
-
-@device
-def _softplus_gradient(g, x):
-    z = library.exp(x)
-    return g if x > float32(20.0) else (g * z) / (z + _ONE)
-
-
-def softplus_backward(g: torch.Tensor, x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
-    """Return softplus's gradient."""
-    if beta != 1 or threshold != 20:
-        raise UnknownOrder("softplus of another beta or threshold")
-    return _elementwise(_softplus_gradient, g, x)

@@ -166,12 +166,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             return out.resize_(result.shape).copy_(result)  # a GPU writes there what it would to a new one
         if name == "addmm_":
             return args[0].copy_(self.__torch_dispatch__(torch.ops.aten.addmm.default, types, args, kwargs))
-        if kind == "dropout":
-            self.exact[name] += 1
-            return self._operators.random.dropout(self._generator, *args, **kwargs)
         if kind == "random":
-            self._note(name, UnknownOrder("random numbers, which a GPU draws otherwise"))
-            return func(*args, **kwargs)
+            return self._drawn(operator, func, args, kwargs)
         tensors = _tensors((*args, *kwargs.values()))
         if not operator.takes_integers and not any(x.is_floating_point() for x in tensors):
             result = func(*args, **kwargs)
@@ -209,6 +205,20 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         for x in _tensors((result,)) if searched else ():
             if x.is_cpu and x.layout == torch.strided and not x.is_nested:
                 self._operators.canonical(x)
+        return result
+
+    def _drawn(self, operator: "_Operator", func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator that draws random numbers."""
+        try:
+            if operator.handler is None:
+                raise UnknownOrder("random numbers, which a GPU draws otherwise")
+            result = _called(operator.handler, self._generator, *args, **kwargs)
+        except (UnknownOrder, Guess) as reason:
+            self._note(operator.name, reason)
+            if len(reason.args) > 1:
+                return reason.args[1]
+            return self._generator.on_host(lambda: func(*args, **kwargs))
+        self.exact[operator.name] += 1
         return result
 
     def compile(self, function: Callable, **options: Any) -> Callable:
@@ -268,9 +278,9 @@ def _operator(func: Any) -> _Operator | None:
 
     packet, schema = func.overloadpacket, func._schema
     name = str(packet).removeprefix("aten.")
-    handler: Callable | None = operators.PRODUCTS.get(packet) or operators.KNOWN.get(packet)
+    tables = operators.PRODUCTS, operators.DRAWS, operators.KNOWN
+    handler: Callable | None = next((table[packet] for table in tables if packet in table), None)
     kinds = {
-        "dropout": name == "native_dropout",
         "composed": packet in operators.COMPOSED,  # which refuse dropout
         "random": torch.Tag.nondeterministic_seeded in func.tags,
         "same": packet in operators.SAME,  # as on the host
