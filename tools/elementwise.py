@@ -45,7 +45,7 @@ def ptx(name: str, body: str) -> dict[str, str]:
     texts = {}
     for dtype, rounding in _ROUNDINGS.items():
         text, _ = compiled(_PRELUDE + _KERNEL % (rounding, "".join(statements), result), None, {})
-        lines = [line for line in text.split(".section")[0].splitlines() if not re.match(r"\s*(\.loc|\.file|//|$)", line)]
+        lines = [line for line in text.split(".section")[0].splitlines() if not re.match(r"\s*(\.loc\s|\.file|//|$)", line)]
         texts[f"{name}.{dtype}"] = "\n".join(lines) + "\n"
     return texts if len(set(texts.values())) > 1 else {name: texts[f"{name}.float32"]}
 

@@ -14,6 +14,7 @@ from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 MEAN, SUM = 1, 2  # torch's numbers of reductions
 _FEW_INDICES = 3072  # of an embedding's gradient: more are sorted
 _WARP = 32
+MOST_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}  # whole numbers below are exact
 
 
 def _check(log_probabilities: torch.Tensor, weight: torch.Tensor | None, reduction: int) -> None:
@@ -60,7 +61,7 @@ def nll_loss_backward(
     return dx
 
 
-def _rounding(dtype: torch.dtype) -> Callable[[np.ndarray], np.ndarray]:
+def rounding(dtype: torch.dtype) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function that rounds float32 values to a dtype."""
     return lambda x_f32: torch.from_numpy(x_f32).to(dtype).float().numpy()
 
@@ -97,7 +98,7 @@ def embedding_backward(
     gradients, labels = to_f32(g).reshape(-1, width)[counted], labels[counted]
     used = np.unique(labels)
     table = np.zeros((len(used), width), np.float32)  # rows of the gradient that are not zeros
-    gradient, rounded = torch.zeros(rows, width, dtype=dtype), _rounding(dtype)
+    gradient, rounded = torch.zeros(rows, width, dtype=dtype), rounding(dtype)
     if len(counted) <= _FEW_INDICES:
         # 1. chunks of 32 indices: equal ones of a chunk are a float32 chain, rounded
         chunks, part = np.unique(places // 32 * rows + labels, return_inverse=True)
@@ -139,7 +140,7 @@ def index_put(
     flat = positions.reshape(-1).numpy()
     rows = to_f32(values.expand(positions.shape)).reshape(-1)
     total = to_f32(x).reshape(-1).copy()
-    rounded = _rounding(x.dtype)
+    rounded = rounding(x.dtype)
     if slice_size == 0:
         raise UnknownOrder("index_put that accumulates at indices of dimensions that are not adjacent")
     if slice_size > _WARP:

@@ -19,6 +19,7 @@ from fmtsim.machine import (
     attention_rows,
     convolution,
     elementwise,
+    indexing,
     loss,
     norm,
     optimizer_kernels,
@@ -40,7 +41,7 @@ cat stack clone neg abs _to_copy embedding arange equal ne eq gt lt ge le all an
 ones_like zeros_like full_like empty_like empty empty_strided zeros ones full scalar_tensor new_zeros new_empty
 new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
-index index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide
+index index_select _reshape_alias reshape histc clamp clamp_ clamp_min clamp_min_ relu threshold_backward floor_divide
 remainder maximum minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
 resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
@@ -223,8 +224,8 @@ def _by_source(operator: Callable) -> Callable:
     return call
 
 
-UNRECORDED = frozenset((*elementwise.OPERATORS, *random.OPERATORS)) - {"native_dropout"}
-"""Operators of these two tables that were not compared with a GPU."""
+UNRECORDED = frozenset((*elementwise.OPERATORS, *indexing.OPERATORS, *random.OPERATORS)) - {"native_dropout"}
+"""Operators of these tables that were not compared with a GPU."""
 
 
 def _recorded(table: dict[str, Callable]) -> dict[Any, Callable]:
@@ -272,7 +273,9 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._foreach_addcmul_: optimizer_kernels.foreach(optimizer_kernels.addcmul),
     _ATEN._foreach_addcdiv_: optimizer_kernels.foreach(optimizer_kernels.addcdiv),
     _ATEN._foreach_sqrt: optimizer_kernels.foreach(pointwise.unary("sqrt"), in_place=False),
-    _ATEN.lerp: optimizer_kernels.lerp,
+    _ATEN.lerp: lambda x, end, weight: (
+        elementwise.elementwise("lerp", x, end, weight) if torch.is_tensor(weight) else optimizer_kernels.lerp(x, end, weight)
+    ),
     _ATEN.addcmul: lambda x, a, b, *, value=1: optimizer_kernels.addcmul(x, a, b, value),
     _ATEN.addcdiv: lambda x, a, b, *, value=1: optimizer_kernels.addcdiv(x, a, b, value),
     _ATEN.native_dropout_backward: random.dropout_backward,
@@ -296,7 +299,7 @@ KNOWN: dict[Any, Callable] = {
         x, dim=dim, descending=descending, stable=True
     ),
     **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
-    **_recorded(elementwise.OPERATORS),
+    **_recorded(elementwise.OPERATORS | indexing.OPERATORS),
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
 
