@@ -15,6 +15,7 @@ _PRELUDE = """
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #define NAN __int_as_float(0x7fffffff)
+#define INFINITY __int_as_float(0x7f800000)
 #define MAX(a, b) ((a) < (b) ? (b) : (a))
 #define MIN(a, b) ((b) < (a) ? (b) : (a))
 """

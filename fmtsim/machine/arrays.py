@@ -187,7 +187,7 @@ def _mapped(function: Callable, words: list[np.ndarray], y: np.ndarray) -> np.nd
     return y
 
 
-def elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
+def mapped(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
     """Return a compiled float32 function of tensors of one shape and dtype, rounded once, in the first one's layout."""
     first = tensors[0]
     y = torch.empty(first.shape, dtype=first.dtype)

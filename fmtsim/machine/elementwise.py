@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on elements whose functions are kept as the PTX that nvcc makes of their C (``elementwise.cu``)."""
 
+import math
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -59,7 +60,8 @@ def elementwise(name: str, *operands: Any, numbers: tuple[float, ...] = ()) -> t
     # 1. the result as a kernel of the library would have it
     tensors = [x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64) for x in operands]
     shapes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
-    result = _FOLDED[len(shapes)](*(s for s, x in zip(shapes, operands, strict=True)))
+    given = [shape if torch.is_tensor(x) else x for shape, x in zip(shapes, operands, strict=True)]
+    result = _FOLDED[len(given)](*(given if torch.is_tensor(given[0]) else given[::-1]))
     dtype = result.dtype if result.is_floating_point() else torch.float32
     if dtype not in NAN_BITS:
         raise UnknownOrder(f"an operator on elements of {dtype}")
@@ -100,7 +102,7 @@ def _glu_gradient(g: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([elementwise(f"glu_backward_of_{part}", g, a, b) for part in ("first", "second")], dim)
 
 
-def _divided(x: Any, y: Any, rounding_mode: str) -> torch.Tensor:
+def divided(x: Any, y: Any, rounding_mode: str) -> torch.Tensor:
     """Return x / y, rounded to an integer: a number in the place of y is a factor of float32."""
     if torch.is_tensor(y):
         return elementwise(f"{rounding_mode}_divide", x, y)
@@ -110,21 +112,39 @@ def _divided(x: Any, y: Any, rounding_mode: str) -> torch.Tensor:
 
 
 def _logit(suffix: str) -> Callable:
-    def call(*tensors: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-        if eps is None:
+    def call(*tensors: Any, eps: float | None = None) -> torch.Tensor:
+        bound = eps if torch.is_tensor(tensors[-1]) else tensors[-1]
+        tensors = tensors if torch.is_tensor(tensors[-1]) else tensors[:-1]
+        if bound is None:
             return elementwise(f"logit{suffix}", *tensors)
-        return elementwise(f"logit_clamped{suffix}", *tensors, numbers=(eps, float(np.float32(1) - np.float32(eps))))
+        return elementwise(f"logit_clamped{suffix}", *tensors, numbers=(bound, float(np.float32(1) - np.float32(bound))))
 
     return call
 
 
+def _clamp(x: torch.Tensor, low: Any = None, high: Any = None, **named: Any) -> torch.Tensor:
+    """Return clamp by numbers or tensors; of a zero and a zero of another sign the positive one is the larger."""
+    low, high = named.get("min", low), named.get("max", high)
+    if torch.is_tensor(low) or torch.is_tensor(high):
+        bounds = (-torch.inf if low is None else low, torch.inf if high is None else high)
+        return elementwise("clamp", x, *(b if torch.is_tensor(b) else torch.full_like(x, b) for b in bounds))
+    return elementwise("hardtanh", x, numbers=(-torch.inf if low is None else low, torch.inf if high is None else high))
+
+
 _PLAIN = """
 tan asin acos atan sinh cosh asinh acosh atanh erfc erfinv lgamma atan2 hypot fmod mish mish_backward hardswish
-hardswish_backward hardsigmoid hardsigmoid_backward remainder logaddexp logaddexp2 xlogy
+hardswish_backward hardsigmoid hardsigmoid_backward remainder logaddexp logaddexp2 xlogy sinc maximum minimum fmax fmin
 """
 OPERATORS: dict[str, Callable] = {
     **{name: lambda *tensors, _name=name: elementwise(_name, *tensors) for name in _PLAIN.split()},
     "special_xlog1py": lambda x, y: elementwise("xlog1py", x, y),
+    **dict.fromkeys(("clamp", "clamp_min"), _clamp),
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "rad2deg": lambda x: x * (180 / math.pi),
+    "special_entr": lambda x: elementwise("entr", x),
+    "floor_divide": lambda x, y: divided(x, y, "floor"),
+    "threshold": lambda x, bound, value: elementwise("threshold", x, numbers=(bound, value)),
+    "hardtanh": lambda x, low=-1, high=1: elementwise("hardtanh", x, numbers=(low, high)),
     "hardtanh_backward": lambda g, x, low, high: elementwise("hardtanh_backward", g, x, numbers=(low, high)),
     "elu": lambda x, alpha=1, scale=1, inner=1: elementwise("elu", x, numbers=(alpha, scale, inner)),
     "celu": lambda x, alpha=1: elementwise("elu", x, numbers=(alpha, 1, 1.0 / alpha)),

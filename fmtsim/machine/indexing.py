@@ -177,7 +177,7 @@ pixel_shuffle pixel_unshuffle channel_shuffle upsample_nearest1d upsample_neares
 _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d reflection_pad1d reflection_pad2d
 reflection_pad3d replication_pad1d replication_pad2d replication_pad3d diagonal diagonal_backward diag_embed
 masked_select masked_scatter masked_scatter_backward take index_fill searchsorted bucketize _unique2 unique_consecutive
-hardtanh hardshrink threshold copysign fmax fmin nextafter heaviside frac trace median kthvalue cummax cummin mode
+hardshrink copysign nextafter heaviside frac trace median kthvalue cummax cummin mode
 nonzero_static
 """
 _WIDE = """

@@ -41,8 +41,8 @@ cat stack clone neg abs _to_copy embedding arange equal ne eq gt lt ge le all an
 ones_like zeros_like full_like empty_like empty empty_strided zeros ones full scalar_tensor new_zeros new_empty
 new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
-index index_select _reshape_alias reshape histc clamp clamp_ clamp_min clamp_min_ relu threshold_backward floor_divide
-remainder maximum minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
+index index_select _reshape_alias reshape histc
+amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
 resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
 """
@@ -224,6 +224,22 @@ def _by_source(operator: Callable) -> Callable:
     return call
 
 
+_COMPOSITE = frozenset(
+    getattr(_ATEN, name)
+    for name in "binary_cross_entropy_with_logits".split()
+)
+
+
+def _composite(packet: Any) -> Callable:
+    """Return an operator that torch makes of others on every device: these come to the simulation."""
+
+    def call(run: Any, *args: Any, **kwargs: Any) -> Any:
+        with run, torch._C.DisableTorchFunction():
+            return packet.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+    return call
+
+
 UNRECORDED = frozenset((*elementwise.OPERATORS, *indexing.OPERATORS, *random.OPERATORS)) - {"native_dropout"}
 """Operators of these tables that were not compared with a GPU."""
 
@@ -253,6 +269,9 @@ KNOWN: dict[Any, Callable] = {
     ),
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
+    _ATEN.nll_loss2d_forward: loss.nll_loss,
+    _ATEN.nll_loss2d_backward: loss.nll_loss_backward,
+    **{packet: _composite(packet) for packet in _COMPOSITE},
     _ATEN.embedding_dense_backward: loss.embedding_backward,
     _ATEN.convolution: convolution.convolution,
     _ATEN.convolution_backward: convolution.convolution_backward,
@@ -273,6 +292,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._foreach_addcmul_: optimizer_kernels.foreach(optimizer_kernels.addcmul),
     _ATEN._foreach_addcdiv_: optimizer_kernels.foreach(optimizer_kernels.addcdiv),
     _ATEN._foreach_sqrt: optimizer_kernels.foreach(pointwise.unary("sqrt"), in_place=False),
+    _ATEN.relu: lambda x: elementwise.elementwise("relu", x),
+    _ATEN.threshold_backward: lambda g, x, bound: elementwise.elementwise("threshold_backward", g, x, numbers=(bound,)),
     _ATEN.lerp: lambda x, end, weight: (
         elementwise.elementwise("lerp", x, end, weight) if torch.is_tensor(weight) else optimizer_kernels.lerp(x, end, weight)
     ),
@@ -442,5 +463,5 @@ PRODUCTS: dict[Any, Callable] = {
     _ATEN._grouped_mm: _grouped_mm,
 }
 
-COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__)
+COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__) | _COMPOSITE
 """Operators that may come to others, which the simulation then gets: it is their first argument."""

@@ -10,8 +10,8 @@ import torch
 from numpy import float32
 
 from fmtsim.cpu.runtime.jit import device, fma32
-from fmtsim.machine import library
-from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, elementwise, from_f32, to_f32
+from fmtsim.machine import elementwise, library
+from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, from_f32, mapped, to_f32
 from fmtsim.machine.unknown import Guess, UnknownOrder
 
 _ONE, _HALF = float32(1.0), float32(0.5)
@@ -55,7 +55,7 @@ def _add_scaled(a, b, alpha):
 def _elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
     if tensors[0].dtype not in NAN_BITS:
         raise UnknownOrder(f"an operator on elements of {tensors[0].dtype}")
-    return elementwise(function, *tensors)
+    return mapped(function, *tensors)
 
 
 def unary(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -146,9 +146,10 @@ def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
 @_of_numbers
 def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Return a / b; a number in the place of b is a factor: its reciprocal, a double that is rounded to float32."""
+    if rounding_mode is not None and any(torch.is_tensor(x) and x.is_floating_point() for x in (a, b)):
+        raise Guess("a rounded quotient, by PyTorch's source", elementwise.divided(a, b, rounding_mode))
     if (
-        rounding_mode is not None
-        or torch.is_tensor(b)
+        torch.is_tensor(b)
         or not torch.is_tensor(a)
         or not a.is_floating_point()
         or a.dtype == torch.float64
@@ -166,7 +167,7 @@ _POWERS: dict[float, Callable] = {
 def power(x: Any, exponent: Any) -> torch.Tensor:
     """Return x to the power of a number: products in x's dtype for 2, 3, -2; roots for halves; else powf."""
     if torch.is_tensor(exponent) or not torch.is_tensor(x):
-        raise UnknownOrder("pow with a tensor as exponent")
+        raise Guess("pow with a tensor as exponent, by PyTorch's source", elementwise.elementwise("power", x, exponent))
     if exponent in _POWERS:
         return _elementwise(_POWERS[exponent], x)
     if exponent in (2, -2):

@@ -171,9 +171,12 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         tensors = _tensors((*args, *kwargs.values()))
         if not operator.takes_integers and not any(x.is_floating_point() for x in tensors):
             result = func(*args, **kwargs)
-            if kind != "same" and torch.is_tensor(result) and result.is_floating_point():
+            if kind == "same" or not torch.is_tensor(result) or not result.is_floating_point():
+                return result
+            if handler is None or result.dtype != torch.float32:
                 self._note(name, UnknownOrder("numbers that it makes of integers"))
-            return result
+                return result
+            args = tuple(x.float() if torch.is_tensor(x) else x for x in args)  # as a GPU converts them
         device = next((x.device for x in tensors if x.device.type != "cpu"), None)
         if device is not None and name != "_to_copy":
             raise ArgumentError(
