@@ -157,6 +157,7 @@ OPERATORS: dict[str, Callable] = {
     "hardshrink_backward": lambda g, x, bound: elementwise("shrink_backward", g, x, numbers=(bound,)),
     "softplus": lambda x, beta=1, threshold=20: elementwise("softplus", x, numbers=(beta, threshold)),
     "softplus_backward": lambda g, x, beta, threshold: elementwise("softplus_backward", g, x, numbers=(beta, threshold)),
+    "log_sigmoid": lambda x: elementwise("log_sigmoid", x),
     "log_sigmoid_forward": lambda x: (elementwise("log_sigmoid", x), x.new_empty(0)),
     "log_sigmoid_backward": lambda g, x, buffer: elementwise("log_sigmoid_backward", g, x),
     "glu": lambda x, dim=-1: elementwise("glu", *_glu_halves(x, dim)),

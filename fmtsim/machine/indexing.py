@@ -4,7 +4,6 @@
 Atomic additions have bits where every place gets one of them, or two on a zero; else a GPU fixes no order.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +44,9 @@ def _added(x: torch.Tensor, places: torch.Tensor, values: torch.Tensor, name: st
         rounded = _flushed if x.dtype == torch.float32 else rounding(x.dtype)
         total[flat] = rounded(total[flat])
         add_in_turn(total, flat, rounded(added), rounded)
+        if x.dtype != torch.float32:  # two elements of 16 bits are added at once, of which one gets a zero
+            beside = flat ^ 1
+            total[beside[beside < total.size]] += np.float32(0.0)
     result = from_f32(total, x.dtype, x.shape)
     if not settled:
         raise Nondeterministic(f"{name} with several values at one place: they are added by atomics", result)
@@ -57,7 +59,7 @@ def _scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, values: torch.T
 
 
 def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, values: torch.Tensor, *, alpha: float = 1) -> Any:
-    scaled = values if alpha == 1 else values * alpha
+    scaled = values if alpha == 1 else values * torch.tensor(alpha).to(x.dtype)
     return _added(x, _positions(x).index_select(dim, index), scaled, "index_add")
 
 
@@ -118,27 +120,71 @@ def in_float32(name: str) -> Callable:
     return call
 
 
+def _folded(
+    blocks: np.ndarray, size: list[int], steps: list[int], strides: list[int], corner: list[int]
+) -> np.ndarray:  # fmt: skip
+    """Return images whose pixels add what windows have for them, in ascending order of the windows.
+
+    Args:
+        blocks: [batch, channels, kernel height, kernel width, windows down, windows across].
+        size: of the images.
+        steps: from one element of a window to the next, down and across.
+        strides: from one window to the next.
+        corner: the image's first pixel, counted from the first window's.
+    """
+    *outer, height, width = blocks.shape
+    kernel = outer[2:]
+    whole = [
+        max(strides[d] * (n - 1) + steps[d] * (kernel[d] - 1) + 1, corner[d] + size[d])
+        for d, n in enumerate((height, width))
+    ]
+    image = np.zeros((*outer[:2], *whole), np.float32)
+    for i in reversed(range(kernel[0])):
+        for j in reversed(range(kernel[1])):
+            rows, columns = (
+                slice(at * steps[d], at * steps[d] + strides[d] * (n - 1) + 1, strides[d])
+                for d, (at, n) in enumerate(((i, height), (j, width)))
+            )
+            image[:, :, rows, columns] += blocks[:, :, i, j]
+    return image[:, :, corner[0] : corner[0] + size[0], corner[1] : corner[1] + size[1]]
+
+
 def _col2im(
     columns: torch.Tensor, size: list[int], kernel: list[int], dilation: list[int], padding: list[int],
     stride: list[int],
 ) -> torch.Tensor:  # fmt: skip
-    """Return fold's image: every pixel adds the columns that it lies in, in ascending order of their windows."""
-    batch = columns if columns.ndim == 3 else columns[None]  # noqa: PLR2004
-    counts = [
-        (size[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(2)
-    ]  # windows
-    blocks = to_f32(batch).reshape(len(batch), -1, kernel[0], kernel[1], *counts)
-    image = np.zeros((*blocks.shape[:2], *(size[d] + 2 * padding[d] for d in range(2))), np.float32)
-    for i in reversed(range(kernel[0])):
-        for j in reversed(range(kernel[1])):
-            rows, cols = (
-                slice(at * dilation[d], at * dilation[d] + stride[d] * (counts[d] - 1) + 1, stride[d])
-                for d, at in enumerate((i, j))
-            )
-            image[:, :, rows, cols] += blocks[:, :, i, j]
-    inner = image[:, :, padding[0] : padding[0] + size[0], padding[1] : padding[1] + size[1]]
-    result = from_f32(inner, columns.dtype)
-    return result if columns.ndim == 3 else result[0]  # noqa: PLR2004
+    """Return fold's image."""
+    counts = [(size[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(2)]
+    blocks = to_f32(columns).reshape(columns.shape[0] if columns.ndim > 2 else 1, -1, *kernel, *counts)  # noqa: PLR2004
+    image = from_f32(_folded(blocks, size, dilation, stride, padding), columns.dtype)
+    return image if columns.ndim > 2 else image[0]  # noqa: PLR2004
+
+
+def _avg_pool2d_backward(
+    g: torch.Tensor, x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool,
+    counts_padding: bool, divisor: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return avg_pool2d's gradient: quotients in the dtype, added in float32.
+
+    The kernel for channels_last leaves the padding out where it looks for a pixel's windows.
+    """
+    kernel, padding = (list(n) * (3 - len(n)) for n in (kernel, padding))
+    stride = list(stride) * (3 - len(stride)) or kernel
+    # 1. the elements of each window
+    counts = []
+    for d in range(2):
+        size, start = x.shape[d - 2], np.arange(g.shape[d - 2]) * stride[d] - padding[d]
+        end = np.minimum(start + kernel[d], size + padding[d])
+        counts.append(end - start if counts_padding else np.minimum(end, size) - np.maximum(start, 0))
+    area = np.outer(*counts) if divisor is None else np.float32(divisor)
+    # 2. their sums
+    rounded = rounding(x.dtype)
+    share = rounded(to_f32(g) / rounded(np.asarray(area, np.float32)))
+    share = share.reshape(-1, 1, 1, 1, *share.shape[-2:])
+    blocks = np.broadcast_to(share, (len(share), 1, *kernel, *share.shape[-2:]))
+    corner = [0, 0] if _channels_last(g, x) else padding
+    image = _folded(blocks, list(x.shape[-2:]), [1, 1], stride, corner)
+    return torch.empty_like(x).copy_(from_f32(image, x.dtype, x.shape))
 
 
 def _settled(name: str, overlaps: Callable[..., bool]) -> Callable:
@@ -176,12 +222,11 @@ max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max
 pixel_shuffle pixel_unshuffle channel_shuffle upsample_nearest1d upsample_nearest2d upsample_nearest3d
 _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d reflection_pad1d reflection_pad2d
 reflection_pad3d replication_pad1d replication_pad2d replication_pad3d diagonal diagonal_backward diag_embed
-masked_select masked_scatter masked_scatter_backward take index_fill searchsorted bucketize _unique2 unique_consecutive
-hardshrink copysign nextafter heaviside frac trace median kthvalue cummax cummin mode
-nonzero_static
+masked_select masked_scatter masked_scatter_backward take index_fill searchsorted bucketize
+hardshrink copysign nextafter heaviside frac
 """
 _WIDE = """
-avg_pool2d avg_pool2d_backward avg_pool3d _adaptive_avg_pool2d upsample_nearest1d_backward upsample_nearest2d_backward
+avg_pool2d avg_pool3d _adaptive_avg_pool2d upsample_nearest1d_backward upsample_nearest2d_backward
 upsample_nearest3d_backward _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward
 _upsample_nearest_exact3d_backward
 """
@@ -189,7 +234,7 @@ OPERATORS: dict[str, Callable] = {
     **{name: getattr(_ATEN, name) for name in _MOVED.split()},
     **{name: in_float32(name) for name in _WIDE.split()},
     "scatter": _scatter, "scatter_add": _scatter_add, "scatter_reduce": _scatter_reduce, "index_add": _index_add,
-    "put": _put, "col2im": _col2im,
+    "put": _put, "col2im": _col2im, "avg_pool2d_backward": _avg_pool2d_backward,
     "index_copy": lambda x, dim, index, values: _placed(
         lambda: _ATEN.index_copy(x, dim, index, values), index, values
     ),

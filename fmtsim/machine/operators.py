@@ -26,6 +26,7 @@ from fmtsim.machine import (
     pointwise,
     reduce,
     softmax,
+    sorting,
 )  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
@@ -158,13 +159,7 @@ def _efficient_gradient(
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
 
 
-def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    # of equal elements the GPU takes the lower index first
-    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
-    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
-
-
-STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too: the host's order of equal elements is another
+STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too
 
 
 # On a GPU rms_norm is one kernel with a gradient of its own; a CPU has no such operator.
@@ -240,7 +235,7 @@ def _composite(packet: Any) -> Callable:
     return call
 
 
-UNRECORDED = frozenset((*elementwise.OPERATORS, *indexing.OPERATORS, *random.OPERATORS)) - {"native_dropout"}
+UNRECORDED = frozenset((*indexing.OPERATORS, "multinomial"))
 """Operators of these tables that were not compared with a GPU."""
 
 
@@ -315,10 +310,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(
         x, order, dim, keepdim, dtype or x.dtype
     ),
-    _ATEN.topk: _stable_topk,
-    _ATEN.sort: lambda x, dim=-1, descending=False, *, stable=None: torch.sort(
-        x, dim=dim, descending=descending, stable=True
-    ),
+    _ATEN.topk: sorting.topk,
+    _ATEN.sort: sorting.sort,
     **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
     **_recorded(elementwise.OPERATORS | indexing.OPERATORS),
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),

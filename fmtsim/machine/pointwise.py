@@ -147,7 +147,7 @@ def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
 def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Return a / b; a number in the place of b is a factor: its reciprocal, a double that is rounded to float32."""
     if rounding_mode is not None and any(torch.is_tensor(x) and x.is_floating_point() for x in (a, b)):
-        raise Guess("a rounded quotient, by PyTorch's source", elementwise.divided(a, b, rounding_mode))
+        return elementwise.divided(a, b, rounding_mode)
     if (
         torch.is_tensor(b)
         or not torch.is_tensor(a)
@@ -167,7 +167,7 @@ _POWERS: dict[float, Callable] = {
 def power(x: Any, exponent: Any) -> torch.Tensor:
     """Return x to the power of a number: products in x's dtype for 2, 3, -2; roots for halves; else powf."""
     if torch.is_tensor(exponent) or not torch.is_tensor(x):
-        raise Guess("pow with a tensor as exponent, by PyTorch's source", elementwise.elementwise("power", x, exponent))
+        return elementwise.elementwise("power", x, exponent)
     if exponent in _POWERS:
         return _elementwise(_POWERS[exponent], x)
     if exponent in (2, -2):

@@ -11,7 +11,7 @@ from numpy import float32, uint32, uint64
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.kernel_numbers import philox
 from fmtsim.cpu.runtime.pool import run
-from fmtsim.machine import pointwise
+from fmtsim.machine import pointwise, sorting
 from fmtsim.machine.arrays import NAN_BITS, from_f32, to_f32
 from fmtsim.machine.elementwise import computed
 from fmtsim.machine.unknown import UnknownOrder
@@ -204,8 +204,10 @@ def multinomial(
     if replacement and count > 1:
         raise UnknownOrder("multinomial of several samples with replacement")
     q = pointwise.divide(p, exponential_(state, torch.empty_like(p), generator=generator))
+    if count > 1:
+        return sorting.topk(q, count)[1]  # type: ignore[no-any-return]
     # of equal ones the lowest index
-    return q.sort(dim=-1, descending=True, stable=True).indices.narrow(-1, 0, count).clone()
+    return torch.from_numpy(np.argmax(to_f32(q), -1, keepdims=True))
 
 
 def _made(fill: Callable, *numbers: float) -> Callable:
