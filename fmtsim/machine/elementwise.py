@@ -134,6 +134,7 @@ def _clamp(x: torch.Tensor, low: Any = None, high: Any = None, **named: Any) -> 
 _PLAIN = """
 tan asin acos atan sinh cosh asinh acosh atanh erfc erfinv lgamma atan2 hypot fmod mish mish_backward hardswish
 hardswish_backward hardsigmoid hardsigmoid_backward remainder logaddexp logaddexp2 xlogy sinc maximum minimum fmax fmin
+relu
 """
 OPERATORS: dict[str, Callable] = {
     **{name: lambda *tensors, _name=name: elementwise(_name, *tensors) for name in _PLAIN.split()},
@@ -144,6 +145,7 @@ OPERATORS: dict[str, Callable] = {
     "special_entr": lambda x: elementwise("entr", x),
     "floor_divide": lambda x, y: divided(x, y, "floor"),
     "threshold": lambda x, bound, value: elementwise("threshold", x, numbers=(bound, value)),
+    "threshold_backward": lambda g, x, bound: elementwise("threshold_backward", g, x, numbers=(bound,)),
     "hardtanh": lambda x, low=-1, high=1: elementwise("hardtanh", x, numbers=(low, high)),
     "hardtanh_backward": lambda g, x, low, high: elementwise("hardtanh_backward", g, x, numbers=(low, high)),
     "elu": lambda x, alpha=1, scale=1, inner=1: elementwise("elu", x, numbers=(alpha, scale, inner)),

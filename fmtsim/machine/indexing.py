@@ -187,6 +187,12 @@ def _avg_pool2d_backward(
     return torch.empty_like(x).copy_(from_f32(image, x.dtype, x.shape))
 
 
+def _adaptive_avg_pool2d(x: torch.Tensor, size: list[int]) -> torch.Tensor:
+    if _channels_last(x, x):
+        raise UnknownOrder("adaptive_avg_pool2d of channels_last images")
+    return in_float32("_adaptive_avg_pool2d")(x, size)  # type: ignore[no-any-return]
+
+
 def _settled(name: str, overlaps: Callable[..., bool]) -> Callable:
     """Return a gradient that is added in float32, where windows do not overlap; else by atomics."""
     operator = in_float32(name)
@@ -226,7 +232,7 @@ masked_select masked_scatter masked_scatter_backward take index_fill searchsorte
 hardshrink copysign nextafter heaviside frac
 """
 _WIDE = """
-avg_pool2d avg_pool3d _adaptive_avg_pool2d upsample_nearest1d_backward upsample_nearest2d_backward
+avg_pool2d avg_pool3d upsample_nearest1d_backward upsample_nearest2d_backward
 upsample_nearest3d_backward _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward
 _upsample_nearest_exact3d_backward
 """
@@ -235,6 +241,7 @@ OPERATORS: dict[str, Callable] = {
     **{name: in_float32(name) for name in _WIDE.split()},
     "scatter": _scatter, "scatter_add": _scatter_add, "scatter_reduce": _scatter_reduce, "index_add": _index_add,
     "put": _put, "col2im": _col2im, "avg_pool2d_backward": _avg_pool2d_backward,
+    "_adaptive_avg_pool2d": _adaptive_avg_pool2d,
     "index_copy": lambda x, dim, index, values: _placed(
         lambda: _ATEN.index_copy(x, dim, index, values), index, values
     ),

@@ -210,15 +210,6 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
     return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
 
 
-def _by_source(operator: Callable) -> Callable:
-    """Return an operator that PyTorch's source describes, as a guess until a GPU has confirmed it."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise Guess("by PyTorch's source; no GPU's results were compared", operator(*args, **kwargs))
-
-    return call
-
-
 _COMPOSITE = frozenset(
     getattr(_ATEN, name)
     for name in "binary_cross_entropy_with_logits".split()
@@ -235,12 +226,8 @@ def _composite(packet: Any) -> Callable:
     return call
 
 
-UNRECORDED = frozenset((*indexing.OPERATORS, "multinomial"))
-"""Operators of these tables that were not compared with a GPU."""
-
-
-def _recorded(table: dict[str, Callable]) -> dict[Any, Callable]:
-    return {getattr(_ATEN, name): _by_source(x) if name in UNRECORDED else x for name, x in table.items()}
+def _packets(table: dict[str, Callable]) -> dict[Any, Callable]:
+    return {getattr(_ATEN, name): operator for name, operator in table.items()}
 
 
 _UNARY = "exp exp2 expm1 log log2 log10 log1p tanh erf sin cos rsqrt sqrt sigmoid silu"
@@ -287,8 +274,6 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._foreach_addcmul_: optimizer_kernels.foreach(optimizer_kernels.addcmul),
     _ATEN._foreach_addcdiv_: optimizer_kernels.foreach(optimizer_kernels.addcdiv),
     _ATEN._foreach_sqrt: optimizer_kernels.foreach(pointwise.unary("sqrt"), in_place=False),
-    _ATEN.relu: lambda x: elementwise.elementwise("relu", x),
-    _ATEN.threshold_backward: lambda g, x, bound: elementwise.elementwise("threshold_backward", g, x, numbers=(bound,)),
     _ATEN.lerp: lambda x, end, weight: (
         elementwise.elementwise("lerp", x, end, weight) if torch.is_tensor(weight) else optimizer_kernels.lerp(x, end, weight)
     ),
@@ -313,7 +298,7 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.topk: sorting.topk,
     _ATEN.sort: sorting.sort,
     **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
-    **_recorded(elementwise.OPERATORS | indexing.OPERATORS),
+    **_packets(elementwise.OPERATORS | indexing.OPERATORS),
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
 
@@ -446,7 +431,7 @@ def _grouped_mm(
     return result
 
 
-DRAWS = _recorded(random.OPERATORS)
+DRAWS = _packets(random.OPERATORS)
 """Operators that draw random numbers: their first argument is the GPU's generator."""
 
 PRODUCTS: dict[Any, Callable] = {

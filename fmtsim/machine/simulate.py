@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fmtsim.casts.arguments import check_whole
-from fmtsim.machine.patches import patched
+from fmtsim.machine.patches import draws_on_host, patched
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError, did_you_mean, shown
 from fmtsim.support.records import checked
@@ -213,6 +213,11 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
     def _drawn(self, operator: "_Operator", func: Any, args: Any, kwargs: Any) -> Any:
         """Compute an operator that draws random numbers."""
         try:
+            if draws_on_host():
+                self.exact[operator.name] += 1
+                return self._generator.on_host(lambda: func(*args, **kwargs))
+            if isinstance(args[0] if args else None, nn.Parameter):
+                raise UnknownOrder("a parameter that is filled: on the GPU, or before it is moved there")
             if operator.handler is None:
                 raise UnknownOrder("random numbers, which a GPU draws otherwise")
             result = _called(operator.handler, self._generator, *args, **kwargs)
