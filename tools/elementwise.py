@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile ``fmtsim/machine/elementwise.cu`` by NVRTC 13.0 to ``elementwise.zip``: ``python -m tools.elementwise``.
 
-Each function becomes PTX of its own; one that rounds between its steps becomes three, for float32, bfloat16 and float16.
+Each function becomes PTX of its own; one that rounds between its steps becomes one for each of three dtypes.
 """
 
 import re
@@ -37,7 +37,8 @@ extern "C" __global__ void kernel(const float *a, const float *b, const float *c
 
 def functions() -> dict[str, str]:
     """Return the body of each function by its name."""
-    return dict(re.findall(r"^OP\((\w+), (.*?)\)$(?=\n(?:OP|\n|//)|\Z)", SOURCE.read_text("utf-8").rstrip(), re.DOTALL | re.MULTILINE))
+    pattern = re.compile(r"^OP\((\w+), (.*?)\)$(?=\n(?:OP|\n|//)|\Z)", re.DOTALL | re.MULTILINE)
+    return dict(pattern.findall(SOURCE.read_text("utf-8").rstrip()))
 
 
 def ptx(name: str, body: str) -> dict[str, str]:
@@ -46,7 +47,9 @@ def ptx(name: str, body: str) -> dict[str, str]:
     texts = {}
     for dtype, rounding in _ROUNDINGS.items():
         text, _ = compiled(_PRELUDE + _KERNEL % (rounding, "".join(statements), result), None, {})
-        lines = [line for line in text.split(".section")[0].splitlines() if not re.match(r"\s*(\.loc\s|\.file|//|$)", line)]
+        # without line numbers and comments
+        lines = text.split(".section")[0].splitlines()
+        lines = [line for line in lines if not re.match(r"\s*(\.loc\s|\.file|//|$)", line)]
         texts[f"{name}.{dtype}"] = "\n".join(lines) + "\n"
     return texts if len(set(texts.values())) > 1 else {name: texts[f"{name}.float32"]}
 

@@ -18,7 +18,11 @@ from fmtsim.machine.ptx.parse import Module, parse
 from fmtsim.machine.unknown import UnknownOrder
 
 _BLOCK = 1024  # threads
-_FOLDED = {1: torch.neg, 2: torch.add, 3: torch.addcmul}  # operators with TensorIterator's dtype, shape and strides
+_FOLDED: dict[int, Callable] = {
+    1: torch.neg,
+    2: torch.add,
+    3: torch.addcmul,
+}  # operators with TensorIterator's dtype, shape and strides
 
 
 @cache
@@ -33,7 +37,8 @@ def computed(name: str, dtype: torch.dtype, arrays: list[np.ndarray], numbers: t
     """Return a function of flat float32 arrays and numbers, as float32 that is not rounded to the dtype yet."""
     tensors = [torch.from_numpy(array) for array in arrays]
     y = torch.empty_like(tensors[0])
-    given = [*tensors, *[tensors[0]] * (3 - len(tensors)), y, *numbers, *[0.0] * (3 - len(numbers)), y.numel()]
+    operands: list[Any] = [*tensors, *[tensors[0]] * (3 - len(tensors)), y]
+    given = [*operands, *numbers, *[0.0] * (3 - len(numbers)), y.numel()]
     if y.numel():
         execute(_module(name, dtype), "kernel", (-(-y.numel() // _BLOCK), 1, 1), (_BLOCK, 1, 1), given)
     return y.numpy()
@@ -117,7 +122,9 @@ def _logit(suffix: str) -> Callable:
         tensors = tensors if torch.is_tensor(tensors[-1]) else tensors[:-1]
         if bound is None:
             return elementwise(f"logit{suffix}", *tensors)
-        return elementwise(f"logit_clamped{suffix}", *tensors, numbers=(bound, float(np.float32(1) - np.float32(bound))))
+        return elementwise(
+            f"logit_clamped{suffix}", *tensors, numbers=(bound, float(np.float32(1) - np.float32(bound)))
+        )
 
     return call
 
@@ -150,7 +157,7 @@ OPERATORS: dict[str, Callable] = {
     "hardtanh_backward": lambda g, x, low, high: elementwise("hardtanh_backward", g, x, numbers=(low, high)),
     "elu": lambda x, alpha=1, scale=1, inner=1: elementwise("elu", x, numbers=(alpha, scale, inner)),
     "celu": lambda x, alpha=1: elementwise("elu", x, numbers=(alpha, 1, 1.0 / alpha)),
-    "selu": lambda x: elementwise("elu", x, numbers=(1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1)),
+    "selu": lambda x: elementwise("elu", x, numbers=(1.6732632423543772, 1.0507009873554805, 1)),
     "elu_backward": lambda g, alpha, scale, inner, of_result, y: elementwise(
         "elu_backward_of_result" if of_result else "elu_backward", g, y, numbers=(alpha, scale, inner)
     ),
@@ -158,7 +165,9 @@ OPERATORS: dict[str, Callable] = {
     "softshrink_backward": lambda g, x, bound: elementwise("shrink_backward", g, x, numbers=(bound,)),
     "hardshrink_backward": lambda g, x, bound: elementwise("shrink_backward", g, x, numbers=(bound,)),
     "softplus": lambda x, beta=1, threshold=20: elementwise("softplus", x, numbers=(beta, threshold)),
-    "softplus_backward": lambda g, x, beta, threshold: elementwise("softplus_backward", g, x, numbers=(beta, threshold)),
+    "softplus_backward": lambda g, x, beta, threshold: elementwise(
+        "softplus_backward", g, x, numbers=(beta, threshold)
+    ),
     "log_sigmoid": lambda x: elementwise("log_sigmoid", x),
     "log_sigmoid_forward": lambda x: (elementwise("log_sigmoid", x), x.new_empty(0)),
     "log_sigmoid_backward": lambda g, x, buffer: elementwise("log_sigmoid_backward", g, x),

@@ -37,9 +37,9 @@ def _added(x: torch.Tensor, places: torch.Tensor, values: torch.Tensor, name: st
     counts = np.bincount(flat, minlength=total.size)
     with np.errstate(all="ignore"):
         # sums of small integers are exact in any order
-        whole = (added == np.rint(added)).all() and np.abs(added).sum(dtype=np.float64) + np.abs(
-            total[counts > 1]
-        ).sum(dtype=np.float64) < MOST_EXACT[x.dtype]
+        whole = (added == np.rint(added)).all() and np.abs(added).sum(dtype=np.float64) + np.abs(total[counts > 1]).sum(
+            dtype=np.float64
+        ) < MOST_EXACT[x.dtype]
         settled = counts.max(initial=0) <= 1 or (counts.max() == 2 and not total[counts > 1].any()) or whole  # noqa: PLR2004
         rounded = _flushed if x.dtype == torch.float32 else rounding(x.dtype)
         total[flat] = rounded(total[flat])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy import float32
 
 from fmtsim.machine.arrays import chain, fma, from_f32, to_f32, tree
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
@@ -63,7 +62,8 @@ def nll_loss(
     threads = min(max(1 << round(math.log2(max(rows // 16, 1))), 32), 1024)
     if log_probabilities.ndim == 4:  # noqa: PLR2004
         threads = 1024 * max(-(-rows // 1024) // 128, 1)
-    totals, counts = _minus((values, weights), threads, dtype), -_minus((weights, np.ones_like(weights)), threads, dtype)
+    totals = _minus((values, weights), threads, dtype)
+    counts = np.float32(0.0) - _minus((weights, np.ones_like(weights)), threads, dtype)
     if log_probabilities.ndim == 4:  # of several images: sums in the results' dtype  # noqa: PLR2004
         totals, counts = (rounding(dtype)(chain(rounding(dtype)(x))[None]) for x in (totals, counts))
     total, count = totals[0], counts[0]

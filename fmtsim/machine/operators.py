@@ -210,10 +210,7 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
     return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
 
 
-_COMPOSITE = frozenset(
-    getattr(_ATEN, name)
-    for name in "binary_cross_entropy_with_logits".split()
-)
+_COMPOSITE = frozenset((_ATEN.binary_cross_entropy_with_logits,))
 
 
 def _composite(packet: Any) -> Callable:
@@ -275,7 +272,9 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._foreach_addcdiv_: optimizer_kernels.foreach(optimizer_kernels.addcdiv),
     _ATEN._foreach_sqrt: optimizer_kernels.foreach(pointwise.unary("sqrt"), in_place=False),
     _ATEN.lerp: lambda x, end, weight: (
-        elementwise.elementwise("lerp", x, end, weight) if torch.is_tensor(weight) else optimizer_kernels.lerp(x, end, weight)
+        elementwise.elementwise("lerp", x, end, weight)
+        if torch.is_tensor(weight)
+        else optimizer_kernels.lerp(x, end, weight)
     ),
     _ATEN.addcmul: lambda x, a, b, *, value=1: optimizer_kernels.addcmul(x, a, b, value),
     _ATEN.addcdiv: lambda x, a, b, *, value=1: optimizer_kernels.addcdiv(x, a, b, value),

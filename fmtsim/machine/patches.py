@@ -305,7 +305,7 @@ _FORKS = {
 
 
 # Functions for which a GPU has kernels of cuDNN or its own, where the host's are made of operators that are known.
-_RECURRENT = {getattr(torch, name): name for name in "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell".split()}
+_RECURRENT = {getattr(torch, name): name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")}
 _FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 
 

@@ -148,12 +148,7 @@ def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Return a / b; a number in the place of b is a factor: its reciprocal, a double that is rounded to float32."""
     if rounding_mode is not None and any(torch.is_tensor(x) and x.is_floating_point() for x in (a, b)):
         return elementwise.divided(a, b, rounding_mode)
-    if (
-        torch.is_tensor(b)
-        or not torch.is_tensor(a)
-        or not a.is_floating_point()
-        or a.dtype == torch.float64
-    ):
+    if torch.is_tensor(b) or not torch.is_tensor(a) or not a.is_floating_point() or a.dtype == torch.float64:
         return torch.div(a, b, rounding_mode=rounding_mode)
     with np.errstate(divide="ignore"):
         return a * float(float32(np.float64(1.0) / np.float64(b)))

@@ -129,7 +129,7 @@ def _words(
 
 def _put(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Write numbers in the order in which a tensor's elements lie in memory."""
-    view = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d)))
+    view = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
     view.copy_(drawn.reshape(view.shape))
     return x
 

@@ -48,15 +48,15 @@ def _bitonic(keys: np.ndarray, indices: np.ndarray, descending: bool) -> np.ndar
 
 def _taken(x: torch.Tensor, indices: np.ndarray, shape: torch.Size, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return elements by their indices along a dimension, and the indices."""
-    places = torch.from_numpy(np.ascontiguousarray(indices)).reshape(*shape[:dim], *shape[dim + 1 :], -1).movedim(-1, dim)
-    places = places.contiguous()
+    rows = torch.from_numpy(np.ascontiguousarray(indices))
+    places = rows.reshape(*shape[:dim], *shape[dim + 1 :], -1).movedim(-1, dim).contiguous()
     return x.gather(dim, places), places
 
 
 def sort(x: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
     """Return torch.sort: rows of up to 32 by a bitonic network, of 128 by merging, longer ones by their bits."""
-    if not x.ndim or x.shape[dim] > _MERGED // 4 and x.shape[dim] <= _MERGED:
-        return torch.sort(x, dim=dim, descending=descending, stable=True)
+    if not x.ndim:
+        return x.clone(), torch.zeros((), dtype=torch.int64)
     dim %= x.ndim
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
     if stable or x.shape[dim] > _BITONIC:
@@ -77,7 +77,8 @@ def topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: b
     keys = _ordered(rows)
     keys = keys if largest else ~keys
     # 1. the k-th element by bits; 2. those above it, and as many equal ones as are missing
-    kth = np.partition(keys, keys.shape[-1] - k, axis=-1)[:, -k:].min(axis=-1, keepdims=True, initial=np.iinfo(np.int64).max)
+    at = max(keys.shape[-1] - k, 0)
+    kth = np.partition(keys, min(at, keys.shape[-1] - 1), axis=-1)[:, at : at + 1]
     above, equal = keys > kth, keys == kth
     missing = k - above.sum(-1, keepdims=True)
     order = np.where(above, 0, np.where(equal & (np.cumsum(equal, -1) <= missing), 1, 2))
