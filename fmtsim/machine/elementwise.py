@@ -130,30 +130,56 @@ def _logit(suffix: str) -> Callable:
 
 
 def _clamp(x: torch.Tensor, low: Any = None, high: Any = None, **named: Any) -> torch.Tensor:
-    """Return clamp by numbers or tensors; of a zero and a zero of another sign the positive one is the larger."""
+    """Return clamp by numbers or tensors; of two zeros a GPU takes the positive one as the larger."""
     low, high = named.get("min", low), named.get("max", high)
     if torch.is_tensor(low) or torch.is_tensor(high):
         bounds = (-torch.inf if low is None else low, torch.inf if high is None else high)
         return elementwise("clamp", x, *(b if torch.is_tensor(b) else torch.full_like(x, b) for b in bounds))
-    return elementwise("hardtanh", x, numbers=(-torch.inf if low is None else low, torch.inf if high is None else high))
+    y = torch.clamp(x, low, high)
+    return y + 0.0 if low == 0 else y
+
+
+def _extreme(largest: bool) -> Callable:
+    """Return maximum or minimum; of two zeros a GPU takes the positive one as the larger."""
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.maximum(x, y) if largest else torch.minimum(x, y)
+        zeros = (x == 0) & (y == 0)
+        return torch.where(zeros, x + y if largest else -(-x - y), z) if bool(zeros.any()) else z
+
+    return call
+
+
+def _threshold(name: str) -> Callable:
+    """Return an operator of the host whose bound is rounded to the dtype."""
+    packet = getattr(torch.ops.aten, name)
+
+    def call(*arguments: Any) -> torch.Tensor:
+        tensors = [x for x in arguments if torch.is_tensor(x)]
+        bound, *rest = arguments[len(tensors) :]
+        return packet(*tensors, float(torch.tensor(bound).to(tensors[0].dtype)), *rest)  # type: ignore[no-any-return]
+
+    return call
 
 
 _PLAIN = """
 tan asin acos atan sinh cosh asinh acosh atanh erfc erfinv lgamma atan2 hypot fmod mish mish_backward hardswish
-hardswish_backward hardsigmoid hardsigmoid_backward remainder logaddexp logaddexp2 xlogy sinc maximum minimum fmax fmin
-relu
+hardswish_backward hardsigmoid hardsigmoid_backward remainder logaddexp logaddexp2 xlogy sinc fmax fmin
 """
 OPERATORS: dict[str, Callable] = {
     **{name: lambda *tensors, _name=name: elementwise(_name, *tensors) for name in _PLAIN.split()},
     "special_xlog1py": lambda x, y: elementwise("xlog1py", x, y),
     **dict.fromkeys(("clamp", "clamp_min"), _clamp),
+    "hardtanh": lambda x, low=-1, high=1: _clamp(x, low, high),
+    "relu": lambda x: torch.relu(x) + 0.0,  # no -0
+    "maximum": _extreme(True),
+    "minimum": _extreme(False),
+    "threshold": _threshold("threshold"),
+    "threshold_backward": _threshold("threshold_backward"),
     "deg2rad": lambda x: x * (math.pi / 180),
     "rad2deg": lambda x: x * (180 / math.pi),
     "special_entr": lambda x: elementwise("entr", x),
     "floor_divide": lambda x, y: divided(x, y, "floor"),
-    "threshold": lambda x, bound, value: elementwise("threshold", x, numbers=(bound, value)),
-    "threshold_backward": lambda g, x, bound: elementwise("threshold_backward", g, x, numbers=(bound,)),
-    "hardtanh": lambda x, low=-1, high=1: elementwise("hardtanh", x, numbers=(low, high)),
     "hardtanh_backward": lambda g, x, low, high: elementwise("hardtanh_backward", g, x, numbers=(low, high)),
     "elu": lambda x, alpha=1, scale=1, inner=1: elementwise("elu", x, numbers=(alpha, scale, inner)),
     "celu": lambda x, alpha=1: elementwise("elu", x, numbers=(alpha, 1, 1.0 / alpha)),
