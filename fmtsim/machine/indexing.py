@@ -12,13 +12,13 @@ import torch
 
 from fmtsim.machine.arrays import from_f32, to_f32
 from fmtsim.machine.loss import MOST_EXACT, add_in_turn, rounding
-from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
+from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
 _ATEN = torch.ops.aten
 
 
 def _flushed(x_f32: np.ndarray) -> np.ndarray:
-    """Return numbers as atomic additions of float32 take them: subnormal ones are zeros."""
+    """Return numbers with zeros of their sign for subnormal ones."""
     return np.where(np.abs(x_f32) < np.float32(2.0**-126), np.copysign(np.float32(0.0), x_f32), x_f32)
 
 
@@ -41,15 +41,21 @@ def _added(x: torch.Tensor, places: torch.Tensor, values: torch.Tensor, name: st
             dtype=np.float64
         ) < MOST_EXACT[x.dtype]
         settled = counts.max(initial=0) <= 1 or (counts.max() == 2 and not total[counts > 1].any()) or whole  # noqa: PLR2004
-        rounded = _flushed if x.dtype == torch.float32 else rounding(x.dtype)
-        total[flat] = rounded(total[flat])
-        add_in_turn(total, flat, rounded(added), rounded)
-        if x.dtype != torch.float32:  # two elements of 16 bits are added at once, of which one gets a zero
-            beside = flat ^ 1
-            total[beside[beside < total.size]] += np.float32(0.0)
-    result = from_f32(total, x.dtype, x.shape)
+        rounded, before = (None if x.dtype == torch.float32 else rounding(x.dtype)), total.copy()
+        add_in_turn(total, flat, added, rounded)
+        # PTX's manual says that atomic additions of float32 take and give zeros for subnormal numbers
+        flushed = total
+        if rounded is None and any((_flushed(y) != y).any() for y in (added, before[flat], total[flat])):
+            flushed, before[flat] = before, _flushed(before[flat])
+            add_in_turn(flushed, flat, _flushed(added), _flushed)
+    if rounded is not None:  # two elements of 16 bits are added at once, of which one gets a zero
+        beside = flat ^ 1
+        total[beside[beside < total.size]] += np.float32(0.0)
+    result = from_f32(flushed, x.dtype, x.shape)
     if not settled:
         raise Nondeterministic(f"{name} with several values at one place: they are added by atomics", result)
+    if not np.array_equal(total, flushed, equal_nan=True):
+        raise Guess(f"{name} of subnormal numbers, zeros in atomic additions by PTX's manual", result)
     return result
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on elements, sorted and random ones: where each comes from, what is named, and errors that are seen."""
 
+import json
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +11,13 @@ import torch
 from torch.nn import functional
 
 import fmtsim
-from fmtsim.errors import ArgumentError
 from fmtsim.machine import elementwise, indexing, random, sorting
+from fmtsim.support.errors import ArgumentError, DeviceError
 from tests.machine.cases import digest
 from tests.machine.element_cases import element_cases
-from tests.machine.test_machine import RECORD
 from tools.elementwise import SOURCE, functions, ptx
+
+RECORD = json.loads((Path(__file__).parent / "data" / "h200.json").read_text("utf-8"))["cases"]
 
 
 def test_every_function_is_compiled():
@@ -27,7 +30,7 @@ def test_the_kept_ptx_is_the_compilers():
         kept = {name: archive.read(name).decode() for name in archive.namelist()}
     try:
         made = ptx("mse_loss", functions()["mse_loss"])
-    except fmtsim.errors.DeviceError as error:
+    except DeviceError as error:
         pytest.skip(str(error))
     if not made["mse_loss.float32"].startswith(".version 9.0"):
         pytest.skip("another NVRTC than 13.0, whose functions differ: expm1f")
@@ -38,7 +41,7 @@ def test_the_kept_ptx_is_the_compilers():
     ("name", "owner", "attribute", "value"),
     [
         ("loss topk", sorting, "_BITONIC", 0),
-        ("index scatter_add", indexing, "_flushed", lambda x: x),
+        ("index scatter_add", indexing, "_positions", lambda x: torch.arange(x.numel()).flip(0).reshape(x.shape)),
         ("pool avg3s2p1", indexing, "rounding", lambda dtype: lambda x: x),
         ("multinomial 4x1000", random, "_UNROLL", 2),
         ("elements mse 2", elementwise, "_module", lambda name, dtype: MODULE(name, torch.float32)),
@@ -84,5 +87,8 @@ def test_what_a_gpu_does_not_repeat_is_named():
         functional.adaptive_avg_pool2d(torch.rand(1, 1, 8, 8).requires_grad_(), 3).sum().backward()
     assert len(run.nondeterministic) == 3  # noqa: PLR2004
     assert run.exact["index_add"] == 1
+    with fmtsim.simulate() as run:
+        torch.zeros(3).index_add(0, torch.tensor([1]), torch.tensor([1e-40]))
+    assert any("subnormal" in guess for guess in run.guess)
     with pytest.raises(ArgumentError, match="several values at one place"), fmtsim.simulate(strict=True):
         x.index_add(0, twice, x)
