@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmtsim.machine.arrays import from_f32, to_f32
+from fmtsim.machine.arrays import fma, from_f32, to_f32
 from fmtsim.machine.loss import MOST_EXACT, add_in_turn, rounding
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
@@ -199,6 +199,31 @@ def _adaptive_avg_pool2d(x: torch.Tensor, size: list[int]) -> torch.Tensor:
     return in_float32("_adaptive_avg_pool2d")(x, size)  # type: ignore[no-any-return]
 
 
+def _sources(size: int, count: int, corners: bool, scale: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return for each pixel of a result the two that it lies between, and the second one's weight, along a dimension."""
+    at = np.arange(count, dtype=np.float32)
+    if corners:
+        place = at * (np.float32(size - 1) / np.float32(count - 1) if count > 1 else np.float32(0.0))
+    else:
+        ratio = np.float32(1.0 / scale) if scale else np.float32(size) / np.float32(count)
+        place = np.maximum(fma(ratio, at + np.float32(0.5), np.float32(-0.5)), np.float32(0.0))
+    first = place.astype(np.int64)
+    return first, np.minimum(first + 1, size - 1), place - first.astype(np.float32)
+
+
+def _interpolated(x: torch.Tensor, size: list[int], corners: bool, *scales: float | None) -> torch.Tensor:
+    """Return upsample_linear1d or upsample_bilinear2d: weights in float32, one rounding."""
+    values = to_f32(x)
+    for d in range(-1, -1 - len(size), -1):  # along rows first
+        first, second, weight = _sources(x.shape[d], size[d], corners, (*scales, None, None)[len(size) + d])
+        shape = [-1 if n == d else 1 for n in range(-x.ndim, 0)]
+        a, b, w = np.take(values, first, d), np.take(values, second, d), weight.reshape(shape)
+        with np.errstate(all="ignore"):
+            values = fma(np.float32(1.0) - w, a, w * b)
+    result = from_f32(values, x.dtype)
+    return result.contiguous(memory_format=torch.channels_last) if _channels_last(x, x) else result
+
+
 def _settled(name: str, overlaps: Callable[..., bool]) -> Callable:
     """Return a gradient that is added in float32, where windows do not overlap; else by atomics."""
     operator = in_float32(name)
@@ -247,7 +272,7 @@ OPERATORS: dict[str, Callable] = {
     **{name: in_float32(name) for name in _WIDE.split()},
     "scatter": _scatter, "scatter_add": _scatter_add, "scatter_reduce": _scatter_reduce, "index_add": _index_add,
     "put": _put, "col2im": _col2im, "avg_pool2d_backward": _avg_pool2d_backward,
-    "_adaptive_avg_pool2d": _adaptive_avg_pool2d,
+    "_adaptive_avg_pool2d": _adaptive_avg_pool2d, "upsample_linear1d": _interpolated, "upsample_bilinear2d": _interpolated,
     "index_copy": lambda x, dim, index, values: _placed(
         lambda: _ATEN.index_copy(x, dim, index, values), index, values
     ),

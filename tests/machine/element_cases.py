@@ -197,6 +197,8 @@ POOLS: dict[str, Callable] = {
     "channels_last_avg": lambda x: F.avg_pool2d(_last(x), 3, 2, 1),
     "avgdiv": lambda x: F.avg_pool2d(x, 2, divisor_override=3), "nearest57": lambda x: F.interpolate(x, size=(5, 17)),
     "nearest_exact": lambda x: F.interpolate(x, size=(9, 17), mode="nearest-exact"),
+    "bilinear57": lambda x: F.interpolate(x.detach(), size=(5, 17), mode="bilinear"),
+    "bilinear_align": lambda x: F.interpolate(x.detach(), size=(13, 19), mode="bilinear", align_corners=True),
     "fold": lambda x: F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1),
     "fold2": lambda x: F.fold(
         F.unfold(x, (2, 3), stride=(2, 1), dilation=(1, 2)), x.shape[-2:], (2, 3), stride=(2, 1), dilation=(1, 2)
