@@ -200,13 +200,13 @@ def _adaptive_avg_pool2d(x: torch.Tensor, size: list[int]) -> torch.Tensor:
 
 
 def _sources(size: int, count: int, corners: bool, scale: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for each pixel of a result the two that it lies between, and the second one's weight, along a dimension."""
+    """Return along a dimension which two pixels each one of a result lies between, and the second one's weight."""
     at = np.arange(count, dtype=np.float32)
     if corners:
         place = at * (np.float32(size - 1) / np.float32(count - 1) if count > 1 else np.float32(0.0))
     else:
         ratio = np.float32(1.0 / scale) if scale else np.float32(size) / np.float32(count)
-        place = np.maximum(fma(ratio, at + np.float32(0.5), np.float32(-0.5)), np.float32(0.0))
+        place = np.maximum(fma(float(ratio), at + np.float32(0.5), -0.5), np.float32(0.0))
     first = place.astype(np.int64)
     return first, np.minimum(first + 1, size - 1), place - first.astype(np.float32)
 
@@ -272,7 +272,8 @@ OPERATORS: dict[str, Callable] = {
     **{name: in_float32(name) for name in _WIDE.split()},
     "scatter": _scatter, "scatter_add": _scatter_add, "scatter_reduce": _scatter_reduce, "index_add": _index_add,
     "put": _put, "col2im": _col2im, "avg_pool2d_backward": _avg_pool2d_backward,
-    "_adaptive_avg_pool2d": _adaptive_avg_pool2d, "upsample_linear1d": _interpolated, "upsample_bilinear2d": _interpolated,
+    "_adaptive_avg_pool2d": _adaptive_avg_pool2d, "upsample_linear1d": _interpolated,
+    "upsample_bilinear2d": _interpolated,
     "index_copy": lambda x, dim, index, values: _placed(
         lambda: _ATEN.index_copy(x, dim, index, values), index, values
     ),
