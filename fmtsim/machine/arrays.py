@@ -178,16 +178,16 @@ def _look_up(codes, table, y, start, stop):
 def _table(function: Callable, dtype: torch.dtype) -> np.ndarray:
     """Return a function's results, as words, for all 2^16 words of a dtype."""
     words = np.arange(1 << 16, dtype=np.uint16).view(words_of(torch.empty(0, dtype=dtype)).dtype)
-    return _mapped(function, [words], np.empty_like(words)).view(np.uint16)
+    return _run_over(function, [words], np.empty_like(words)).view(np.uint16)
 
 
-def _mapped(function: Callable, words: list[np.ndarray], y: np.ndarray) -> np.ndarray:
+def _run_over(function: Callable, words: list[np.ndarray], y: np.ndarray) -> np.ndarray:
     compiled = _MAPS[len(words)](function)
     run(lambda start, stop: compiled(*words, y, start, stop), y.size, 16, weight=8)
     return y
 
 
-def elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
+def mapped(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
     """Return a compiled float32 function of tensors of one shape and dtype, rounded once, in the first one's layout."""
     first = tensors[0]
     y = torch.empty(first.shape, dtype=first.dtype)
@@ -197,7 +197,7 @@ def elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
         table, codes, results = _table(function, first.dtype), words[0].view(np.uint16), target.view(np.uint16)
         run(lambda start, stop: _look_up(codes, table, results, start, stop), y.numel(), 64)
     else:
-        _mapped(function, words, target)
+        _run_over(function, words, target)
     if first.is_contiguous():
         return y
     return torch.empty_like(first, memory_format=torch.preserve_format).copy_(y)
@@ -224,7 +224,7 @@ def apply(function: Callable, *operands: np.ndarray | np.float32 | float) -> np.
     # kernels are compiled for contiguous arrays that can be written
     usable = [array.shape == shape and array.flags.c_contiguous and array.flags.writeable for array in arrays]
     flat = [(a if ok else np.broadcast_to(a, shape).copy()).reshape(-1) for a, ok in zip(arrays, usable, strict=True)]
-    return _mapped(function, flat, np.empty_like(flat[0])).reshape(shape)
+    return _run_over(function, flat, np.empty_like(flat[0])).reshape(shape)
 
 
 def fma(a: np.ndarray | float, b: np.ndarray | np.float32, c: np.ndarray | float) -> np.ndarray:

@@ -387,11 +387,5 @@ def gelu_tanh(x):
     return _canonical(x * _HALF * (tanh(inner) + _ONE))
 
 
-@device
-def softplus(x):
-    """Return log1p(e^x); x itself above 20."""
-    return x if x > float32(20.0) else log1p(exp(x))
-
-
 _UNARY = (exp, exp2, expm1, log, log2, log10, log1p, tanh, erf, sin, cos, rsqrt, sqrt, reciprocal, sigmoid, silu, gelu)
-UNARY: dict[str, Callable] = {function.__name__: function for function in (*_UNARY, gelu_tanh, softplus)}
+UNARY: dict[str, Callable] = {function.__name__: function for function in (*_UNARY, gelu_tanh)}

@@ -6,61 +6,91 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy import float32
 
-from fmtsim.machine.arrays import add_strided, chain, from_f32, to_f32, tree
+from fmtsim.machine.arrays import chain, fma, from_f32, to_f32, tree
 from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
 
-MEAN, SUM = 1, 2  # torch's numbers of reductions
 _FEW_INDICES = 3072  # of an embedding's gradient: more are sorted
 _WARP = 32
+MOST_EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}  # whole numbers below are exact
 
 
-def _check(log_probabilities: torch.Tensor, weight: torch.Tensor | None, reduction: int) -> None:
-    if weight is not None or reduction not in (MEAN, SUM) or log_probabilities.ndim != 2:
-        raise UnknownOrder("nll_loss with class weights, without reduction, or of one row")
+NONE, MEAN, SUM = range(3)  # torch's numbers of reductions
+
+
+def _picked(
+    log_probabilities: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore: int
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Return each target's logarithm and weight, zeros where it is ignored, and where it is not."""
+    valid = target != ignore
+    places = target.masked_fill(~valid, 0)
+    # classes are the second dimension; of a vector the first
+    classes = log_probabilities.gather(min(target.ndim, 1), places.unsqueeze(min(target.ndim, 1))).reshape(target.shape)
+    weights = torch.ones_like(classes) if weight is None else weight[places]
+    return to_f32(classes.masked_fill(~valid, 0)), to_f32(weights.masked_fill(~valid, 0)), valid
+
+
+def _minus(products: tuple[np.ndarray, np.ndarray], threads: int, dtype: torch.dtype) -> np.ndarray:
+    """Return minus the sum of products along the last axis: a chain a thread, fused in float32; threads by halving."""
+    steps = [np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % threads)]) for x in products]
+    a, b = (x.reshape(*x.shape[:-1], -1, threads) for x in steps)
+    total = np.zeros((*a.shape[:-2], threads), np.float32)
+    for i in range(a.shape[-2]):
+        x, y = a[..., i, :], b[..., i, :]
+        total = fma(-x, y, total) if dtype == torch.float32 else total - rounding(dtype)(x * y)
+    return tree(total)
 
 
 def nll_loss(
     log_probabilities: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (loss, total weight) of nll_loss_forward.
+    """Return (loss, total weight) of nll_loss_forward, and of nll_loss2d_forward.
 
     Raises:
-        UnknownOrder: Class weights, or no reduction.
+        UnknownOrder: Class weights of one row.
+        Nondeterministic: More than two images, whose sums are added by atomics. It holds a result that is possible.
     """
-    _check(log_probabilities, weight, reduction)
-    labels = target.numpy()
-    valid = labels != ignore
-    rows = len(labels)
-    losses = np.zeros(rows, np.float32)
-    picked = torch.from_numpy(np.arange(rows)[valid]), torch.from_numpy(labels[valid])
-    losses[valid] = -to_f32(log_probabilities[picked])
-    # thread t adds rows t, t + T, ...; the threads by halving
-    threads = min(max(1 << round(math.log2(max(rows // 16, 1))), 32), 1024)
-    total = tree(add_strided(losses, threads))
-    count = float32(valid.sum())
-    with np.errstate(invalid="ignore"):
-        loss = total / count if reduction == MEAN else total
+    if log_probabilities.ndim == 1 and weight is not None:
+        raise UnknownOrder("nll_loss with class weights of one row")
     dtype = log_probabilities.dtype
-    return from_f32(np.asarray(loss, np.float32), dtype, ()), from_f32(np.asarray(count, np.float32), dtype, ())
+    values, weights, _ = _picked(log_probabilities, target, weight, ignore)
+    if reduction == NONE and log_probabilities.ndim > 1:
+        return from_f32(-(values * weights), dtype), torch.zeros((), dtype=dtype)
+    values, weights = (x.reshape(len(x) if log_probabilities.ndim == 4 else 1, -1) for x in (values, weights))  # noqa: PLR2004
+    rows = values.shape[-1]
+    # thread t adds rows t, t + T, ...
+    threads = min(max(1 << round(math.log2(max(rows // 16, 1))), 32), 1024)
+    if log_probabilities.ndim == 4:  # noqa: PLR2004
+        threads = 1024 * max(-(-rows // 1024) // 128, 1)
+    totals = _minus((values, weights), threads, dtype)
+    counts = np.float32(0.0) - _minus((weights, np.ones_like(weights)), threads, dtype)
+    if log_probabilities.ndim == 4:  # of several images: sums in the results' dtype  # noqa: PLR2004
+        totals, counts = (rounding(dtype)(chain(rounding(dtype)(x))[None]) for x in (totals, counts))
+    total, count = totals[0], counts[0]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        loss = total / count if reduction == MEAN else total
+    result = from_f32(np.asarray(loss, np.float32), dtype, ()), from_f32(np.asarray(count, np.float32), dtype, ())
+    if log_probabilities.ndim == 4 and len(values) > 2:  # noqa: PLR2004
+        raise Nondeterministic("nll_loss2d of more than two images, whose sums are added by atomics", result)
+    return result
 
 
 def nll_loss_backward(
     g: torch.Tensor, log_probabilities: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None,
     reduction: int, ignore: int, total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of the logarithms: -g / total at each target, rounded once."""
-    _check(log_probabilities, weight, reduction)
-    dx = torch.zeros_like(log_probabilities)
-    valid = target != ignore
+    """Return the gradient of the logarithms: -g / total at each target, times its weight, each step rounded."""
+    dx = torch.zeros_like(log_probabilities, memory_format=torch.contiguous_format)
+    _, weights, valid = _picked(log_probabilities, target, weight, ignore)
     wide = torch.promote_types(g.dtype, torch.float32)
     share = g.to(wide) / total_weight.to(wide) if reduction == MEAN else g.to(wide)
-    dx[torch.arange(len(target))[valid], target[valid]] = -share.to(dx.dtype)
-    return dx
+    rows = torch.from_numpy(weights).to(wide) * share.to(dx.dtype).to(wide)
+    dim = min(target.ndim, 1)
+    places = target.masked_fill(~valid, 0).unsqueeze(dim)
+    return dx.scatter_(dim, places, torch.where(valid, -rows, 0.0).to(dx.dtype).unsqueeze(dim))
 
 
-def _rounding(dtype: torch.dtype) -> Callable[[np.ndarray], np.ndarray]:
+def rounding(dtype: torch.dtype) -> Callable[[np.ndarray], np.ndarray]:
     """Return the function that rounds float32 values to a dtype."""
     return lambda x_f32: torch.from_numpy(x_f32).to(dtype).float().numpy()
 
@@ -97,7 +127,7 @@ def embedding_backward(
     gradients, labels = to_f32(g).reshape(-1, width)[counted], labels[counted]
     used = np.unique(labels)
     table = np.zeros((len(used), width), np.float32)  # rows of the gradient that are not zeros
-    gradient, rounded = torch.zeros(rows, width, dtype=dtype), _rounding(dtype)
+    gradient, rounded = torch.zeros(rows, width, dtype=dtype), rounding(dtype)
     if len(counted) <= _FEW_INDICES:
         # 1. chunks of 32 indices: equal ones of a chunk are a float32 chain, rounded
         chunks, part = np.unique(places // 32 * rows + labels, return_inverse=True)
@@ -139,7 +169,7 @@ def index_put(
     flat = positions.reshape(-1).numpy()
     rows = to_f32(values.expand(positions.shape)).reshape(-1)
     total = to_f32(x).reshape(-1).copy()
-    rounded = _rounding(x.dtype)
+    rounded = rounding(x.dtype)
     if slice_size == 0:
         raise UnknownOrder("index_put that accumulates at indices of dimensions that are not adjacent")
     if slice_size > _WARP:

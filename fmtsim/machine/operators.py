@@ -21,7 +21,9 @@ from fmtsim.machine import (
     attention_rows,
     batch_norm,
     convolution,
+    elementwise,
     group_norm,
+    indexing,
     loss,
     norm,
     optimizer_kernels,
@@ -29,6 +31,7 @@ from fmtsim.machine import (
     reduce,
     scan,
     softmax,
+    sorting,
 )  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
@@ -44,8 +47,7 @@ cat stack clone neg abs _to_copy embedding arange equal ne eq gt lt ge le all an
 ones_like zeros_like full_like empty_like empty empty_strided zeros ones full scalar_tensor new_zeros new_empty
 new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
-index index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide
-remainder maximum minimum argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
+index index_select _reshape_alias reshape histc argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
 resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
 """
@@ -194,13 +196,7 @@ def _efficient_gradient(
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
 
 
-def _stable_topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    # of equal elements the GPU takes the lower index first
-    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
-    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
-
-
-STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too: the host's order of equal elements is another
+STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too
 
 
 # On a GPU rms_norm is one kernel with a gradient of its own; a CPU has no such operator.
@@ -251,6 +247,23 @@ def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any
     return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
 
 
+_COMPOSITE = frozenset((_ATEN.binary_cross_entropy_with_logits,))
+
+
+def _composite(packet: Any) -> Callable:
+    """Return an operator that torch makes of others on every device: these come to the simulation."""
+
+    def call(run: Any, *args: Any, **kwargs: Any) -> Any:
+        with run, torch._C.DisableTorchFunction():
+            return packet.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+    return call
+
+
+def _packets(table: dict[str, Callable]) -> dict[Any, Callable]:
+    return {getattr(_ATEN, name): operator for name, operator in table.items()}
+
+
 _UNARY = "exp exp2 expm1 log log2 log10 log1p tanh erf sin cos rsqrt sqrt sigmoid silu"
 KNOWN: dict[Any, Callable] = {
     torch.ops.fmtsim.rms_norm: norm.rms_norm,
@@ -282,6 +295,9 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.native_group_norm_backward: group_norm.group_norm_backward,
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
+    _ATEN.nll_loss2d_forward: loss.nll_loss,
+    _ATEN.nll_loss2d_backward: loss.nll_loss_backward,
+    **{packet: _composite(packet) for packet in _COMPOSITE},
     _ATEN.embedding_dense_backward: loss.embedding_backward,
     _ATEN.convolution: convolution.convolution,
     _ATEN.convolution_backward: convolution.convolution_backward,
@@ -302,7 +318,11 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._foreach_addcmul_: optimizer_kernels.foreach(optimizer_kernels.addcmul),
     _ATEN._foreach_addcdiv_: optimizer_kernels.foreach(optimizer_kernels.addcdiv),
     _ATEN._foreach_sqrt: optimizer_kernels.foreach(pointwise.unary("sqrt"), in_place=False),
-    _ATEN.lerp: optimizer_kernels.lerp,
+    _ATEN.lerp: lambda x, end, weight: (
+        elementwise.elementwise("lerp", x, end, weight)
+        if torch.is_tensor(weight)
+        else optimizer_kernels.lerp(x, end, weight)
+    ),
     _ATEN.addcmul: lambda x, a, b, *, value=1: optimizer_kernels.addcmul(x, a, b, value),
     _ATEN.addcdiv: lambda x, a, b, *, value=1: optimizer_kernels.addcdiv(x, a, b, value),
     _ATEN.native_dropout_backward: random.dropout_backward,
@@ -316,20 +336,16 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.sub: lambda a, b, *, alpha=1: pointwise.add(a, b, alpha=-alpha),
     _ATEN.index_put: loss.index_put,
     _ATEN.div: pointwise.divide,
-    _ATEN.sigmoid_backward: pointwise.sigmoid_backward,
     _ATEN.pow: pointwise.power,
-    _ATEN.softplus: pointwise.softplus,
-    _ATEN.softplus_backward: pointwise.softplus_backward,
     _ATEN.cumsum: lambda x, dim, dtype=None: scan.scan(x, dim, dtype, False),
     _ATEN.cumprod: lambda x, dim, dtype=None: scan.scan(x, dim, dtype, True),
     _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(
         x, order, dim, keepdim, dtype or x.dtype
     ),
-    _ATEN.topk: _stable_topk,
-    _ATEN.sort: lambda x, dim=-1, descending=False, *, stable=None: torch.sort(
-        x, dim=dim, descending=descending, stable=True
-    ),
+    _ATEN.topk: sorting.topk,
+    _ATEN.sort: sorting.sort,
     **{getattr(_ATEN, name): pointwise.unary(name) for name in _UNARY.split()},
+    **_packets(elementwise.OPERATORS | indexing.OPERATORS),
     _ATEN.reciprocal: lambda x: torch.reciprocal(x) if x.dtype == torch.float64 else pointwise.unary("reciprocal")(x),
 }  # fmt: skip
 
@@ -462,6 +478,9 @@ def _grouped_mm(
     return result
 
 
+DRAWS = _packets(random.OPERATORS)
+"""Operators that draw random numbers: their first argument is the GPU's generator."""
+
 PRODUCTS: dict[Any, Callable] = {
     _ATEN.mm: _mm,
     _ATEN.bmm: lambda target, a, b: _known_product(bmm, a, b, target=target),
@@ -469,5 +488,5 @@ PRODUCTS: dict[Any, Callable] = {
     _ATEN._grouped_mm: _grouped_mm,
 }
 
-COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__)
+COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__) | _COMPOSITE
 """Operators that may come to others, which the simulation then gets: it is their first argument."""

@@ -315,6 +315,16 @@ _FORKS = {
 }
 
 
+# Functions for which a GPU has kernels of cuDNN or its own, where the host's are made of operators that are known.
+_RECURRENT = {getattr(torch, name): name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")}
+_FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
+
+
+def draws_on_host() -> bool:
+    """Return True while a function makes random numbers without a device: on a GPU, too, the CPU draws them."""
+    return getattr(_thread, "host_draws", False)
+
+
 class _Forks(TorchFunctionMode):
     """Take a fork's function, too, where a module imported torch's own by name before the simulation began."""
 
@@ -325,9 +335,18 @@ class _Forks(TorchFunctionMode):
             named = {"grad_tensors" if name == "gradient" else name: value for name, value in (kwargs or {}).items()}
             with self:
                 return torch.autograd.backward(**dict(zip(names, args, strict=False)), **named)
-        func, args, kwargs = on_gpu(func, args, kwargs or {}, sys._getframe(1))
+        kwargs = kwargs or {}
+        on_host = func in _FACTORIES and kwargs.get("device") is None and not any(map(torch.is_tensor, args))
+        on_host = on_host and torch.get_default_device().type == "cpu"
+        func, args, kwargs = on_gpu(func, args, kwargs, sys._getframe(1))
         function = _FORKS[func][1] if func in _FORKS else func
-        return function(*args, **kwargs)
+        if func in _RECURRENT and _running():
+            _thread.run._note(_RECURRENT[func], UnknownOrder("a recurrent network by a GPU's own kernel"))
+        _thread.host_draws = on_host
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _thread.host_draws = False
 
 
 _lock, _simulations, _undo = threading.Lock(), list[Any](), ExitStack()

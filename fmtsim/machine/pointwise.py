@@ -10,8 +10,8 @@ import torch
 from numpy import float32
 
 from fmtsim.cpu.runtime.jit import device, fma32
-from fmtsim.machine import library
-from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, elementwise, from_f32, to_f32
+from fmtsim.machine import elementwise, library
+from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, from_f32, mapped, to_f32
 from fmtsim.machine.unknown import Guess, UnknownOrder
 
 _ONE, _HALF = float32(1.0), float32(0.5)
@@ -48,11 +48,6 @@ def _tanh_gradient(g, y):
 
 
 @device
-def _sigmoid_gradient(g, y):
-    return (g * (_ONE - y)) * y
-
-
-@device
 def _add_scaled(a, b, alpha):
     return fma32(alpha, b, a)
 
@@ -60,7 +55,7 @@ def _add_scaled(a, b, alpha):
 def _elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
     if tensors[0].dtype not in NAN_BITS:
         raise UnknownOrder(f"an operator on elements of {tensors[0].dtype}")
-    return elementwise(function, *tensors)
+    return mapped(function, *tensors)
 
 
 def unary(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -82,13 +77,6 @@ def gelu_backward(g: torch.Tensor, x: torch.Tensor, *, approximate: str = "none"
 def silu_backward(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return silu's gradient."""
     return _elementwise(_silu_gradient, g, x)
-
-
-def sigmoid_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return sigmoid's gradient, which is known in float32."""
-    if y.dtype != torch.float32:
-        raise UnknownOrder(f"the gradient of sigmoid in {y.dtype}")
-    return _elementwise(_sigmoid_gradient, g, y)
 
 
 def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -158,13 +146,9 @@ def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
 @_of_numbers
 def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
     """Return a / b; a number in the place of b is a factor: its reciprocal, a double that is rounded to float32."""
-    if (
-        rounding_mode is not None
-        or torch.is_tensor(b)
-        or not torch.is_tensor(a)
-        or not a.is_floating_point()
-        or a.dtype == torch.float64
-    ):
+    if rounding_mode is not None and any(torch.is_tensor(x) and x.is_floating_point() for x in (a, b)):
+        return elementwise.divided(a, b, rounding_mode)
+    if torch.is_tensor(b) or not torch.is_tensor(a) or not a.is_floating_point() or a.dtype == torch.float64:
         return torch.div(a, b, rounding_mode=rounding_mode)
     with np.errstate(divide="ignore"):
         return a * float(float32(np.float64(1.0) / np.float64(b)))
@@ -178,7 +162,7 @@ _POWERS: dict[float, Callable] = {
 def power(x: Any, exponent: Any) -> torch.Tensor:
     """Return x to the power of a number: products in x's dtype for 2, 3, -2; roots for halves; else powf."""
     if torch.is_tensor(exponent) or not torch.is_tensor(x):
-        raise UnknownOrder("pow with a tensor as exponent")
+        return elementwise.elementwise("power", x, exponent)
     if exponent in _POWERS:
         return _elementwise(_POWERS[exponent], x)
     if exponent in (2, -2):
@@ -192,23 +176,3 @@ def power(x: Any, exponent: Any) -> torch.Tensor:
 
 
 reciprocal = unary("reciprocal")
-
-
-def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
-    """Return softplus of beta 1 and threshold 20."""
-    if beta != 1 or threshold != 20:
-        raise UnknownOrder("softplus of another beta or threshold")
-    return _elementwise(library.UNARY["softplus"], x)
-
-
-@device
-def _softplus_gradient(g, x):
-    z = library.exp(x)
-    return g if x > float32(20.0) else (g * z) / (z + _ONE)
-
-
-def softplus_backward(g: torch.Tensor, x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
-    """Return softplus's gradient."""
-    if beta != 1 or threshold != 20:
-        raise UnknownOrder("softplus of another beta or threshold")
-    return _elementwise(_softplus_gradient, g, x)

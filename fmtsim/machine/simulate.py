@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from fmtsim.casts.arguments import check_whole
-from fmtsim.machine.patches import patched
+from fmtsim.machine.patches import draws_on_host, patched
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError, did_you_mean, shown
 from fmtsim.support.records import checked
@@ -166,18 +166,17 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             return out.resize_(result.shape).copy_(result)  # a GPU writes there what it would to a new one
         if name == "addmm_":
             return args[0].copy_(self.__torch_dispatch__(torch.ops.aten.addmm.default, types, args, kwargs))
-        if kind == "dropout":
-            self.exact[name] += 1
-            return self._operators.random.dropout(self._generator, *args, **kwargs)
         if kind == "random":
-            self._note(name, UnknownOrder("random numbers, which a GPU draws otherwise"))
-            return func(*args, **kwargs)
+            return self._drawn(operator, func, args, kwargs)
         tensors = _tensors((*args, *kwargs.values()))
         if not operator.takes_integers and not any(x.is_floating_point() for x in tensors):
             result = func(*args, **kwargs)
-            if kind != "same" and torch.is_tensor(result) and result.is_floating_point():
+            if kind == "same" or not torch.is_tensor(result) or not result.is_floating_point():
+                return result
+            if handler is None or result.dtype != torch.float32:
                 self._note(name, UnknownOrder("numbers that it makes of integers"))
-            return result
+                return result
+            args = tuple(x.float() if torch.is_tensor(x) else x for x in args)  # as a GPU converts them
         device = next((x.device for x in tensors if x.device.type != "cpu"), None)
         if device is not None and name != "_to_copy":
             raise ArgumentError(
@@ -209,6 +208,25 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         for x in _tensors((result,)) if searched else ():
             if x.is_cpu and x.layout == torch.strided and not x.is_nested:
                 self._operators.canonical(x)
+        return result
+
+    def _drawn(self, operator: "_Operator", func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator that draws random numbers."""
+        try:
+            if draws_on_host():
+                self.exact[operator.name] += 1
+                return self._generator.on_host(lambda: func(*args, **kwargs))
+            if isinstance(args[0] if args else None, nn.Parameter):
+                raise UnknownOrder("a parameter that is filled: on the GPU, or before it is moved there")
+            if operator.handler is None:
+                raise UnknownOrder("random numbers, which a GPU draws otherwise")
+            result = _called(operator.handler, self._generator, *args, **kwargs)
+        except (UnknownOrder, Guess) as reason:
+            self._note(operator.name, reason)
+            if len(reason.args) > 1:
+                return reason.args[1]
+            return self._generator.on_host(lambda: func(*args, **kwargs))
+        self.exact[operator.name] += 1
         return result
 
     def compile(self, function: Callable, **options: Any) -> Callable:
@@ -268,9 +286,9 @@ def _operator(func: Any) -> _Operator | None:
 
     packet, schema = func.overloadpacket, func._schema
     name = str(packet).removeprefix("aten.")
-    handler: Callable | None = operators.PRODUCTS.get(packet) or operators.KNOWN.get(packet)
+    tables = operators.PRODUCTS, operators.DRAWS, operators.KNOWN
+    handler: Callable | None = next((table[packet] for table in tables if packet in table), None)
     kinds = {
-        "dropout": name == "native_dropout",
         "composed": packet in operators.COMPOSED,  # which refuse dropout
         "random": torch.Tag.nondeterministic_seeded in func.tags,
         "same": packet in operators.SAME,  # as on the host

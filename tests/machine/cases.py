@@ -282,6 +282,7 @@ def all_cases() -> Iterator[Case]:
     from tests.machine.autocast_cases import autocast_cases, converting_cases, division_cases, grouped_cases
     from tests.machine.bias_cases import bias_cases
     from tests.machine.convolution_cases import convolution_cases, encoder_cases
+    from tests.machine.element_cases import element_cases
     from tests.machine.masked_cases import masked_attention_cases, masked_gradient_cases
     from tests.machine.reduction_cases import reduced_cases
     from tests.machine.training_cases import training_cases
@@ -302,3 +303,4 @@ def all_cases() -> Iterator[Case]:
     yield from grouped_cases()
     yield from bias_cases()
     yield from reduced_cases()
+    yield from element_cases()

@@ -296,12 +296,19 @@ def test_an_unknown_target_is_refused():
         fmtsim.simulate(target="h20")
 
 
-def test_random_numbers_are_the_hosts_and_said_so():
+def test_random_numbers_are_the_gpus_where_it_draws_them():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
     with fmtsim.simulate() as run:
-        torch.randn(3)
-        functional.dropout(torch.ones(8), 0.5, inplace=True)
-    assert run.unknown["randn: random numbers, which a GPU draws otherwise"] == 1
-    assert run.unknown.total() == 2
+        assert torch.equal(torch.rand(3), expected)  # without a device the CPU draws, on a GPU, too
+        assert not torch.equal(torch.rand(3, device="cuda"), expected)
+        torch.randperm(8, device="cuda")
+        nn.init.normal_(nn.Linear(2, 2).weight)
+        nn.LSTM(4, 4)(torch.ones(1, 1, 4))
+    reasons = ("randperm: random numbers", "normal_: a parameter", "lstm: a recurrent network")
+    assert all(any(reason in unknown for unknown in run.unknown) for reason in reasons)
+    assert run.exact["rand"] == 2  # noqa: PLR2004
 
 
 def test_dropout_draws_again_what_a_checkpoint_draws_again():
