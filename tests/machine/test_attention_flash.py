@@ -81,10 +81,10 @@ def result(function, *arguments):  # type: ignore[no-untyped-def]
 
 @np.errstate(all="ignore")
 @pytest.mark.parametrize("kind", ["normal", "wide", "subnormal", "rare"])
-@pytest.mark.parametrize("lengths", [(50, 50), (130, 130), (129, 300), (140, 140), (3, 70), (66, 66)])
+@pytest.mark.parametrize("lengths", [(50, 50), (130, 130), (129, 300), (140, 140), (45, 70), (66, 66)])
 def test_attention_has_the_bits_of_blocks_of_matrices(lengths, kind, monkeypatch):
     monkeypatch.setattr(attention_flash, "_FULL", 0)  # keys are not shared among blocks of threads
-    d, group = {50: 19, 130: 20, 129: 12, 140: 100, 3: 70, 66: 132}[lengths[0]], 2 if lengths[0] in (129, 140) else 1
+    d, group = {50: 19, 130: 20, 129: 12, 140: 100, 45: 70, 66: 132}[lengths[0]], 2 if lengths[0] in (129, 140) else 1
     dtype, causal, scale = (BF16, FP16)[d % 3 % 2], lengths[0] == lengths[1], 0.3 if d == 20 else None
     shapes = [(1, heads, lengths[i], d) for heads, i in ((2, 0), (2 // group, 1), (2 // group, 1), (2, 0))]
     made = [numbers(n, shape, kind if kind != "rare" else "normal", dtype) for n, shape in enumerate(shapes)]
