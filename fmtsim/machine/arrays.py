@@ -294,6 +294,16 @@ def add_in_order(partial, threads):
 
 
 @device
+def add_halves(partial, threads):
+    """Return the sum of T partial sums: thread i gets thread i + T / 2, then i + T / 4 ..."""
+    while threads > 1:
+        threads //= 2
+        for i in range(threads):
+            partial[i] += partial[i + threads]
+    return partial[0]
+
+
+@device
 def add_threads(partial, threads):
     """Return the sum of T partial sums: halving within warps of 32, then over the warps, filled with zeros to 32."""
     for first in range(0, threads, 32):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""layer_norm and rms_norm, forward and backward, in the order of PyTorch 2.11's vectorised kernels."""
+"""layer_norm and rms_norm, forward and backward, in the order of PyTorch 2.11's kernels."""
 
 import math
 
@@ -10,10 +10,11 @@ from numpy import float32, int64
 from fmtsim.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library
-from fmtsim.machine.arrays import add_threads, from_f32, to_f32, tree
-from fmtsim.machine.unknown import UnknownOrder
+from fmtsim.machine.arrays import add_threads, apply, fma, from_f32, to_f32, tree
+from fmtsim.machine.reduce import Plan, moments
 
 _THREADS, _ONE = 128, float32(1.0)
+_ODD = Plan(32, 16)  # 16 warps, each by halving, then the warps: the kernel for widths that 4 does not divide
 
 
 @device
@@ -112,26 +113,26 @@ def _backward_weight(g, x, mean, rstd, height, dweight, dbias, start, stop):
 
 
 def _flat(x: torch.Tensor, shape: list[int]) -> np.ndarray:
-    width = math.prod(shape)
-    if width % 4:
-        raise UnknownOrder(f"a norm over {width} elements, no multiple of 4")
-    return to_f32(x).reshape(-1, width)
+    return to_f32(x).reshape(-1, math.prod(shape))
 
 
 def layer_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (y, mean, rstd) of native_layer_norm.
-
-    Raises:
-        UnknownOrder: A width that 4 does not divide.
-    """
+    """Return (y, mean, rstd) of native_layer_norm; a width that 4 does not divide has another kernel."""
     rows = _flat(x, shape)
     width = rows.shape[1]
     w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)
-    b = np.zeros(width, np.float32) if bias is None else to_f32(bias).reshape(-1)
-    y, mean, rstd = np.empty_like(rows), np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
-    run(lambda i, j: _forward(rows, w, b, float32(eps), y, mean, rstd, i, j), len(rows), 1, 8 * width)
+    # what is added to an element without a bias keeps its sign of zero; the other kernel adds a zero
+    b = np.full(width, 0.0 if width % 4 else -0.0, np.float32) if bias is None else to_f32(bias).reshape(-1)
+    if width % 4:
+        mean, squares = moments(rows, _ODD)
+        rstd = apply(library.rsqrt, squares / float32(width) + float32(eps))
+        with np.errstate(all="ignore"):
+            y = fma((rows - mean[:, None]) * rstd[:, None], w, b)
+    else:
+        y, mean, rstd = np.empty_like(rows), np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
+        run(lambda i, j: _forward(rows, w, b, float32(eps), y, mean, rstd, i, j), len(rows), 1, 8 * width)
     statistics = [*x.shape[: x.ndim - len(shape)], *[1] * len(shape)]
     return (
         from_f32(y, x.dtype, x.shape),
@@ -143,17 +144,19 @@ def layer_norm(
 def rms_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, rstd) of _fused_rms_norm.
-
-    Raises:
-        UnknownOrder: A width that 4 does not divide.
-    """
+    """Return (y, rstd) of _fused_rms_norm; a width that 4 does not divide has another kernel, of Welford's moments."""
     rows = _flat(x, shape)
     width = rows.shape[1]
     w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)
-    y, rstd = np.empty_like(rows), np.empty(len(rows), np.float32)
     least = float32(torch.finfo(torch.float32).eps if eps is None else eps)
-    run(lambda i, j: _rms_forward(rows, w, least, y, rstd, i, j), len(rows), 1, 8 * width)
+    if width % 4:
+        mean, squares = moments(rows, _ODD)
+        rstd = apply(library.rsqrt, fma(mean, mean, squares / float32(width)) + least)
+        with np.errstate(all="ignore"):
+            y = rows * rstd[:, None] * w
+    else:
+        y, rstd = np.empty_like(rows), np.empty(len(rows), np.float32)
+        run(lambda i, j: _rms_forward(rows, w, least, y, rstd, i, j), len(rows), 1, 8 * width)
     statistics = [*x.shape[: x.ndim - len(shape)], *[1] * len(shape)]
     return from_f32(y, x.dtype, x.shape), from_f32(rstd, torch.float32, statistics)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of torch's operators ``simulate`` computes, by what; it is imported when a simulation begins."""
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,12 +19,15 @@ from fmtsim.machine import (
     attention_efficient,
     attention_flash,
     attention_rows,
+    batch_norm,
     convolution,
+    group_norm,
     loss,
     norm,
     optimizer_kernels,
     pointwise,
     reduce,
+    scan,
     softmax,
 )  # fmt: skip
 from fmtsim.machine import random as random
@@ -41,17 +45,23 @@ ones_like zeros_like full_like empty_like empty empty_strided zeros ones full sc
 new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ copy_ where masked_fill masked_fill_
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
 index index_select scatter _reshape_alias reshape histc clamp clamp_ clamp_min relu threshold_backward floor_divide
-remainder maximum minimum amax amin max min argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
+remainder maximum minimum argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
 resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
 
+def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.movedim(dim, -1).contiguous() if x.ndim else x.reshape(1)
+
+
 def _softmax(x: torch.Tensor, dim: int, half_to_float: bool, log: bool) -> torch.Tensor:
-    if dim % max(x.ndim, 1) != x.ndim - 1 or not x.is_contiguous():
-        raise UnknownOrder("softmax over another dimension than the last")
-    return softmax.forward(x, log, torch.float32 if half_to_float else x.dtype)
+    inner, dtype = math.prod(x.shape[dim % max(x.ndim, 1) + 1 :]), torch.float32 if half_to_float else x.dtype
+    rows = _rows(x, dim)
+    plan = None if inner == 1 else softmax.spatial_plan(rows.shape[-1], inner, x.element_size())
+    y = softmax.forward(rows, log, dtype, plan)
+    return y.movedim(-1, dim).contiguous() if x.ndim else y.reshape(())
 
 
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
@@ -62,26 +72,26 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
 
 
 def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, log: bool) -> torch.Tensor:
-    if dim % y.ndim != y.ndim - 1:
-        raise UnknownOrder("softmax over another dimension than the last")
-    return softmax.backward(g.contiguous(), y.contiguous(), log, dtype)
+    inner, rows = math.prod(y.shape[dim % max(y.ndim, 1) + 1 :]), _rows(y, dim)
+    plan = None if inner == 1 else softmax.spatial_plan(rows.shape[-1], inner, g.element_size())
+    dx = softmax.backward(_rows(g, dim), rows, log, dtype, plan)
+    return dx.movedim(-1, dim).contiguous() if y.ndim else dx.reshape(())
 
 
 def _sum(x: torch.Tensor, dims: Any, keepdim: bool, dtype: Any, mean: bool) -> torch.Tensor:
     if not x.is_floating_point():
         return torch.sum(x, dims or list(range(x.ndim)), keepdim, dtype=dtype)
-    if dtype not in (None, x.dtype, torch.float32):
-        raise UnknownOrder(f"a sum in {dtype}")
     return reduce.reduce(x, list(dims) if dims else None, keepdim, mean, dtype or x.dtype)
 
 
-def _cumsum(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
-    exact_below = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 11}.get(x.dtype)
-    if exact_below is None:
-        raise UnknownOrder(f"cumsum of {x.dtype}")
-    if not bool((x == x.round()).all()) or float(x.double().abs().sum()) >= exact_below:
-        raise UnknownOrder("cumsum of numbers that are no small integers")
-    return torch.cumsum(x, dim, dtype=dtype)
+def _extreme(extreme: Callable) -> Callable:
+    def call(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        y = extreme(x, *rest, **options)
+        if torch.is_tensor(y) and bool((y == 0).any()) and len(x[x == 0].signbit().unique()) > 1:
+            raise UnknownOrder("the sign of an extreme that is zero, among zeros of both signs")
+        return y
+
+    return call
 
 
 def _attention(
@@ -233,10 +243,19 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._log_softmax_backward_data: lambda g, y, dim, dtype: _softmax_gradient(g, y, dim, dtype, True),
     _ATEN.sum: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, False),
     _ATEN.mean: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, True),
+    **{getattr(_ATEN, name): _extreme(getattr(_ATEN, name)) for name in ("amax", "amin", "max", "min")},
+    _ATEN.var: lambda x, dims=None, **options: reduce.var_mean(x, dims, **options)[0],
+    _ATEN.std: lambda x, dims=None, **options: reduce.var_mean(x, dims, root=True, **options)[0],
+    _ATEN.var_mean: reduce.var_mean,
+    _ATEN.std_mean: lambda x, dims=None, **options: reduce.var_mean(x, dims, root=True, **options),
     _ATEN.native_layer_norm: norm.layer_norm,
     _ATEN.native_layer_norm_backward: lambda g, x, shape, mean, rstd, w, b, mask: norm.layer_norm_backward(
         g, x, shape, mean, rstd, w, mask
     ),
+    _ATEN.native_batch_norm: batch_norm.batch_norm,
+    _ATEN.native_batch_norm_backward: batch_norm.batch_norm_backward,
+    _ATEN.native_group_norm: group_norm.group_norm,
+    _ATEN.native_group_norm_backward: group_norm.group_norm_backward,
     _ATEN.nll_loss_forward: loss.nll_loss,
     _ATEN.nll_loss_backward: loss.nll_loss_backward,
     _ATEN.embedding_dense_backward: loss.embedding_backward,
@@ -277,7 +296,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.pow: pointwise.power,
     _ATEN.softplus: pointwise.softplus,
     _ATEN.softplus_backward: pointwise.softplus_backward,
-    _ATEN.cumsum: _cumsum,
+    _ATEN.cumsum: lambda x, dim, dtype=None: scan.scan(x, dim, dtype, False),
+    _ATEN.cumprod: lambda x, dim, dtype=None: scan.scan(x, dim, dtype, True),
     _ATEN.linalg_vector_norm: lambda x, order=2, dim=None, keepdim=False, dtype=None: reduce.vector_norm(
         x, order, dim, keepdim, dtype or x.dtype
     ),

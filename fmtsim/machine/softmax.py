@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""softmax and log_softmax over the last dimension, forward and backward, in the order of PyTorch 2.11's kernels."""
+"""softmax and log_softmax, forward and backward, in the order of PyTorch 2.11's kernels."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,23 +8,34 @@ import numpy as np
 import torch
 from numpy import float32, int64
 
-from fmtsim.cpu.runtime.jit import fma32, kernel
+from fmtsim.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library
-from fmtsim.machine.arrays import SHIFTED, STRIDED, VECTORS, add_in_order, add_threads, from_f32, slot_of, to_f32
+from fmtsim.machine.arrays import (
+    SHIFTED,
+    STRIDED,
+    VECTORS,
+    add_halves,
+    add_in_order,
+    add_threads,
+    from_f32,
+    slot_of,
+    to_f32,
+)
 
 _PIECE = 1 << 20  # elements of rows that are float32 at once
 _REGISTERS, _SHARED_BYTES = 9216, 49152  # widths of the kernel in registers; of a block's shared memory
+WARPS, IN_ORDER, HALVES = 0, 1, 2  # how partial sums of threads are added: add_threads, add_in_order, add_halves
 
 
 class RowPlan(NamedTuple):
-    """Which thread adds which element of a row: see ``arrays.slot_of``; ``add_threads`` adds the threads."""
+    """Which thread adds which element of a row: see ``arrays.slot_of``; and how threads are added."""
 
     mode: int
     threads: int
     vector: int
     element_bytes: int  # a row's misalignment to 16 bytes is what SHIFTED starts with
-    in_order: bool = False  # partial sums one after the other instead of by halving
+    combine: int = WARPS
 
 
 def forward_plan(width: int, element_bytes: int, converts: bool = False) -> RowPlan:
@@ -53,11 +64,26 @@ def backward_plan(width: int, element_bytes: int) -> RowPlan:
     threads = max(threads, 32)
     if width % vector == 0 and width < (_SHARED_BYTES - threads // 32 * 4) // element_bytes:
         return RowPlan(VECTORS, threads, vector, element_bytes)
-    return RowPlan(SHIFTED, threads, vector, element_bytes, in_order=True)
+    return RowPlan(SHIFTED, threads, vector, element_bytes, IN_ORDER)
+
+
+def spatial_plan(width: int, inner: int, element_bytes: int) -> RowPlan:
+    """Return the order of sums over a dimension in front of an inner size above 1: up to 1024 threads share a block."""
+    threads = 1
+    while inner <= 64 <= width and inner * threads * 2 <= 1024 and threads * 2 <= width:
+        threads *= 2
+    return RowPlan(STRIDED, threads, 1, element_bytes, HALVES)
+
+
+@device
+def _add(partial, threads, combine):
+    if combine == WARPS:
+        return add_threads(partial, int64(threads))
+    return add_in_order(partial, threads) if combine == IN_ORDER else add_halves(partial, int64(threads))
 
 
 @kernel
-def _forward(x, y, log, mode, threads, vector, element_bytes, in_order, start, stop):
+def _forward(x, y, log, mode, threads, vector, element_bytes, combine, start, stop):
     width = x.shape[1]
     partial = np.empty(1024, np.float32)
     for row in range(start, stop):
@@ -72,7 +98,7 @@ def _forward(x, y, log, mode, threads, vector, element_bytes, in_order, start, s
             term = library.exp(x[row, j] - largest)
             y[row, j] = term
             partial[slot_of(j, width, mode, threads, vector, shift)] += term
-        total = add_in_order(partial, threads) if in_order else add_threads(partial, int64(threads))
+        total = _add(partial, threads, combine)
         # 3. exp(x - largest) / total, or (x - largest) - log(total)
         if log:
             logarithm = library.log(total)
@@ -84,7 +110,7 @@ def _forward(x, y, log, mode, threads, vector, element_bytes, in_order, start, s
 
 
 @kernel
-def _backward(g, y, dx, log, mode, threads, vector, element_bytes, in_order, start, stop):
+def _backward(g, y, dx, log, mode, threads, vector, element_bytes, combine, start, stop):
     width = g.shape[1]
     partial = np.empty(1024, np.float32)
     for row in range(start, stop):
@@ -92,7 +118,7 @@ def _backward(g, y, dx, log, mode, threads, vector, element_bytes, in_order, sta
         partial[:threads] = float32(0.0)
         for j in range(width):
             partial[slot_of(j, width, mode, threads, vector, shift)] += g[row, j]
-        total = add_in_order(partial, threads) if in_order else add_threads(partial, int64(threads))
+        total = _add(partial, threads, combine)
         for j in range(width):
             if log:
                 dx[row, j] = fma32(-library.exp(y[row, j]), total, g[row, j])

@@ -283,6 +283,7 @@ def all_cases() -> Iterator[Case]:
     from tests.machine.bias_cases import bias_cases
     from tests.machine.convolution_cases import convolution_cases, encoder_cases
     from tests.machine.masked_cases import masked_attention_cases, masked_gradient_cases
+    from tests.machine.reduction_cases import reduced_cases
     from tests.machine.training_cases import training_cases
 
     yield from function_cases()
@@ -300,3 +301,4 @@ def all_cases() -> Iterator[Case]:
     yield from autocast_cases()
     yield from grouped_cases()
     yield from bias_cases()
+    yield from reduced_cases()

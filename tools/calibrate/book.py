@@ -97,15 +97,17 @@ def lattice(count: int, low: int = 64, high: int = 32768) -> list[tuple[int, int
 
 def small_layers() -> list[tuple[int, int]]:
     """Return outputs and inputs of layers of small models: usual widths, vocabularies and numbers of classes."""
-    widths = [16, *range(24, 128, 8), *range(128, 256, 16), *range(256, 449, 32), 512]
-    others = [8, 150, 170, 172, 200, 216, 300, 336, 344, 400, 480, 576, 600, 640, 650, 672, 688, 704, 720, 768, 800,
-              832, 896, 960, 1024]  # fmt: skip
-    outputs = [*range(1, 8), 9, 10, 12, 20, 50, 97, 100, 101, 127, 129, 200, 250, 251, 257, 300, 400, *range(499, 502),
-               513, 600, 800, 997, 1000, 1001, 1003, 1023, 1024, 1500, 2000, 2048]  # fmt: skip
-    plain = [width for width in widths if width % 16 == 0]
+    widths = [*range(16, 256, 16), *range(256, 449, 32), 512]
+    others = [8, 24, 40, 200, 216, 300, 336, 344, 400, 480, 576, 600, 640, 650, 672, 688, 704, 720, 768,
+              800, 832, 896, 960, 1024]  # fmt: skip
+    outputs = [*range(1, 8), 9, 10, 12, 20, 50, 97, 100, 101, 127, 200, 250, 257, 300, 400, 500, 1000, 1001, 1003,
+               1024, 2000, 2048]  # fmt: skip
+    layers = [(width, wide) for width in range(36, 257, 4)
+              for wide in (width // 2, width, *range(2 * width, 5 * width, width), width // 3 * 8)]  # fmt: skip
     pairs = itertools.chain(
-        itertools.product(widths, widths), itertools.product(others, plain), itertools.product(plain, others),
-        itertools.product(outputs, plain),
+        itertools.product(widths, widths), itertools.product(others, widths), itertools.product(widths, others),
+        itertools.product(outputs, widths), layers, ((wide, width) for width, wide in layers),
+        itertools.product((100, 128, 256, 500, 512, 1000, 1024), range(36, 257, 4)),
     )  # fmt: skip
     return list(dict.fromkeys(pairs))
 
