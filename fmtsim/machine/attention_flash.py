@@ -15,19 +15,7 @@ from torch.nn.functional import pad
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library, mufu, reduce
-from fmtsim.machine.arrays import (
-    LN2,
-    LOG2E,
-    SIXTEEN_BITS,
-    apply,
-    canonical,
-    chain_spec,
-    fma,
-    product,
-    put,
-    tree,
-    words_of,
-)  # fmt: skip
+from fmtsim.machine.arrays import LN2, LOG2E, apply, canonical, chain_spec, fma, product, put, tree, words_of
 from fmtsim.machine.attention import _heads
 from fmtsim.machine.attention_efficient import dot_products
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
@@ -85,7 +73,7 @@ def _laid(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
     (_, _, queries, head), keys = q.shape, k.shape[2]
-    if q.dtype not in SIXTEEN_BITS:
+    if q.element_size() != 2:
         raise UnknownOrder(f"attention in {q.dtype}")
     if head > 256 or head != v.shape[-1] or (causal and queries != keys) or any(x.stride(-1) != 1 for x in (q, k, v)):
         raise UnknownOrder(f"attention with heads of {head}, values of {v.shape[-1]}, {queries} queries, {keys} keys")
@@ -170,7 +158,7 @@ def backward(
         return pad(x, (0, 0, 0, -queries % block), value=fill).unflatten(1, (-1, block)).flip(1).flatten(1, 2)
 
     g_rows, q_rows, output_rows = (turned(_heads(x, heads)) for x in (g, q, output))
-    k_rows, v_rows = (pad(_heads(x, heads), (0, 0, 0, -keys % key_block)) for x in (k, v))
+    k_rows, v_rows = _heads(k, heads), _heads(v, heads)
     count, rows = q_rows.shape[:2]
     lse = turned(logsumexp.reshape(count, queries, 1), torch.inf)[..., 0].numpy()
     limits = turned(_limits(queries, keys, causal)[None, :, None], keys).flatten().numpy()
@@ -190,7 +178,7 @@ def backward(
         dk[:, tile] = product(ds.mT, q_some.mT, spec) * float(factor)
         dq[:, :ends] += product(ds, k_rows[:, tile].mT, spec)
     dq = (dq * float(factor)).to(q.dtype).unflatten(1, (-1, block)).flip(1).flatten(1, 2)[:, :queries]
-    dk, dv = (x[:, :keys].reshape(batch, key_heads, -1, keys, head) for x in (dk, dv))
+    dk, dv = (x.view(batch, key_heads, -1, keys, head) for x in (dk, dv))
     # 4. of grouped heads an operator adds the gradients
     if key_heads < heads:
         dk, dv = (reduce.reduce(x, [2], False, False, q.dtype) for x in (dk, dv))
