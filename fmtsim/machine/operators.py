@@ -99,16 +99,6 @@ def _batch_norm_backward(
         raise UnknownOrder(reason.args[0], _ATEN.native_batch_norm_backward(*tensors, *saved, *rest)) from None
 
 
-def _logsumexp(x: torch.Tensor, dims: Any, keepdim: bool = False) -> torch.Tensor:
-    """Return logsumexp as PyTorch composes it: each operation rounds to x's dtype."""
-    axes = [dims] if isinstance(dims, int) else list(dims) or list(range(x.ndim))
-    largest = torch.amax(x, axes, True)
-    shift = largest if keepdim else largest.squeeze(axes)
-    shift = shift.masked_fill(shift.abs() == torch.inf, 0)
-    terms = pointwise.unary("exp")(pointwise.add(x, largest, alpha=-1))
-    return pointwise.add(pointwise.unary("log")(reduce.reduce(terms, axes, keepdim, False, x.dtype)), shift)
-
-
 def _extreme(extreme: Callable) -> Callable:
     def call(x: torch.Tensor, *rest: Any, **options: Any) -> Any:
         y = extreme(x, *rest, **options)
@@ -280,7 +270,6 @@ KNOWN: dict[Any, Callable] = {
     _ATEN.sum: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, False),
     _ATEN.mean: lambda x, dims=None, keepdim=False, dtype=None: _sum(x, dims, keepdim, dtype, True),
     **{getattr(_ATEN, name): _extreme(getattr(_ATEN, name)) for name in ("amax", "amin", "max", "min")},
-    _ATEN.logsumexp: _logsumexp,
     _ATEN.var: lambda x, dims=None, **options: reduce.var_mean(x, dims, **options)[0],
     _ATEN.std: lambda x, dims=None, **options: reduce.var_mean(x, dims, root=True, **options)[0],
     _ATEN.var_mean: reduce.var_mean,

@@ -243,25 +243,9 @@ def odd_norm_cases() -> Iterator[Case]:
         yield Case(f"odd_norm {i}", call)
 
 
-def logsumexp_cases() -> Iterator[Case]:
-    """Yield 60 logsumexp over any dimensions, with gradients."""
-    for i in range(60):
-        draw = random.Random(7000 + i)
-        sizes, kind, dtype = _shape(draw, 1 + i % 4, 40_000), KINDS[i // 3 % 5], DTYPES[i % 3]
-        dims = sorted(draw.sample(range(len(sizes)), draw.randrange(1, len(sizes) + 1)))
-
-        def call(device, i=i, sizes=sizes, dims=dims, kind=kind, dtype=dtype):  # type: ignore[no-untyped-def]
-            x = numbers(48_000 + i, sizes, kind, dtype).to(device).requires_grad_()
-            y = torch.logsumexp(x, dims, keepdim=i % 2 == 1)
-            g = numbers(49_000 + i, tuple(y.shape), "normal", dtype).to(device)
-            return y, *torch.autograd.grad(y, x, g)
-
-        yield Case(f"logsumexp {i}", call)
-
-
 _ALL = (
     reduction_cases, softmax_cases, scan_cases, group_norm_cases, batch_norm_cases, large_batch_norm_cases,
-    instance_norm_cases, odd_norm_cases, logsumexp_cases,
+    instance_norm_cases, odd_norm_cases,
 )  # fmt: skip
 # Calls that ``simulate`` names as not known: extremes that are zeros of both signs, scans of CUB, cuDNN on large images
 # or channels_last, gradients that lie otherwise than x.
