@@ -46,7 +46,17 @@ def _plant(module, name: str, change: Callable) -> Callable:  # type: ignore[no-
         ("group_norm", 9, _plant(group_norm, "threads_of_a_row", lambda _: lambda count: Plan(32))),
         ("batch_norm", 19, _plant(batch_norm, "_ROWS_A_THREAD", lambda count: 2 * count)),
         ("batch_norm", 19, _plant(batch_norm, "_exchanged", lambda _: batch_norm._halved)),
-        ("instance_norm", 3, _plant(batch_norm, "_cudnn_sums", lambda total: lambda *a: total(*a[:-1], not a[-1]))),
+        (
+            "instance_norm",
+            3,
+            _plant(
+                batch_norm,
+                "_cudnn_sums",
+                lambda total: (
+                    lambda x, factors, threads, vector=1, pairs=False: total(x, factors, threads, vector, not pairs)
+                ),
+            ),
+        ),
         ("odd_norm", 9, _plant(norm, "_ODD", lambda _: Plan(32, 8))),
     ],
 )
