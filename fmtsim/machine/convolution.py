@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.nn.functional import pad
 
-from fmtsim.machine.arrays import SIXTEEN_BITS, chain_spec, product, tree
+from fmtsim.machine.arrays import SIXTEEN_BITS, chain_spec, fma, from_f32, product, to_f32, tree
 from fmtsim.machine.reduce import reduce
 from fmtsim.machine.unknown import UnknownOrder
 
@@ -57,6 +58,10 @@ class Shape(NamedTuple):
     stride: tuple[int, int]
     padding: tuple[int, int]
     out: tuple[int, int]  # rows and columns of the result
+    size: tuple[int, int] = (0, 0)  # rows and columns of the input
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    channels_last: bool = False
 
 
 @cache
@@ -87,7 +92,13 @@ def convolution_order(which: str, shape: Shape, dtype: torch.dtype) -> Order:
     form = "patches" if patches else f"conv1d/{strides[1]}" if line else ""
     channels = "any" if form == "conv1d/2" else str(shape.channels)
     point = shape.outputs, shape.batch, shape.batch * pixels
-    if shape.outputs % _STEP == 0:
+    # not recorded: pixels at the edge that no window has, and an odd length by twos
+    whole = all(
+        (n + 2 * p - k) % s == min(p, s - 1)
+        for n, p, k, s in zip(shape.size, shape.padding, shape.kernel, strides, strict=True)
+    )
+    plain = shape.groups == 1 and shape.dilation == (1, 1) and not shape.channels_last
+    if shape.outputs % _STEP == 0 and plain and whole:
         for order, bounds in _table().get((which, form, channels, str(taps), str(dtype).removeprefix("torch.")), ()):
             if all(low <= n <= high for n, (low, high) in zip(point, bounds, strict=True)):
                 return order
@@ -167,6 +178,87 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
     return _stored(total, order, g.dtype).view(shape.outputs, shape.channels, *shape.kernel)
 
 
+def _is_depthwise(shape: Shape, dtype: torch.dtype) -> bool:
+    """Return whether PyTorch takes its own kernels (DepthwiseConv2d.cu): one channel a group, and not cuDNN."""
+    (rows, columns), channels, width = shape.kernel, shape.channels, shape.size[1]
+    if shape.groups != channels or shape.groups == 1 or shape.channels_last:
+        return False
+    line, step = shape.size[0] == 1, shape.stride[1]
+    if dtype != torch.float16 or channels < 32 or shape.dilation != (1, 1) or not (line or step == shape.stride[0]):
+        return True
+    if line and step == 1:
+        return False
+    if rows != columns or rows not in (1, 3, 5) or width < 7 or step > 2:
+        return True
+    if step == 1:
+        return False
+    if rows == 1:
+        return width > 28 if shape.batch == 1 else not (shape.batch <= 16 and channels >= 128 and width <= 7)
+    return shape.batch > 1 and channels < 512 and not (channels >= 256 and width >= 28)
+
+
+def _reaching(shape: Shape, row: int, column: int) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    """Return the pixels of the result that a tap reaches inside the input, and the input's pixels there."""
+    ours, theirs = [], []
+    for tap, step, left, gap, size, out in zip(
+        (row, column), shape.stride, shape.padding, shape.dilation, shape.size, shape.out, strict=True
+    ):
+        shift = tap * gap - left
+        first, last = max(0, -(shift // step)), min(out - 1, (size - 1 - shift) // step)
+        ours.append(slice(first, max(last + 1, first)))
+        theirs.append(
+            slice(first * step + shift, max(last, first - 1) * step + shift + 1, step) if last >= first else slice(0, 0)
+        )
+    return (ours[0], ours[1]), (theirs[0], theirs[1])
+
+
+def _depthwise(
+    source: torch.Tensor, weight: torch.Tensor, start: np.ndarray, shape: Shape, backward: bool
+) -> torch.Tensor:
+    """Return the result or the input's gradient: multiply-adds by filter of a channel, row and column, in float32."""
+    source_f32, weight_f32, total = to_f32(source), to_f32(weight), start
+    count = shape.outputs // shape.channels
+    for which in range(count if backward else 1):
+        for row in range(shape.kernel[0]):
+            for column in range(shape.kernel[1]):
+                ours, theirs = _reaching(shape, row, column)
+                w = weight_f32[:, 0, row, column, None, None]
+                if backward:
+                    part = total[..., *theirs]
+                    total[..., *theirs] = fma(w[which::count], source_f32[:, which::count, *ours], part)
+                else:
+                    x = np.repeat(source_f32[..., *theirs], count, 1)
+                    total[..., *ours] = fma(w, x, total[..., *ours])
+    return from_f32(total, source.dtype)
+
+
+def _depthwise_weight(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the weight's gradient: a warp takes every eighth image at most, thread t its pixels t, t + 32 ..."""
+    warps, pixels = min(shape.batch, 8), shape.out[0] * shape.out[1]
+    g_f32, x_f32 = to_f32(g), np.repeat(to_f32(x), shape.outputs // shape.channels, 1)
+    dw = np.empty((shape.outputs, 1, *shape.kernel), np.float32)
+
+    def threads(a: np.ndarray) -> np.ndarray:
+        a = a.reshape(*a.shape[:2], pixels)
+        return np.pad(a, ((0, 0), (0, 0), (0, -pixels % _LANES))).reshape(*a.shape[:2], -1, _LANES)
+
+    g_f32 = threads(g_f32)
+    for row, column in np.ndindex(shape.kernel):
+        ours, theirs = _reaching(shape, row, column)
+        there, inside = np.zeros((*x_f32.shape[:2], *shape.out), np.float32), np.zeros((1, 1, *shape.out), bool)
+        there[..., *ours], inside[..., *ours] = x_f32[..., *theirs], True
+        there, inside = threads(there), threads(inside)[0, 0]
+        total = np.zeros((_LANES, shape.outputs, _LANES), np.float32)  # by warp; more warps than there are add zeros
+        for first in range(0, shape.batch, warps):
+            images = slice(first, min(first + warps, shape.batch))
+            part = total[: images.stop - first]
+            for step in range(len(inside)):
+                added = fma(there[images, :, step], g_f32[images, :, step], part)
+                part[...] = np.where(inside[step], added, part)
+        dw[:, 0, row, column] = tree(tree(total).T)
+    return from_f32(dw, g.dtype)
+
+
 def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
     """Return the shape of a convolution in two dimensions.
 
@@ -177,10 +269,9 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
     cudnn = torch.backends.cudnn
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     reasons = {
-        f"{x.dtype} operands": x.dtype not in SIXTEEN_BITS,
+        f"{x.dtype} operands": x.dtype not in (*SIXTEEN_BITS, torch.float32) or x.dtype != weight.dtype,
         "other than one or two dimensions": x.ndim not in (3, 4),
-        "groups, dilation, or transposed": transposed or groups != 1 or any(d != 1 for d in dilation),
-        "operands that are not contiguous": not (x.is_contiguous() and weight.is_contiguous()),
+        "transposed": transposed,
         "cudnn.benchmark, deterministic algorithms, or no cuDNN": (
             cudnn.benchmark or deterministic or not cudnn.enabled
         ),
@@ -189,19 +280,23 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
         if holds:
             raise UnknownOrder(reason)
     lines = x.ndim == 3
-    kernel, stride, padding = (
+    size, kernel, stride, padding, dilation = (
         (fill, *values) if lines else tuple(values)
-        for fill, values in ((1, weight.shape[2:]), (1, stride), (0, padding))
+        for fill, values in ((1, x.shape[2:]), (1, weight.shape[2:]), (1, stride), (0, padding), (1, dilation))
     )
-    size = (1, x.shape[2]) if lines else x.shape[2:]
-    out = tuple((n + 2 * p - k) // s + 1 for n, p, k, s in zip(size, padding, kernel, stride, strict=True))
-    if any((n + 2 * p - k) % s != min(p, s - 1) for n, p, k, s in zip(size, padding, kernel, stride, strict=True)):
-        raise UnknownOrder("pixels at the edge that no window has, or an odd length by twos")
-    return Shape(x.shape[0], x.shape[1], weight.shape[0], kernel, stride, padding, out)  # type: ignore[arg-type]
+    out = tuple(
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, p, d, k, s in zip(size, padding, dilation, kernel, stride, strict=True)
+    )
+    channels_last = not lines and any(suggest_memory_format(t) == torch.channels_last for t in (x, weight))
+    return Shape(
+        x.shape[0], x.shape[1], weight.shape[0], kernel, stride, padding, out, size, dilation, groups, channels_last
+    )  # type: ignore[arg-type]
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().unsqueeze(2) if x.ndim == 3 else x.detach()
+    x = x.detach().contiguous()
+    return x.unsqueeze(2) if x.ndim == 3 else x
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
@@ -211,6 +306,12 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         UnknownOrder: A shape, dtype or layout without a recorded order.
     """
     shape = _shape(x, weight, options)
+    if _is_depthwise(shape, x.dtype):
+        start = np.zeros((shape.batch, shape.outputs, *shape.out), np.float32)
+        if bias is not None:
+            start += to_f32(bias)[:, None, None]
+        y = _depthwise(_rows(x), _rows(weight), start, shape, False)
+        return y if x.ndim == 4 else y.squeeze(2)
     order = convolution_order("forward", shape, x.dtype)
     filters = _rows(weight).permute(0, 2, 3, 1).reshape(shape.outputs, -1, shape.channels)
     sums = _product(_in_order(_windows(_rows(x), shape), order), _in_order(filters, order), order)
@@ -230,9 +331,15 @@ def convolution_backward(
     mask = options[-1]
     shape = _shape(x, weight, options[:-1])
     dx = dw = db = None
-    if mask[0]:
+    depthwise = _is_depthwise(shape, x.dtype)
+    if mask[0] and depthwise:
+        start = np.zeros((shape.batch, shape.channels, *shape.size), np.float32)
+        dx = _depthwise(_rows(g), _rows(weight), start, shape, True).view(x.shape)
+    elif mask[0]:
         dx = _input_gradient(_rows(g), _rows(weight), x.shape[-1], shape).view(x.shape)
-    if mask[1]:
+    if mask[1] and depthwise:
+        dw = _depthwise_weight(_rows(g), _rows(x), shape).view(weight.shape)
+    elif mask[1]:
         dw = _weight_gradient(_rows(g), _rows(x), shape).view(weight.shape)
     if mask[2]:
         # rows in the order in which they lie in memory
