@@ -28,14 +28,17 @@ _SMALLEST = 2.0**-126  # normal number
 class Order(NamedTuple):
     """In which order a kernel adds products: channels and taps of the filter, or pixels for the weight's gradient.
 
-    ``mma``: a chain of steps of 16 on the tensor cores: ``tile`` channels of one tap, of the next tap ..., then the
-    next channels; a step has one tap. ``cutlass``: the same, and results below 2^-126 are zeros. ``fma``: one product
-    after the other, fused, by channel, row and column. ``lanes``: 32 threads, of which thread t has pixels t, t + 32
-    ...; then the threads by halving.
+    ``mma``: a chain of steps of 16 (8 in float32) on the tensor cores: ``tile`` channels of one tap, of the next tap
+    ..., then the next channels; a step has one tap. ``cutlass``: the same, and results below 2^-126 are zeros.
+    ``gemm``: the same for one tap, and what tiles of channels or pixels leave over comes first. ``fma``: one product
+    after the other, fused, by channel, row and column; ``taps``: by row, column and channel. ``lanes``: 32 threads, of
+    which thread t has pixels t, t + 32 ...; then the threads by halving. ``images``: a chain of multiply-adds for each
+    image; ``products``: a ``gemm`` for each image; the images are added in order. ``atomic``: no order.
     """
 
     unit: str
     tile: int = 64
+    tf32: str = ""  # how float32 becomes TF32: to nearest even, ties away from zero (a), truncated (t)
     descending: bool = False  # taps
     slices: int = 1  # slice s has tiles s, s + slices ... of the pixels; the slices are added in order
     rounded: bool = False  # what the slices so far have is rounded to 16 bits
@@ -43,9 +46,9 @@ class Order(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the order of an entry of the table: ``fma``, ``mma64-`` (descending), ``cutlass32/5`` (rounded)."""
-        groups = re.fullmatch(r"([a-z]+)(\d*)(-?)(?:([/+])(\d+))?", text).groups()  # type: ignore[union-attr]
-        unit, tile, descending, how, slices = groups
-        return cls(unit, int(tile or 64), bool(descending), int(slices or 1), how == "/")
+        groups = re.fullmatch(r"([a-z]+)(\d*)([at]?)(-?)(?:([/+])(\d+))?", text).groups()  # type: ignore[union-attr]
+        unit, tile, tf32, descending, how, slices = groups
+        return cls(unit, int(tile or 64), tf32, bool(descending), int(slices or 1), how == "/")
 
 
 class Shape(NamedTuple):
@@ -111,13 +114,22 @@ def convolution_order(which: str, shape: Shape, dtype: torch.dtype) -> Order:
 
 def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
     """Return the sums of [M, K] and [N, K] in float32, along K as they lie."""
-    if order.unit == "fma":
+    if order.unit in ("fma", "taps", "lanes", "images"):
         return product(a.float(), b.float(), chain_spec("fp32_fma", torch.float32))
-    return product(a, b, chain_spec("hopper.mma", a.dtype))
+    if a.dtype == torch.float32:
+        a, b = (_to_tf32(x, order.tf32) for x in (a, b))
+    return product(a, b, chain_spec("hopper.mma", "tf32" if a.dtype == torch.float32 else a.dtype))
+
+
+def _to_tf32(x: torch.Tensor, how: str) -> torch.Tensor:
+    """Return float32 values rounded to TF32: the nearest even one, ties away from zero (a), or truncated (t)."""
+    bits = x.contiguous().view(torch.int32)
+    half = {"a": 0x1000, "t": 0}.get(how, 0xFFF + ((bits >> 13) & 1))
+    return torch.where(x.isfinite(), ((bits + half) & ~0x1FFF).view(torch.float32), x)
 
 
 def _stored(y: torch.Tensor, order: Order, dtype: torch.dtype) -> torch.Tensor:
-    """Return sums rounded to 16 bits."""
+    """Return sums rounded to the result's dtype."""
     return (y.masked_fill_(y.abs() < _SMALLEST, 0.0) if order.unit == "cutlass" else y).to(dtype)
 
 
@@ -126,56 +138,105 @@ def _in_order(x: torch.Tensor, order: Order) -> torch.Tensor:
     if order.unit == "fma":
         return x.transpose(1, 2).flatten(1)
     x = x.flip(1) if order.descending else x
+    if order.unit == "taps":
+        return x.flatten(1)
+    step = _STEP if x.dtype in SIXTEEN_BITS else _STEP // 2
     tiles = x.split(order.tile, dim=2)
-    return torch.cat([pad(tile, (0, -tile.shape[2] % _STEP)).flatten(1) for tile in tiles], 1)
+    if order.unit == "gemm" and (rest := x.shape[2] % order.tile):
+        tiles = (x[..., :rest], x[..., rest:])
+    return torch.cat([pad(tile, (0, -tile.shape[2] % step)).flatten(1) for tile in tiles], 1)
 
 
 def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the input of each output pixel: [batch * pixels, taps, channels]."""
-    (top, left), (rows, columns), (down, right) = shape.padding, shape.kernel, shape.stride
-    x = pad(x, (left, left, top, top)).unfold(2, rows, down).unfold(3, columns, right)
-    return x.permute(0, 2, 3, 4, 5, 1).reshape(-1, rows * columns, shape.channels)
+    (top, left), (rows, columns), (down, right), (low, wide) = shape.padding, shape.kernel, shape.stride, shape.dilation
+    x = pad(x, (left, left, top, top)).contiguous()
+    image, channel, row, column = x.stride()
+    sizes = (*x.shape[:2], *shape.out, rows, columns)
+    x = x.as_strided(sizes, (image, channel, row * down, column * right, row * low, column * wide))
+    return x.permute(0, 2, 3, 4, 5, 1).reshape(-1, rows * columns, x.shape[1])
 
 
-def _input_gradient(g: torch.Tensor, weight: torch.Tensor, columns: int, shape: Shape) -> torch.Tensor:
-    """Return the gradient [batch, channels, 1, columns] of conv1d's input; each pixel has the taps that reach it."""
+def _forward(x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the result [batch, outputs, rows, columns] without a bias."""
+    order = convolution_order("forward", shape, x.dtype)
+    filters = weight.permute(0, 2, 3, 1).flatten(1, 2)
+    parts = [
+        _stored(_product(_in_order(_windows(of, shape), order), _in_order(by, order), order), order, x.dtype)
+        for of, by in zip(x.chunk(shape.groups, 1), filters.chunk(shape.groups), strict=True)
+    ]
+    return torch.cat(parts, 1).view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()
+
+
+def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the gradient [batch, channels, rows, columns] of the input; each pixel has the taps that reach it."""
     order = convolution_order("dgrad", shape, g.dtype)
-    (_, taps), (_, step), (_, left) = shape.kernel, shape.stride, shape.padding
-    dx = torch.empty(shape.batch, shape.channels, 1, columns, dtype=g.dtype)
-    for first in range(step):
-        reaching = [tap for tap in range(taps) if (first + left - tap) % step == 0]
-        places = torch.arange(first, columns, step)
-        sources = [(places + left - tap) // step for tap in reaching]
-        padded = pad(g[:, :, 0], (taps, taps))
-        windows = torch.stack([padded[:, :, source + taps] for source in sources], 2)  # [batch, outputs, taps, places]
-        filters = weight[:, :, 0, reaching].permute(1, 2, 0)
-        rows = windows.permute(0, 3, 2, 1).reshape(-1, len(reaching), shape.outputs)
-        part = _stored(_product(_in_order(rows, order), _in_order(filters, order), order), order, g.dtype)
-        dx[:, :, 0, first::step] = part.view(shape.batch, -1, shape.channels).transpose(1, 2)
+    dx = torch.empty(shape.batch, shape.channels, *shape.size, dtype=g.dtype)
+    width, height = (max(n, k * d) for n, k, d in zip(shape.size[::-1], shape.kernel[::-1], shape.dilation[::-1]))
+    padded = pad(g, (width, width, height, height))
+    for first in np.ndindex(shape.stride):
+        # by dimension: pixels of the input, taps that reach them, and the result's pixels there [taps, pixels]
+        places = [torch.arange(f, n, s) for f, n, s in zip(first, shape.size, shape.stride)]
+        reaching, sources = [], []
+        for f, at, k, s, p, d in zip(first, places, shape.kernel, shape.stride, shape.padding, shape.dilation):
+            taps = [tap for tap in range(k) if (f + p - tap * d) % s == 0]
+            reaching.append(taps)
+            sources.append(torch.stack([(at + p - tap * d) // s for tap in taps]) if taps else torch.empty(0, 0))
+        if not all(len(at) for at in places):
+            continue
+        here = dx[:, :, first[0] :: shape.stride[0], first[1] :: shape.stride[1]]
+        if not all(reaching):
+            here.zero_()
+            continue
+        rows, columns = (source + more for source, more in zip(sources, (height, width)))
+        windows = padded[:, :, rows[:, None, :, None], columns[None, :, None, :]]
+        filters = weight[:, :, reaching[0]][:, :, :, reaching[1]]
+        for of, by, to in zip(
+            windows.chunk(shape.groups, 1), filters.chunk(shape.groups), here.chunk(shape.groups, 1), strict=True
+        ):
+            a = of.permute(0, 4, 5, 2, 3, 1).flatten(3, 4).flatten(0, 2)
+            b = by.permute(1, 2, 3, 0).flatten(1, 2)
+            part = _stored(_product(_in_order(a, order), _in_order(b, order), order), order, g.dtype)
+            to.copy_(part.view(shape.batch, *(len(at) for at in places), -1).permute(0, 3, 1, 2))
     return dx
 
 
 def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the gradient of the weight: sums over the pixels of the batch."""
     order = convolution_order("wgrad", shape, g.dtype)
-    a = g.permute(1, 0, 2, 3).reshape(shape.outputs, -1)
-    b = _windows(x, shape).transpose(1, 2).flatten(1).t().contiguous()
+    parts = []
+    for of, by in zip(g.chunk(shape.groups, 1), x.chunk(shape.groups, 1), strict=True):
+        a = of.permute(1, 0, 2, 3).flatten(1)
+        b = _windows(by, shape).transpose(1, 2).flatten(1).t().contiguous()
+        parts.append(_stored(_over_pixels(a, b, order, shape.batch), order, g.dtype))
+    return torch.cat(parts).view(shape.outputs, -1, *shape.kernel)
+
+
+def _over_pixels(a: torch.Tensor, b: torch.Tensor, order: Order, batch: int) -> torch.Tensor:
+    """Return sums over the pixels of [M, pixels] and [N, pixels]."""
     if order.unit == "lanes":
-        # sums of [M, K] and [N, K] by 32 threads, each one chain of multiply-adds
-        lanes, chained = min(_LANES, a.shape[1]), Order("fma")
-        parts = [_product(a[:, t::_LANES], b[:, t::_LANES], chained).numpy() for t in range(lanes)]
+        # 32 threads, each one chain of multiply-adds
+        lanes = min(_LANES, a.shape[1])
+        parts = [_product(a[:, t::_LANES], b[:, t::_LANES], order).numpy() for t in range(lanes)]
         parts += [np.zeros_like(parts[0])] * (_LANES - lanes)
-        total = torch.from_numpy(tree(np.stack(parts, -1)))
-    else:
-        tile = _STEP if order.slices == 1 else order.tile
-        a, b = (pad(operand, (0, -operand.shape[1] % tile)).view(len(operand), -1, tile) for operand in (a, b))
-        total = torch.zeros(())
-        for s in range(min(order.slices, a.shape[1])):
-            part = _product(a[:, s :: order.slices].flatten(1), b[:, s :: order.slices].flatten(1), order)
-            total = part if s == 0 else (total.to(g.dtype).float() if order.rounded else total) + part
-            if order.slices > 1 and any(((x.abs() < _SMALLEST) & (x != 0)).any() for x in (part, total)):
-                raise UnknownOrder("wgrad in slices whose sums are subnormal in float32")
-    return _stored(total, order, g.dtype).view(shape.outputs, shape.channels, *shape.kernel)
+        return torch.from_numpy(tree(np.stack(parts, -1)))
+    if order.unit in ("images", "products"):
+        inner = order._replace(unit="fma" if order.unit == "images" else "gemm")
+        operands = zip(a.chunk(batch, 1), b.chunk(batch, 1), strict=True)
+        parts = [_over_pixels(of, by, inner, 1) for of, by in operands]
+        return sum(parts[1:], parts[0])
+    if order.unit in ("fma", "gemm"):
+        return _product(*(_in_order(operand[:, None], order._replace(descending=False)) for operand in (a, b)), order)
+    step = _STEP if a.dtype in SIXTEEN_BITS else _STEP // 2
+    tile = step if order.slices == 1 else order.tile
+    a, b = (pad(operand, (0, -operand.shape[1] % tile)).view(len(operand), -1, tile) for operand in (a, b))
+    total = torch.zeros(())
+    for s in range(min(order.slices, a.shape[1])):
+        part = _product(a[:, s :: order.slices].flatten(1), b[:, s :: order.slices].flatten(1), order)
+        total = part if s == 0 else (total.to(a.dtype).float() if order.rounded else total) + part
+        if order.slices > 1 and any(((x.abs() < _SMALLEST) & (x != 0)).any() for x in (part, total)):
+            raise UnknownOrder("wgrad in slices whose sums are subnormal in float32")
+    return total
 
 
 def _is_depthwise(shape: Shape, dtype: torch.dtype) -> bool:
@@ -265,13 +326,13 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
     Raises:
         UnknownOrder: Arguments, a dtype, a layout or switches for which nothing was recorded.
     """
-    stride, padding, dilation, transposed, _, groups = options
+    stride, padding, dilation, transposed, more, groups = options
     cudnn = torch.backends.cudnn
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     reasons = {
         f"{x.dtype} operands": x.dtype not in (*SIXTEEN_BITS, torch.float32) or x.dtype != weight.dtype,
         "other than one or two dimensions": x.ndim not in (3, 4),
-        "transposed": transposed,
+        "transposed in groups": transposed and groups != 1,
         "cudnn.benchmark, deterministic algorithms, or no cuDNN": (
             cudnn.benchmark or deterministic or not cudnn.enabled
         ),
@@ -280,23 +341,36 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
         if holds:
             raise UnknownOrder(reason)
     lines = x.ndim == 3
-    size, kernel, stride, padding, dilation = (
+    size, kernel, stride, padding, dilation, more = (
         (fill, *values) if lines else tuple(values)
-        for fill, values in ((1, x.shape[2:]), (1, weight.shape[2:]), (1, stride), (0, padding), (1, dilation))
-    )
-    out = tuple(
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip(size, padding, dilation, kernel, stride, strict=True)
-    )
+        for fill, values in (
+            (1, x.shape[2:]), (1, weight.shape[2:]), (1, stride), (0, padding), (1, dilation), (0, more)
+        )
+    )  # fmt: skip
+    sides = zip(size, padding, dilation, kernel, stride, more, strict=True)
+    if transposed:
+        out = tuple((n - 1) * s - 2 * p + d * (k - 1) + 1 + m for n, p, d, k, s, m in sides)
+    else:
+        out = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s, _ in sides)
     channels_last = not lines and any(suggest_memory_format(t) == torch.channels_last for t in (x, weight))
+    if transposed:
+        size, out = out, size
+    channels = weight.shape[1] * groups
     return Shape(
-        x.shape[0], x.shape[1], weight.shape[0], kernel, stride, padding, out, size, dilation, groups, channels_last
+        x.shape[0], channels, weight.shape[0], kernel, stride, padding, out, size, dilation, groups, channels_last
     )  # type: ignore[arg-type]
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().contiguous()
     return x.unsqueeze(2) if x.ndim == 3 else x
+
+
+def _laid_out(y: torch.Tensor, ndim: int, shape: Shape) -> torch.Tensor:
+    """Return a result in the layout that PyTorch gives it."""
+    if ndim == 3:
+        return y.squeeze(2)
+    return y.contiguous(memory_format=torch.channels_last) if shape.channels_last else y
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
@@ -306,17 +380,14 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         UnknownOrder: A shape, dtype or layout without a recorded order.
     """
     shape = _shape(x, weight, options)
-    if _is_depthwise(shape, x.dtype):
+    if _is_depthwise(shape, x.dtype) and not options[3]:
         start = np.zeros((shape.batch, shape.outputs, *shape.out), np.float32)
         if bias is not None:
             start += to_f32(bias)[:, None, None]
-        y = _depthwise(_rows(x), _rows(weight), start, shape, False)
-        return y if x.ndim == 4 else y.squeeze(2)
-    order = convolution_order("forward", shape, x.dtype)
-    filters = _rows(weight).permute(0, 2, 3, 1).reshape(shape.outputs, -1, shape.channels)
-    sums = _product(_in_order(_windows(_rows(x), shape), order), _in_order(filters, order), order)
-    y = _stored(sums, order, x.dtype).view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()
-    y = y if x.ndim == 4 else y.squeeze(2)
+        return _laid_out(_depthwise(_rows(x), _rows(weight), start, shape, False), x.ndim, shape)
+    # a transposed convolution is the input's gradient of another
+    run = _input_gradient if options[3] else _forward
+    y = _laid_out(run(_rows(x), _rows(weight), shape), x.ndim, shape)
     return y if bias is None else y + bias.detach().view(-1, *[1] * (x.ndim - 2))
 
 
@@ -326,24 +397,25 @@ def convolution_backward(
     """Return the gradients of (x, weight, bias) that the mask names: aten.convolution_backward.
 
     Raises:
-        UnknownOrder: As of ``convolution``; the gradient of conv2d's input.
+        UnknownOrder: As of ``convolution``.
     """
     mask = options[-1]
     shape = _shape(x, weight, options[:-1])
     dx = dw = db = None
-    depthwise = _is_depthwise(shape, x.dtype)
+    transposed = options[3]
+    depthwise = _is_depthwise(shape, x.dtype) and not transposed
+    of, by, through = _rows(g), _rows(x), _rows(weight)
     if mask[0] and depthwise:
-        start = np.zeros((shape.batch, shape.channels, *shape.size), np.float32)
-        dx = _depthwise(_rows(g), _rows(weight), start, shape, True).view(x.shape)
+        dx = _depthwise(of, through, np.zeros(by.shape, np.float32), shape, True)
     elif mask[0]:
-        dx = _input_gradient(_rows(g), _rows(weight), x.shape[-1], shape).view(x.shape)
+        dx = (_forward if transposed else _input_gradient)(of, through, shape)
     if mask[1] and depthwise:
-        dw = _depthwise_weight(_rows(g), _rows(x), shape).view(weight.shape)
+        dw = _depthwise_weight(of, by, shape)
     elif mask[1]:
-        dw = _weight_gradient(_rows(g), _rows(x), shape).view(weight.shape)
+        dw = _weight_gradient(by, of, shape) if transposed else _weight_gradient(of, by, shape)
     if mask[2]:
         # rows in the order in which they lie in memory
         strides = g.stride()
         dims = sorted(range(g.ndim), key=lambda d: -strides[d])
         db = reduce(g.detach().permute(dims), [n for n, d in enumerate(dims) if d != 1], False, False, g.dtype)
-    return dx, dw, db
+    return *(None if y is None else _laid_out(y, x.ndim, shape) for y in (dx, dw)), db
