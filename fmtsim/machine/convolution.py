@@ -33,7 +33,10 @@ class Order(NamedTuple):
     ``gemm``: the same for one tap, and what tiles of channels or pixels leave over comes first. ``fma``: one product
     after the other, fused, by channel, row and column; ``taps``: by row, column and channel. ``lanes``: 32 threads, of
     which thread t has pixels t, t + 32 ...; then the threads by halving. ``images``: a chain of multiply-adds for each
-    image; ``products``: a ``gemm`` for each image; the images are added in order. ``atomic``: no order.
+    image; ``products``: a ``gemm`` for each image; the images are added in order. ``sums``: a chain of multiply-adds
+    for each tap; the taps are added in order. ``packed``: steps over taps and channels as they lie; the first of two
+    takes the first half of every ``tile`` elements. ``blocks``: eight threads that share blocks of pixels. ``atomic``:
+    no order.
     """
 
     unit: str
@@ -113,8 +116,14 @@ def convolution_order(which: str, shape: Shape, dtype: torch.dtype) -> Order:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
-    """Return the sums of [M, K] and [N, K] in float32, along K as they lie."""
-    if order.unit in ("fma", "taps", "lanes", "images"):
+    """Return the sums of [..., M, K] and [..., N, K] in float32, along K as they lie."""
+    if a.ndim == 3:
+        # a channel a group: multiply-adds over all groups at a time
+        total, a_f32, b_f32 = np.zeros((*a.shape[:2], b.shape[1]), np.float32), to_f32(a), to_f32(b)
+        for k in range(a.shape[2]):
+            total = fma(a_f32[:, :, None, k], b_f32[:, None, :, k], total)
+        return torch.from_numpy(total)
+    if order.unit in ("fma", "taps", "lanes", "sums", "blocks"):
         return product(a.float(), b.float(), chain_spec("fp32_fma", torch.float32))
     if a.dtype == torch.float32:
         a, b = (_to_tf32(x, order.tf32) for x in (a, b))
@@ -141,10 +150,22 @@ def _in_order(x: torch.Tensor, order: Order) -> torch.Tensor:
     if order.unit == "taps":
         return x.flatten(1)
     step = _STEP if x.dtype in SIXTEEN_BITS else _STEP // 2
+    if order.unit == "packed":
+        half = order.tile // 2
+        x = pad(x.flatten(1), (0, -x[0].numel() % (8 * half))).view(len(x), -1, 4, 2, half)
+        return x.transpose(2, 3).flatten(1)
     tiles = x.split(order.tile, dim=2)
     if order.unit == "gemm" and (rest := x.shape[2] % order.tile):
         tiles = (x[..., :rest], x[..., rest:])
     return torch.cat([pad(tile, (0, -tile.shape[2] % step)).flatten(1) for tile in tiles], 1)
+
+
+def _over_taps(a: torch.Tensor, b: torch.Tensor, order: Order, dtype: torch.dtype) -> torch.Tensor:
+    """Return sums over taps and channels of [M, taps, channels] and [N, taps, channels], rounded to a dtype."""
+    if order.unit == "sums":
+        parts = [_product(a[:, tap], b[:, tap], order) for tap in range(a.shape[1])]
+        return sum(parts[1:], parts[0]).to(dtype)
+    return _stored(_product(_in_order(a, order), _in_order(b, order), order), order, dtype)
 
 
 def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -160,9 +181,12 @@ def _windows(x: torch.Tensor, shape: Shape) -> torch.Tensor:
 def _forward(x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the result [batch, outputs, rows, columns] without a bias."""
     order = convolution_order("forward", shape, x.dtype)
+    if shape.groups == shape.channels > 1 and order.unit in ("fma", "taps"):
+        start = np.zeros((shape.batch, shape.outputs, *shape.out), np.float32)
+        return _depthwise(x, weight, start, shape, False, order.descending)
     filters = weight.permute(0, 2, 3, 1).flatten(1, 2)
     parts = [
-        _stored(_product(_in_order(_windows(of, shape), order), _in_order(by, order), order), order, x.dtype)
+        _over_taps(_windows(of, shape), by, order, x.dtype)
         for of, by in zip(x.chunk(shape.groups, 1), filters.chunk(shape.groups), strict=True)
     ]
     return torch.cat(parts, 1).view(shape.batch, *shape.out, shape.outputs).permute(0, 3, 1, 2).contiguous()
@@ -171,14 +195,20 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tenso
 def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the gradient [batch, channels, rows, columns] of the input; each pixel has the taps that reach it."""
     order = convolution_order("dgrad", shape, g.dtype)
+    if shape.groups == shape.channels == shape.outputs > 1 and order.unit in ("fma", "taps"):
+        start = np.zeros((shape.batch, shape.channels, *shape.size), np.float32)
+        return _depthwise(g, weight, start, shape, True, order.descending)
     dx = torch.empty(shape.batch, shape.channels, *shape.size, dtype=g.dtype)
-    width, height = (max(n, k * d) for n, k, d in zip(shape.size[::-1], shape.kernel[::-1], shape.dilation[::-1]))
+    width, height = (
+        max(n, k * d) for n, k, d in zip(shape.size[::-1], shape.kernel[::-1], shape.dilation[::-1], strict=True)
+    )
     padded = pad(g, (width, width, height, height))
     for first in np.ndindex(shape.stride):
         # by dimension: pixels of the input, taps that reach them, and the result's pixels there [taps, pixels]
-        places = [torch.arange(f, n, s) for f, n, s in zip(first, shape.size, shape.stride)]
+        places = [torch.arange(f, n, s) for f, n, s in zip(first, shape.size, shape.stride, strict=True)]
         reaching, sources = [], []
-        for f, at, k, s, p, d in zip(first, places, shape.kernel, shape.stride, shape.padding, shape.dilation):
+        sides = zip(first, places, shape.kernel, shape.stride, shape.padding, shape.dilation, strict=True)
+        for f, at, k, s, p, d in sides:
             taps = [tap for tap in range(k) if (f + p - tap * d) % s == 0]
             reaching.append(taps)
             sources.append(torch.stack([(at + p - tap * d) // s for tap in taps]) if taps else torch.empty(0, 0))
@@ -188,15 +218,14 @@ def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torc
         if not all(reaching):
             here.zero_()
             continue
-        rows, columns = (source + more for source, more in zip(sources, (height, width)))
+        rows, columns = (source + more for source, more in zip(sources, (height, width), strict=True))
         windows = padded[:, :, rows[:, None, :, None], columns[None, :, None, :]]
         filters = weight[:, :, reaching[0]][:, :, :, reaching[1]]
         for of, by, to in zip(
             windows.chunk(shape.groups, 1), filters.chunk(shape.groups), here.chunk(shape.groups, 1), strict=True
         ):
             a = of.permute(0, 4, 5, 2, 3, 1).flatten(3, 4).flatten(0, 2)
-            b = by.permute(1, 2, 3, 0).flatten(1, 2)
-            part = _stored(_product(_in_order(a, order), _in_order(b, order), order), order, g.dtype)
+            part = _over_taps(a, by.permute(1, 2, 3, 0).flatten(1, 2), order, g.dtype)
             to.copy_(part.view(shape.batch, *(len(at) for at in places), -1).permute(0, 3, 1, 2))
     return dx
 
@@ -204,29 +233,49 @@ def _input_gradient(g: torch.Tensor, weight: torch.Tensor, shape: Shape) -> torc
 def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return the gradient of the weight: sums over the pixels of the batch."""
     order = convolution_order("wgrad", shape, g.dtype)
-    parts = []
+    parts, pixels = [], (shape.batch, *shape.out)
+    if shape.groups == shape.channels == shape.outputs > 1 and order.unit in ("fma", "lanes", "blocks"):
+        a = g.permute(1, 0, 2, 3).reshape(shape.outputs, 1, -1)
+        b = _windows(x, shape).permute(2, 1, 0).contiguous()
+        return _over_pixels(a, b, order, pixels).to(g.dtype).view(shape.outputs, 1, *shape.kernel)
     for of, by in zip(g.chunk(shape.groups, 1), x.chunk(shape.groups, 1), strict=True):
         a = of.permute(1, 0, 2, 3).flatten(1)
         b = _windows(by, shape).transpose(1, 2).flatten(1).t().contiguous()
-        parts.append(_stored(_over_pixels(a, b, order, shape.batch), order, g.dtype))
+        parts.append(_stored(_over_pixels(a, b, order, pixels), order, g.dtype))
     return torch.cat(parts).view(shape.outputs, -1, *shape.kernel)
 
 
-def _over_pixels(a: torch.Tensor, b: torch.Tensor, order: Order, batch: int) -> torch.Tensor:
-    """Return sums over the pixels of [M, pixels] and [N, pixels]."""
+def _over_pixels(a: torch.Tensor, b: torch.Tensor, order: Order, pixels: tuple[int, int, int]) -> torch.Tensor:
+    """Return sums over the pixels, of images, rows and columns, of [..., M, pixels] and [..., N, pixels]."""
     if order.unit == "lanes":
         # 32 threads, each one chain of multiply-adds
-        lanes = min(_LANES, a.shape[1])
-        parts = [_product(a[:, t::_LANES], b[:, t::_LANES], order).numpy() for t in range(lanes)]
+        lanes = min(_LANES, a.shape[-1])
+        parts = [_product(a[..., t::_LANES], b[..., t::_LANES], order).numpy() for t in range(lanes)]
         parts += [np.zeros_like(parts[0])] * (_LANES - lanes)
         return torch.from_numpy(tree(np.stack(parts, -1)))
     if order.unit in ("images", "products"):
         inner = order._replace(unit="fma" if order.unit == "images" else "gemm")
-        operands = zip(a.chunk(batch, 1), b.chunk(batch, 1), strict=True)
-        parts = [_over_pixels(of, by, inner, 1) for of, by in operands]
+        operands = zip(a.chunk(pixels[0], 1), b.chunk(pixels[0], 1), strict=True)
+        parts = [_over_pixels(of, by, inner, pixels) for of, by in operands]
         return sum(parts[1:], parts[0])
-    if order.unit in ("fma", "gemm"):
-        return _product(*(_in_order(operand[:, None], order._replace(descending=False)) for operand in (a, b)), order)
+    if order.unit == "blocks":
+        # a thread has some columns of every second (fourth) row of a block; its pixels of all blocks are one chain
+        down, across, width = (2, 4, 2) if order.tile == 8 else (4, 2, 6)
+        height, places = (8 if order.tile == 8 else 16), torch.arange(a.shape[-1]).view(pixels)
+        parts = []
+        for row, column in np.ndindex(down, across):
+            total = torch.zeros(*a.shape[:-1], b.shape[-2])
+            for image, first in np.ndindex(pixels[0], height // down):
+                rows = places[image, first * down + row :: height]
+                at = rows[:, torch.arange(pixels[2]) % order.tile // width == column].flatten()
+                total = total + _product(a[..., at], b[..., at], order) if len(at) else total
+            parts.append(total)
+        pairs = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        return (pairs[0] + pairs[3]) + (pairs[1] + pairs[2])
+    if order.unit == "fma":
+        return _product(a, b, order)
+    if order.unit == "gemm":
+        return _product(*(_in_order(operand[:, None], order) for operand in (a, b)), order)
     step = _STEP if a.dtype in SIXTEEN_BITS else _STEP // 2
     tile = step if order.slices == 1 else order.tile
     a, b = (pad(operand, (0, -operand.shape[1] % tile)).view(len(operand), -1, tile) for operand in (a, b))
@@ -274,22 +323,26 @@ def _reaching(shape: Shape, row: int, column: int) -> tuple[tuple[slice, slice],
 
 
 def _depthwise(
-    source: torch.Tensor, weight: torch.Tensor, start: np.ndarray, shape: Shape, backward: bool
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    start: np.ndarray,
+    shape: Shape,
+    backward: bool,
+    descending: bool = False,
 ) -> torch.Tensor:
-    """Return the result or the input's gradient: multiply-adds by filter of a channel, row and column, in float32."""
+    """Return the result or the input's gradient: multiply-adds by filter of a channel, row and column."""
     source_f32, weight_f32, total = to_f32(source), to_f32(weight), start
     count = shape.outputs // shape.channels
     for which in range(count if backward else 1):
-        for row in range(shape.kernel[0]):
-            for column in range(shape.kernel[1]):
-                ours, theirs = _reaching(shape, row, column)
-                w = weight_f32[:, 0, row, column, None, None]
-                if backward:
-                    part = total[..., *theirs]
-                    total[..., *theirs] = fma(w[which::count], source_f32[:, which::count, *ours], part)
-                else:
-                    x = np.repeat(source_f32[..., *theirs], count, 1)
-                    total[..., *ours] = fma(w, x, total[..., *ours])
+        for row, column in sorted(np.ndindex(shape.kernel), reverse=descending):
+            ours, theirs = _reaching(shape, row, column)
+            w = weight_f32[:, 0, row, column, None, None]
+            if backward:
+                part = total[..., *theirs]
+                total[..., *theirs] = fma(w[which::count], source_f32[:, which::count, *ours], part)
+            else:
+                x = np.repeat(source_f32[..., *theirs], count, 1)
+                total[..., *ours] = fma(w, x, total[..., *ours])
     return from_f32(total, source.dtype)
 
 
