@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""conv1d and conv2d of an H200 in 16 bits, as PyTorch 2.11 calls cuDNN 9.19: patch embeddings, Whisper's convolutions.
+"""conv1d and conv2d of an H200 as PyTorch 2.11 calls cuDNN 9.19, or its own kernels where a group has one channel.
 
 cuDNN takes its kernel by shape, and kernels differ in the order of their sums (found by probing, docs/evidence.md).
-``convolution.csv`` has the order by shape, in ranges whose recorded shapes have one order. Other shapes are unknown.
+``convolution.csv`` has the order by shape, in ranges whose recorded shapes have one order: patch embeddings and
+Whisper's convolutions in 16 bits. ``convolution_shapes.csv.xz`` has recorded shapes; a shape that lies between twelve
+of one order has it, one between six is a guess. Other shapes are unknown.
 """
 
 import csv
+import lzma
 import re
 from functools import cache
 from pathlib import Path
@@ -18,7 +21,7 @@ from torch.nn.functional import pad
 
 from fmtsim.machine.arrays import SIXTEEN_BITS, chain_spec, fma, from_f32, product, to_f32, tree
 from fmtsim.machine.reduce import reduce
-from fmtsim.machine.unknown import UnknownOrder
+from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
 _STEP = 16  # of k, of hopper.mma and hopper.wgmma, which add 16-bit products alike
 _LANES = 32
@@ -45,6 +48,7 @@ class Order(NamedTuple):
     descending: bool = False  # taps
     slices: int = 1  # slice s has tiles s, s + slices ... of the pixels; the slices are added in order
     rounded: bool = False  # what the slices so far have is rounded to 16 bits
+    guess: bool = False  # by recorded shapes that are near
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -108,11 +112,75 @@ def convolution_order(which: str, shape: Shape, dtype: torch.dtype) -> Order:
         for order, bounds in _table().get((which, form, channels, str(taps), str(dtype).removeprefix("torch.")), ()):
             if all(low <= n <= high for n, (low, high) in zip(point, bounds, strict=True)):
                 return order
+    text = _by_neighbours(which, shape, dtype)
+    if text.startswith("atomic"):
+        raise Nondeterministic(f"{which} of a convolution, whose products the GPU adds in no order")
+    if text.strip("?"):
+        return Order.parse(text.rstrip("?"))._replace(guess=text.endswith("?"))
+    groups = f", {shape.groups} groups" if shape.groups > 1 else ""
+    last = ", channels last" if shape.channels_last else ""
     raise UnknownOrder(
         f"{which} of a batch of {shape.batch}, {shape.channels} channels to {shape.outputs} of {shape.out[0]} x "
-        f"{shape.out[1]} pixels, kernel {shape.kernel}, stride {shape.stride}, padding {shape.padding}, {dtype}: no "
-        "recorded range of shapes has it"
+        f"{shape.out[1]} pixels, kernel {shape.kernel}, stride {shape.stride}, padding {shape.padding}{groups}{last}, "
+        f"{dtype}: no recorded range of shapes has it"
     )
+
+
+_PASSES = tuple(
+    (which, dtype)
+    for which in ("forward", "dgrad", "wgrad")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+)
+
+
+@cache
+def _shapes() -> dict[tuple[str, str, torch.dtype], dict[tuple[int, ...], str]]:
+    """Return recorded orders by pass, form and dtype, then by input channels, output channels, batch and side.
+
+    ``?`` is an order that was not found, ``atomic`` none at all.
+    """
+    shapes: dict[tuple[str, str, torch.dtype], dict[tuple[int, ...], str]] = {}
+    with lzma.open(Path(__file__).parent / "convolution_shapes.csv.xz", "rt", encoding="ascii") as file:
+        for form, *point, orders in csv.reader(file):
+            for (which, dtype), order in zip(_PASSES, orders.split(), strict=True):
+                if order != "-":
+                    shapes.setdefault((which, form, dtype), {})[tuple(map(int, point))] = order
+    return shapes
+
+
+@cache
+def _by_neighbours(which: str, shape: Shape, dtype: torch.dtype) -> str:
+    """Return the order of the recorded shape, or of those that lie around a shape; ``?`` ends a guess."""
+    line = (shape.size[0], shape.kernel[0], shape.padding[0]) == (1, 1, 0)
+    sides = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, shape.size, strict=True)
+    (first, last) = sides
+    if not (line or first == last):
+        return "?"
+    kernel, stride, padding, dilation, side = last
+    rest = (side + 2 * padding - dilation * (kernel - 1) - 1) % stride
+    form = f"{'line' if line else 'image'}{kernel}/{stride}+{padding}"
+    form += (f"x{dilation}" if dilation > 1 else "") + (f"~{rest}" if rest else "")
+    if shape.groups > 1:
+        form += "d" if shape.groups == shape.channels == shape.outputs else f"g{shape.groups}"
+    known = _shapes().get((which, form + ("l" if shape.channels_last else ""), dtype), {})
+    point = shape.channels, shape.outputs, shape.batch, side
+    if point in known:
+        return known[point]
+    points = np.array(list(known), np.int64).reshape(-1, 4)
+    distances = np.abs(np.log2(points / point)).sum(1)
+    nearest = np.argsort(distances, kind="stable")
+    orders = list(known.values())
+    for count, mark in ((12, ""), (6, "?")):
+        near = nearest[:count]
+        around = points[near]
+        found = {orders[i] for i in near}
+        between = len(near) == count and ((around.min(0) <= point) & (around.max(0) >= point)).all()
+        # channels that are no multiples of 8, and sides that were not recorded, are aligned otherwise
+        aligned = all(n % 8 == 0 or (around[:, i] == n).all() for i, n in enumerate(point[:2]))
+        sure = mark or (distances[near[-1:]] <= 3).all() and (around[:, 3] == side).sum() >= 2
+        if between and aligned and sure and len(found) == 1:
+            return found.pop() + mark
+    return "?"
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
@@ -250,13 +318,13 @@ def _over_pixels(a: torch.Tensor, b: torch.Tensor, order: Order, pixels: tuple[i
     if order.unit == "lanes":
         # 32 threads, each one chain of multiply-adds
         lanes = min(_LANES, a.shape[-1])
-        parts = [_product(a[..., t::_LANES], b[..., t::_LANES], order).numpy() for t in range(lanes)]
-        parts += [np.zeros_like(parts[0])] * (_LANES - lanes)
-        return torch.from_numpy(tree(np.stack(parts, -1)))
+        chains = [_product(a[..., t::_LANES], b[..., t::_LANES], order) for t in range(lanes)]
+        chains += [torch.zeros_like(chains[0])] * (_LANES - lanes)
+        return torch.from_numpy(tree(torch.stack(chains, -1).numpy()))
     if order.unit in ("images", "products"):
         inner = order._replace(unit="fma" if order.unit == "images" else "gemm")
-        operands = zip(a.chunk(pixels[0], 1), b.chunk(pixels[0], 1), strict=True)
-        parts = [_over_pixels(of, by, inner, pixels) for of, by in operands]
+        images = zip(a.chunk(pixels[0], 1), b.chunk(pixels[0], 1), strict=True)
+        parts = [_over_pixels(of, by, inner, pixels) for of, by in images]
         return sum(parts[1:], parts[0])
     if order.unit == "blocks":
         # a thread has some columns of every second (fourth) row of a block; its pixels of all blocks are one chain
@@ -275,7 +343,7 @@ def _over_pixels(a: torch.Tensor, b: torch.Tensor, order: Order, pixels: tuple[i
     if order.unit == "fma":
         return _product(a, b, order)
     if order.unit == "gemm":
-        return _product(*(_in_order(operand[:, None], order) for operand in (a, b)), order)
+        return _product(_in_order(a[:, None], order), _in_order(b[:, None], order), order)
     step = _STEP if a.dtype in SIXTEEN_BITS else _STEP // 2
     tile = step if order.slices == 1 else order.tile
     a, b = (pad(operand, (0, -operand.shape[1] % tile)).view(len(operand), -1, tile) for operand in (a, b))
@@ -426,11 +494,33 @@ def _laid_out(y: torch.Tensor, ndim: int, shape: Shape) -> torch.Tensor:
     return y.contiguous(memory_format=torch.channels_last) if shape.channels_last else y
 
 
+def _certain(result: Any, passes: list[str], shape: Shape, operands: tuple[torch.Tensor, ...]) -> Any:
+    """Return a result of recorded orders, or raise it as a guess.
+
+    Raises:
+        UnknownOrder: NaN or Inf where a kernel multiplies padding; float32 with subnormal numbers.
+    """
+    dtype = operands[0].dtype
+    for which in passes:
+        order = convolution_order(which, shape, dtype)
+        pads = order.unit in ("blocks", "packed") or (order.unit == "lanes" and any(shape.padding))
+        if pads and not all(x.isfinite().all() for x in operands):
+            raise UnknownOrder(f"{which} of NaN or Inf by a kernel that multiplies padding")
+        results = (y for y in (result if isinstance(result, tuple) else (result,)) if y is not None)
+        if dtype == torch.float32 and any(((x != 0) & (x.abs() < _SMALLEST)).any() for x in (*operands, *results)):
+            raise UnknownOrder(f"{which} in float32 with subnormal numbers, which some kernels flush")
+        if order.guess:
+            raise Guess(f"{which} of a convolution in the order of the six recorded shapes around it", result)
+    return result
+
+
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
     """Return aten.convolution of [batch, channels, (rows,) columns]; the bias is added to the rounded result.
 
     Raises:
         UnknownOrder: A shape, dtype or layout without a recorded order.
+        Guess: A shape that lies between recorded ones.
+        Nondeterministic: The GPU adds in no order.
     """
     shape = _shape(x, weight, options)
     if _is_depthwise(shape, x.dtype) and not options[3]:
@@ -441,7 +531,8 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     # a transposed convolution is the input's gradient of another
     run = _input_gradient if options[3] else _forward
     y = _laid_out(run(_rows(x), _rows(weight), shape), x.ndim, shape)
-    return y if bias is None else y + bias.detach().view(-1, *[1] * (x.ndim - 2))
+    y = y if bias is None else y + bias.detach().view(-1, *[1] * (x.ndim - 2))
+    return _certain(y, ["dgrad" if options[3] else "forward"], shape, (x, weight))  # type: ignore[no-any-return]
 
 
 def convolution_backward(
@@ -471,4 +562,6 @@ def convolution_backward(
         strides = g.stride()
         dims = sorted(range(g.ndim), key=lambda d: -strides[d])
         db = reduce(g.detach().permute(dims), [n for n, d in enumerate(dims) if d != 1], False, False, g.dtype)
-    return *(None if y is None else _laid_out(y, x.ndim, shape) for y in (dx, dw)), db
+    result = *(None if y is None else _laid_out(y, x.ndim, shape) for y in (dx, dw)), db
+    passes = ["forward" if transposed else "dgrad"] * mask[0] + ["wgrad"] * mask[1]
+    return _certain(result, [] if depthwise else passes, shape, (g, x, weight))  # type: ignore[no-any-return]
