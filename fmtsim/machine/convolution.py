@@ -4,12 +4,13 @@
 cuDNN takes its kernel by shape, and kernels differ in the order of their sums (found by probing, docs/evidence.md).
 ``convolution.csv`` has the order by shape, in ranges whose recorded shapes have one order: patch embeddings and
 Whisper's convolutions in 16 bits. ``convolution_shapes.csv.xz`` has recorded shapes; a shape that lies between twelve
-of one order has it, one between six is a guess. Other shapes are unknown.
+of one order has it, and what most of five near ones have is a guess. Other shapes are unknown.
 """
 
 import csv
 import lzma
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -36,7 +37,8 @@ class Order(NamedTuple):
     ``gemm``: the same for one tap, and what tiles of channels or pixels leave over comes first. ``fma``: one product
     after the other, fused, by channel, row and column; ``taps``: by row, column and channel. ``lanes``: 32 threads, of
     which thread t has pixels t, t + 32 ...; then the threads by halving. ``images``: a chain of multiply-adds for each
-    image; ``products``: a ``gemm`` for each image; the images are added in order. ``sums``: a chain of multiply-adds
+    image; ``products``: a ``gemm`` for each image; ``trees``: 64 threads for each image, as ``lanes``; the images are
+    added in order. ``sums``: a chain of multiply-adds
     for each tap; the taps are added in order. ``packed``: steps over taps and channels as they lie; the first of two
     takes the first half of every ``tile`` elements. ``blocks``: eight threads that share blocks of pixels. ``atomic``:
     no order.
@@ -55,7 +57,9 @@ class Order(NamedTuple):
         """Return the order of an entry of the table: ``fma``, ``mma64-`` (descending), ``cutlass32/5`` (rounded)."""
         groups = re.fullmatch(r"([a-z]+)(\d*)([at]?)(-?)(?:([/+])(\d+))?", text).groups()  # type: ignore[union-attr]
         unit, tile, tf32, descending, how, slices = groups
-        return cls(unit, int(tile or 64), tf32, bool(descending), int(slices or 1), how == "/")
+        return cls(
+            unit, int(tile or (_LANES if unit == "lanes" else 64)), tf32, bool(descending), int(slices or 1), how == "/"
+        )
 
 
 class Shape(NamedTuple):
@@ -166,21 +170,19 @@ def _by_neighbours(which: str, shape: Shape, dtype: torch.dtype) -> str:
     point = shape.channels, shape.outputs, shape.batch, side
     if point in known:
         return known[point]
-    points = np.array(list(known), np.int64).reshape(-1, 4)
+    if len(known) < 12:
+        return "?"
+    points = np.array(list(known))
     distances = np.abs(np.log2(points / point)).sum(1)
-    nearest = np.argsort(distances, kind="stable")
-    orders = list(known.values())
-    for count, mark in ((12, ""), (6, "?")):
-        near = nearest[:count]
-        around = points[near]
-        found = {orders[i] for i in near}
-        between = len(near) == count and ((around.min(0) <= point) & (around.max(0) >= point)).all()
-        # channels that are no multiples of 8, and sides that were not recorded, are aligned otherwise
-        aligned = all(n % 8 == 0 or (around[:, i] == n).all() for i, n in enumerate(point[:2]))
-        sure = mark or (distances[near[-1:]] <= 3).all() and (around[:, 3] == side).sum() >= 2
-        if between and aligned and sure and len(found) == 1:
-            return found.pop() + mark
-    return "?"
+    nearest = np.argsort(distances, kind="stable")[:12]
+    around, orders = points[nearest], [list(known.values())[i] for i in nearest]
+    between = ((around.min(0) <= point) & (around.max(0) >= point)).all() and distances[nearest[-1]] <= 3
+    # channels that are no multiples of 8, and sides that were not recorded, are aligned otherwise
+    aligned = all(n % 8 == 0 or (around[:, i] == n).all() for i, n in enumerate(point[:2]))
+    if between and aligned and (around[:, 3] == side).sum() >= 2 and len(set(orders)) == 1:
+        return orders[0]
+    # a guess: what most of the five nearest have, five of six times
+    return Counter(orders[:5]).most_common(1)[0][0] + "?" if distances[nearest[0]] <= 3 else "?"
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, order: Order) -> torch.Tensor:
@@ -302,7 +304,7 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
     """Return the gradient of the weight: sums over the pixels of the batch."""
     order = convolution_order("wgrad", shape, g.dtype)
     parts, pixels = [], (shape.batch, *shape.out)
-    if shape.groups == shape.channels == shape.outputs > 1 and order.unit in ("fma", "lanes", "blocks"):
+    if shape.groups == shape.channels == shape.outputs > 1 and order.unit in ("fma", "lanes", "blocks", "trees"):
         a = g.permute(1, 0, 2, 3).reshape(shape.outputs, 1, -1)
         b = _windows(x, shape).permute(2, 1, 0).contiguous()
         return _over_pixels(a, b, order, pixels).to(g.dtype).view(shape.outputs, 1, *shape.kernel)
@@ -316,14 +318,14 @@ def _weight_gradient(g: torch.Tensor, x: torch.Tensor, shape: Shape) -> torch.Te
 def _over_pixels(a: torch.Tensor, b: torch.Tensor, order: Order, pixels: tuple[int, int, int]) -> torch.Tensor:
     """Return sums over the pixels, of images, rows and columns, of [..., M, pixels] and [..., N, pixels]."""
     if order.unit == "lanes":
-        # 32 threads, each one chain of multiply-adds
-        lanes = min(_LANES, a.shape[-1])
-        chains = [_product(a[..., t::_LANES], b[..., t::_LANES], order) for t in range(lanes)]
-        chains += [torch.zeros_like(chains[0])] * (_LANES - lanes)
+        # threads, each one chain of multiply-adds
+        threads = range(min(order.tile, a.shape[-1]))
+        chains = [_product(a[..., t :: order.tile], b[..., t :: order.tile], order) for t in threads]
+        chains += [torch.zeros_like(chains[0])] * (order.tile - len(threads))
         return torch.from_numpy(tree(torch.stack(chains, -1).numpy()))
-    if order.unit in ("images", "products"):
-        inner = order._replace(unit="fma" if order.unit == "images" else "gemm")
-        images = zip(a.chunk(pixels[0], 1), b.chunk(pixels[0], 1), strict=True)
+    if order.unit in ("images", "products", "trees"):
+        inner = order._replace(unit={"images": "fma", "products": "gemm", "trees": "lanes"}[order.unit])
+        images = zip(a.chunk(pixels[0], -1), b.chunk(pixels[0], -1), strict=True)
         parts = [_over_pixels(of, by, inner, pixels) for of, by in images]
         return sum(parts[1:], parts[0])
     if order.unit == "blocks":
@@ -510,7 +512,7 @@ def _certain(result: Any, passes: list[str], shape: Shape, operands: tuple[torch
         if dtype == torch.float32 and any(((x != 0) & (x.abs() < _SMALLEST)).any() for x in (*operands, *results)):
             raise UnknownOrder(f"{which} in float32 with subnormal numbers, which some kernels flush")
         if order.guess:
-            raise Guess(f"{which} of a convolution in the order of the six recorded shapes around it", result)
+            raise Guess(f"{which} of a convolution in the order of recorded shapes that are near", result)
     return result
 
 
