@@ -112,14 +112,15 @@ def convolution_order(which: str, shape: Shape, dtype: torch.dtype) -> Order:
         for n, p, k, s in zip(shape.size, shape.padding, shape.kernel, strides, strict=True)
     )
     plain = shape.groups == 1 and shape.dilation == (1, 1) and not shape.channels_last
-    if shape.outputs % _STEP == 0 and plain and whole:
+    known, recorded = _recorded(which, shape, dtype)
+    if known.get(recorded, "?") == "?" and shape.outputs % _STEP == 0 and plain and whole:
         for order, bounds in _table().get((which, form, channels, str(taps), str(dtype).removeprefix("torch.")), ()):
             if all(low <= n <= high for n, (low, high) in zip(point, bounds, strict=True)):
                 return order
-    text = _by_neighbours(which, shape, dtype)
+    text = known[recorded] if recorded in known else _by_neighbours(which, shape, dtype)
     if text.startswith("atomic"):
         raise Nondeterministic(f"{which} of a convolution, whose products the GPU adds in no order")
-    if text.strip("?"):
+    if text.strip("?!"):
         return Order.parse(text.rstrip("?"))._replace(guess=text.endswith("?"))
     groups = f", {shape.groups} groups" if shape.groups > 1 else ""
     last = ", channels last" if shape.channels_last else ""
@@ -141,7 +142,7 @@ _PASSES = tuple(
 def _shapes() -> dict[tuple[str, str, torch.dtype], dict[tuple[int, ...], str]]:
     """Return recorded orders by pass, form and dtype, then by input channels, output channels, batch and side.
 
-    ``?`` is an order that was not found, ``atomic`` none at all.
+    ``?`` is an order that was not found, ``!`` one that ``convolution.csv`` has not right, ``atomic`` none at all.
     """
     shapes: dict[tuple[str, str, torch.dtype], dict[tuple[int, ...], str]] = {}
     with lzma.open(Path(__file__).parent / "convolution_shapes.csv.xz", "rt", encoding="ascii") as file:
@@ -152,24 +153,26 @@ def _shapes() -> dict[tuple[str, str, torch.dtype], dict[tuple[int, ...], str]]:
     return shapes
 
 
-@cache
-def _by_neighbours(which: str, shape: Shape, dtype: torch.dtype) -> str:
-    """Return the order of the recorded shape, or of those that lie around a shape; ``?`` ends a guess."""
+def _recorded(which: str, shape: Shape, dtype: torch.dtype) -> tuple[dict[tuple[int, ...], str], tuple[int, ...]]:
+    """Return the recorded shapes of a shape's form, and which of them it would be."""
+    point = shape.channels, shape.outputs, shape.batch, shape.size[1]
     line = (shape.size[0], shape.kernel[0], shape.padding[0]) == (1, 1, 0)
-    sides = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, shape.size, strict=True)
-    (first, last) = sides
+    first, last = zip(shape.kernel, shape.stride, shape.padding, shape.dilation, shape.size, strict=True)
     if not (line or first == last):
-        return "?"
+        return {}, point
     kernel, stride, padding, dilation, side = last
     rest = (side + 2 * padding - dilation * (kernel - 1) - 1) % stride
     form = f"{'line' if line else 'image'}{kernel}/{stride}+{padding}"
     form += (f"x{dilation}" if dilation > 1 else "") + (f"~{rest}" if rest else "")
     if shape.groups > 1:
         form += "d" if shape.groups == shape.channels == shape.outputs else f"g{shape.groups}"
-    known = _shapes().get((which, form + ("l" if shape.channels_last else ""), dtype), {})
-    point = shape.channels, shape.outputs, shape.batch, side
-    if point in known:
-        return known[point]
+    return _shapes().get((which, form + ("l" if shape.channels_last else ""), dtype), {}), point
+
+
+@cache
+def _by_neighbours(which: str, shape: Shape, dtype: torch.dtype) -> str:
+    """Return the order of the recorded shapes that lie around a shape; ``?`` ends a guess."""
+    known, point = _recorded(which, shape, dtype)
     if len(known) < 12:
         return "?"
     points = np.array(list(known))
@@ -179,7 +182,7 @@ def _by_neighbours(which: str, shape: Shape, dtype: torch.dtype) -> str:
     between = ((around.min(0) <= point) & (around.max(0) >= point)).all() and distances[nearest[-1]] <= 3
     # channels that are no multiples of 8, and sides that were not recorded, are aligned otherwise
     aligned = all(n % 8 == 0 or (around[:, i] == n).all() for i, n in enumerate(point[:2]))
-    if between and aligned and (around[:, 3] == side).sum() >= 2 and len(set(orders)) == 1:
+    if between and aligned and (around[:, 3] == point[3]).sum() >= 2 and len(set(orders)) == 1:
         return orders[0]
     # a guess: what most of the five nearest have, five of six times
     return Counter(orders[:5]).most_common(1)[0][0] + "?" if distances[nearest[0]] <= 3 else "?"
