@@ -459,6 +459,9 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, options: tuple) -> Shape:
         f"{x.dtype} operands": x.dtype not in (*SIXTEEN_BITS, torch.float32) or x.dtype != weight.dtype,
         "other than one or two dimensions": x.ndim not in (3, 4),
         "transposed in groups": transposed and groups != 1,
+        "float32 without torch.backends.cudnn.allow_tf32": (
+            x.dtype == torch.float32 and cudnn.conv.fp32_precision != "tf32"  # type: ignore[attr-defined]
+        ),
         "cudnn.benchmark, deterministic algorithms, or no cuDNN": (
             cudnn.benchmark or deterministic or not cudnn.enabled
         ),

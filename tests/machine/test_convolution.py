@@ -92,6 +92,13 @@ def test_what_was_not_recorded_is_unknown(changes, reason):
     assert re.match(f"convolution: {reason}", what)
 
 
+def test_float32_needs_tf32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with fmtsim.simulate() as run:
+        functional.conv2d(torch.ones(2, 16, 8, 8), torch.ones(16, 16, 3, 3), padding=1)
+    assert dict(run.unknown) == {"convolution: float32 without torch.backends.cudnn.allow_tf32": 1}
+
+
 def test_other_switches_are_unknown(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     with fmtsim.simulate() as run:
