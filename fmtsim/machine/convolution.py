@@ -511,7 +511,7 @@ def _certain(result: Any, passes: list[str], shape: Shape, operands: tuple[torch
     dtype = operands[0].dtype
     for which in passes:
         order = convolution_order(which, shape, dtype)
-        pads = order.unit in ("blocks", "packed") or (order.unit == "lanes" and any(shape.padding))
+        pads = order.unit in ("blocks", "packed") or (order.unit in ("lanes", "trees") and any(shape.padding))
         if pads and not all(x.isfinite().all() for x in operands):
             raise UnknownOrder(f"{which} of NaN or Inf by a kernel that multiplies padding")
         results = (y for y in (result if isinstance(result, tuple) else (result,)) if y is not None)
