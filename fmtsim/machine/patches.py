@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fmtsim.machine import attention
 from fmtsim.machine.ptx.forks import forks, on_gpu
 from fmtsim.machine.unknown import UnknownOrder
 from fmtsim.support.errors import ArgumentError
@@ -250,6 +249,8 @@ def _attention(
     PyTorch 2.11 gives cuDNN a boolean mask as a bias of -65504: a row that is masked whole attends to every key.
     A mask that takes a gradient goes to the memory-efficient kernel.
     """
+    from fmtsim.machine import attention  # with numba, which takes a second
+
     if torch.is_autocast_enabled("cpu"):
         query, key, value, attn_mask = _to(torch.get_autocast_dtype("cpu"), query, key, value, attn_mask)
     backends = torch.backends.cuda
