@@ -7,6 +7,8 @@ Products run on ``hopper.mma``, 16 elements of k a step. PyTorch builds the kern
 UNFUSE_FMA: a score is multiplied and rounded before the maximum is subtracted.
 """
 
+import math
+
 import numpy as np
 import torch
 from numpy import float32
@@ -28,7 +30,7 @@ _INF = float32(np.inf)
 def _factors(scale: float | None, head: int) -> tuple[float32, float32]:
     """Return the factor of scores, and the factor that brings them to units of log2."""
     factor = float32(head**-0.5 if scale is None else scale)
-    return factor, float32(float(factor) * np.log2(np.e))
+    return factor, float32(float(factor) * math.log2(math.e))
 
 
 @kernel
