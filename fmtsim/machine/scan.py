@@ -17,7 +17,7 @@ def scan(x: torch.Tensor, dim: int, dtype: torch.dtype | None, product: bool) ->
         UnknownOrder: One dimension alone has more than one element, which CUB scans, unless sums are small integers;
             another dtype than x's or float32.
     """
-    if not x.is_floating_point() and (dtype is None or not dtype.is_floating_point):
+    if not (dtype or x.dtype).is_floating_point:  # of what is converted first
         return torch.cumprod(x, dim, dtype=dtype) if product else torch.cumsum(x, dim, dtype=dtype)  # exact
     if x.dtype not in _EXACT_BELOW or dtype not in (None, x.dtype, torch.float32):
         raise UnknownOrder(f"a cumulative sum of {x.dtype} in {dtype}")

@@ -183,3 +183,10 @@ def test_zeros_keep_their_sign_without_a_bias():
     x, weight = torch.ones(1, 8), -torch.ones(8)
     assert norm.layer_norm(x, [8], weight, None, 1e-5)[0].signbit().all()
     assert not norm.layer_norm(x, [8], weight, torch.zeros(8), 1e-5)[0].signbit().any()
+
+
+def test_cumulative_sums_of_integers_are_exact():
+    x = torch.tensor([[3.0, 2.0, 300.0], [1.0, 0.0, 7.0]])
+    with simulate(target="h200", strict=True):
+        assert torch.cumsum(x, 1, dtype=torch.int32).tolist() == [[3, 5, 305], [1, 1, 8]]
+        assert torch.cumsum(x[0].int(), 0).tolist() == [3, 5, 305]
