@@ -38,19 +38,23 @@ def _is_tame(*tensors: torch.Tensor) -> bool:
     return all(bool(x.abs().amax() < _TAME) for x in tensors if x.numel())
 
 
+def _takes_heads(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return True for heads of queries and values that cuDNN takes."""
+    return all(size % 8 == 0 and size <= 256 for size in (q.shape[-1], v.shape[-1]))
+
+
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> None:
     if q.dtype not in SIXTEEN_BITS:
         raise UnknownOrder(f"attention in {q.dtype}")
     if dropout:
         raise UnknownOrder("attention with dropout")
-    if q.shape[-1] % 8 or v.shape[-1] % 8 or max(q.shape[-1], v.shape[-1]) > 256:
+    if not _takes_heads(q, v):
         raise UnknownOrder(f"attention with heads of {q.shape[-1]}, values of {v.shape[-1]}")
 
 
 def knows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> bool:
     """Return True if ``forward`` and, where it may be asked, ``backward`` know attention without mask and dropout."""
-    sizes = q.shape[-1], v.shape[-1]
-    known = q.ndim == 4 and q.dtype in SIXTEEN_BITS and not any(size % 8 for size in sizes) and max(sizes) <= 256
+    known = q.ndim == 4 and q.dtype in SIXTEEN_BITS and _takes_heads(q, v)
     return known and q.shape[-2] > 1 and (causal or k.shape[-2] <= 2 * _KEYS or not torch.is_grad_enabled())
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fmtsim.machine.ptx import nvrtc, triton
 from fmtsim.machine.ptx.contract import may_contract
 from fmtsim.machine.ptx.parse import Function, Variable, parse, width
-from fmtsim.machine.ptx.sass import disassembled
+from fmtsim.machine.ptx.sass import Listing, disassembled
 from fmtsim.machine.ptx.triton import Program
 from fmtsim.machine.ptx.watched_lines import Watch, Watched, places, watched
 from fmtsim.machine.ptx.watched_sum import WatchedSum, watched_sum
@@ -230,13 +230,13 @@ def run(program: Program, target: str, seen: Watch | None = None) -> Launch:
         raise ArgumentError(f"{program.name} takes {len(function.parameters)} arguments and got {len(arguments)}")
     values = [_argument(i, p, value) for i, (p, value) in enumerate(zip(function.parameters, arguments, strict=True))]
     # 3. all blocks
-    listing = disassembled(program.ptx, fuse=program.fuses) if may_contract(function) else None
+    listing = _listing(program.ptx, program.entry, program.fuses)
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # a simulation counts the launch alone
             done = execute(module, program.entry, grid, program.block, values, shared_bytes=program.shared_bytes,
                            listing=listing, watch=seen)  # fmt: skip
     except ArgumentError as error:
-        # Triton's PTX numbers its parameters, of which constants are none: the source's name says more
+        # Triton's PTX numbers its parameters and leaves constants out; the source's name says more
         text = str(error)
         for i, name in enumerate(program.names):
             text = text.replace(f"argument {i} ({program.entry}_param_{i})", f"argument {name}")
@@ -266,6 +266,12 @@ def run(program: Program, target: str, seen: Watch | None = None) -> Launch:
         exact=not reasons, reasons=reasons, ptx=program.ptx, entry=program.entry,
         watched=watched(seen.notes, seen.threads),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _listing(ptx: str, entry: str, fuses: bool) -> Listing | None:
+    """Return the machine code of a text where it may differ from the text; launches of one kernel ask once."""
+    return disassembled(ptx, fuse=fuses) if may_contract(_parsed(ptx).functions[entry]) else None
 
 
 def _extent(name: str, extent: Any, most: tuple[int, ...]) -> tuple[int, int, int]:
