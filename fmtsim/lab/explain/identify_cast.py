@@ -498,6 +498,8 @@ def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | 
 
 def _advice(sample: _Sample) -> tuple[str, ...]:
     """Return what else may explain results that no candidate gives."""
+    if sample.result.dtype == sample.x.dtype and not bool(_unequal(sample.x, sample.result).any()):
+        return ("the result is x itself: nothing was rounded here; pass what was cast",)
     notes = ["is a transform applied first, or are blocks along another dimension? pass dim=, or what was rounded"]
     if sample.result.dtype.is_floating_point and sample.result.dtype not in FLOAT8_DTYPES:
         values = sample.result.double()
