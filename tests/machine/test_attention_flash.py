@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fmtsim
 from fmtsim.machine import attention_flash, library, mufu
 from fmtsim.machine.arrays import apply, canonical, fma, to_f32
-from fmtsim.machine.unknown import Guess, Nondeterministic
+from fmtsim.machine.unknown import BySource, Guess, Nondeterministic
 from tests.machine.cases import BF16, FP16, numbers
 from tests.support.bits import assert_same_bits
 
@@ -75,7 +75,7 @@ def oracle(q, k, v, g, dtype, causal, scale):  # type: ignore[no-untyped-def]
 def result(function, *arguments):  # type: ignore[no-untyped-def]
     try:
         return function(*arguments)
-    except (Guess, Nondeterministic) as reason:
+    except (BySource, Guess, Nondeterministic) as reason:
         return reason.args[1]
 
 
@@ -113,8 +113,8 @@ def test_what_was_not_compared_or_is_not_known_is_named():
             torch.autograd.grad(functional.scaled_dot_product_attention(q, k, k.detach(), **how), (q, k), q.detach())
         return run
 
-    assert not {*run().guess, *run().unknown, *run().nondeterministic}
-    assert len(run(130, 130, is_causal=True).guess) == len(run(head=70).guess) == len(run(50, 64).guess) == 2
+    assert not {*run().by_source, *run().guess, *run().unknown, *run().nondeterministic}
+    assert len(run(130, 130, is_causal=True).by_source) == len(run(head=70).guess) == len(run(50, 64).by_source) == 2
     long = run(300, 300, is_causal=True)
     assert len(long.unknown) == len(long.nondeterministic) == 1
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
