@@ -186,6 +186,26 @@ def _efficient_gradient(
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
 
 
+def _flash(
+    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False,
+    debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    if dropout:
+        raise UnknownOrder("attention with dropout")
+    output, logsumexp = attention_flash.forward(q, k, v, causal, scale)
+    nothing, state = output.new_empty(0), torch.zeros(2, dtype=torch.uint64)
+    return output, logsumexp, None, None, q.shape[2], k.shape[2], state, torch.zeros((), dtype=torch.uint64), nothing
+
+
+def _flash_gradient(
+    run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
+    logsumexp: torch.Tensor, *state: Any, scale: float | None = None,
+) -> Any:  # fmt: skip
+    if state[4]:
+        raise UnknownOrder("attention with dropout")
+    return attention_flash.backward(g, q, k, v, output, logsumexp, state[5], scale)
+
+
 STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too
 
 
@@ -294,6 +314,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_gradient,
     _ATEN._scaled_dot_product_cudnn_attention: _cudnn,
     _ATEN._scaled_dot_product_cudnn_attention_backward: _cudnn_gradient,
+    _ATEN._scaled_dot_product_flash_attention: _flash,
+    _ATEN._scaled_dot_product_flash_attention_backward: _flash_gradient,
     _ATEN._scaled_dot_product_efficient_attention: _efficient,
     _ATEN._scaled_dot_product_efficient_attention_backward: _efficient_gradient,
     _ATEN._fused_adamw_: optimizer_kernels.fused_adamw_,

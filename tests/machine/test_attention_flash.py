@@ -121,3 +121,22 @@ def test_what_was_not_compared_or_is_not_known_is_named():
         assert not {*run().guess, *run().unknown} and run(head=24).unknown
     for how in ({"dropout_p": 0.1}, {"attn_mask": torch.zeros(50, 50, dtype=BF16)}, {"is_causal": True, "keys": 64}):
         assert run(**how).unknown and not any("flash" in name for name in run(**how).exact)
+
+
+def test_a_gpu_s_operator_has_heads_that_are_filled_up():
+    q, g = (numbers(n, (1, 2, 70, 50), "normal", BF16) for n in (1, 2))
+    wide, wide_g = (functional.pad(x, (0, 6)) for x in (q, g))
+    aten, how = torch.ops.aten, {"scale": 50**-0.5}
+    with fmtsim.simulate(strict=True):
+        leaf = q.clone().requires_grad_()
+        y = functional.scaled_dot_product_attention(leaf, leaf, leaf, is_causal=True)
+        y.backward(g)
+        results = aten._scaled_dot_product_flash_attention(wide, wide, wide, 0.0, True, **how)
+        output, lse, *_, seed, offset, _ = results
+        state = output, lse, None, None, 70, 70, 0.0, True, seed, offset
+        gradients = aten._scaled_dot_product_flash_attention_backward(wide_g, wide, wide, wide, *state, **how)
+        total = gradients[0] + gradients[1] + gradients[2]
+    assert_same_bits(output[..., :50], y.detach())
+    assert torch.equal(total[..., 50:], torch.zeros_like(total[..., 50:]))
+    with pytest.raises(fmtsim.errors.ArgumentError, match="attention with dropout"), fmtsim.simulate(strict=True):
+        aten._scaled_dot_product_flash_attention(wide, wide, wide, 0.1, True)

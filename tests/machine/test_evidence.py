@@ -20,6 +20,8 @@ SAMPLE = 15  # operators that lie this many apart are looked for in their cases 
 KERNELS = {  # operators that launch the kernel of another one
     "_fused_rms_norm": "fmtsim.rms_norm", "_fused_rms_norm_backward": "fmtsim.rms_norm_backward",
     "rand_like": "rand", "randn_like": "randn", "randint_like": "randint", "random_": "randint",
+    "_scaled_dot_product_flash_attention": "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_backward": "_scaled_dot_product_flash_attention_for_cpu_backward",
 }  # fmt: skip
 
 
