@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, kind_from_list
+from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, decompress, kind_from_list
 from fmtsim.support.errors import DataError
 from fmtsim.support.files import StrPath
 from fmtsim.support.records import parse_json
@@ -20,7 +20,6 @@ MAGIC: Final = b"fmtsim learned 2"
 HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
 _DAMAGED = (ValueError, TypeError, LookupError, struct.error, zlib.error, lzma.LZMAError)
 LEAF: Final = 255
-FILTERS: Final = ({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 20, "pb": 0},)  # of bytes without a grid
 Feature = Callable[[Any, Any, Any, Any, Any, Any], Any]
 
 
@@ -286,9 +285,7 @@ def _unpacked(packed: bytes) -> Tree:
     nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)  # bytes of features, 4 planes, 2 planes, certain bits
     pieces, begin = [], 40
     for size in sizes:
-        inflater = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS)
-        piece = inflater.decompress(packed[begin : begin + size], LARGEST)
-        pieces.append(np.frombuffer(piece, np.uint8))
+        pieces.append(np.frombuffer(decompress(packed[begin : begin + size]), np.uint8))
         begin += size
     features = pieces[0]
     sorted_thresholds = np.stack(pieces[1:5], 1).reshape(-1).view("<f4")
