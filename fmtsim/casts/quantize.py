@@ -48,6 +48,7 @@ def quantize(
     pad: bool = False,
     out_dtype: "torch.dtype | numpy.dtype[Any] | type | None" = None,
     out: Numbers | None = None,
+    like: str | None = None,
 ) -> Numbers:
     """Round a tensor, or a numpy array, to the values of a format.
 
@@ -75,6 +76,8 @@ def quantize(
             ml_dtypes' name of it or torch's.
         out: Tensor (or array) of x's shape that receives the result (its dtype stands for ``out_dtype``); may be x
             itself. Where it overlaps x in any other way, x is copied first.
+        like: Another library whose cast to this format is computed instead, to the bit: one of
+            ``fmtsim.list_profiles()``. It says how to round, scale and saturate: leave the options for that out.
 
     Returns:
         Tensor of x's shape and device, with x's strides where these leave no gaps; or ``out``. For an array, an array
@@ -105,12 +108,18 @@ def quantize(
     ):  # fmt: skip
         options = {
             "rounding": rounding, "overflow": overflow, "dim": dim, "generator": generator, "random_bits": random_bits,
-            "random_words": random_words, "block_size": block_size, "scale_rule": scale_rule, "pad": pad,
+            "random_words": random_words, "block_size": block_size, "scale_rule": scale_rule, "pad": pad, "like": like,
         }  # fmt: skip
         return numpy_arrays.quantize(quantize, x, format, out_dtype, out, options)  # type: ignore[no-any-return]
-    # 2. arguments become a cast
+    # 2. arguments become a cast, or the steps of another library's
     check_dense("x", x)
     result: Any = out_dtype if out is None else check_out(x, out, out_dtype)
+    if like is not None:
+        from fmtsim.casts import profile  # whose steps are casts themselves
+
+        profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
+        values: Any = profile.quantize_like(x, format, like, dim=dim, block_size=block_size, out_dtype=result)
+        return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
     cast, dtype, block, random = prepare(
         x, format, rounding, overflow, dim, random_bits, block_size, scale_rule, result
     )
@@ -173,6 +182,7 @@ def encode(
     block_size: int | Block | None = None,
     scale_rule: ScaleRule | None = None,
     pad: bool = False,
+    like: str | None = None,
 ) -> Encoded:
     """Round a tensor and return its packed codes and scales; arguments and errors are those of ``quantize``.
 
@@ -186,6 +196,11 @@ def encode(
     # 1. arguments become a cast
     tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
+    if like is not None:
+        from fmtsim.casts import profile
+
+        profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
+        return profile.encode_like(tensor, format, like, dim=dim, block_size=block_size)
     cast, _, block, random = prepare(tensor, format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)
     if block is not None:
         check_blocks(tensor, block, dim, pad)
