@@ -277,6 +277,8 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
     stored = get_format(result.dtype) if result.dtype in FLOAT8_DTYPES else None
     step = max(result.numel() // (16 * FEW), 1)
     values = None if is_code else result.reshape(-1)[::step].double().unique()[:4096]
+    if is_code and stored is None:  # a format of so many bits
+        formats = [fmt for fmt in formats if _has_codes(result, fmt)]
     # 1. libraries
     for like in list_profiles():
         for fmt in formats:
@@ -292,8 +294,6 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
         if stored is not None and fmt != stored:
             continue
         if values is not None and not bool((_on_grid(values, fmt)).all()):
-            continue
-        if is_code and result.dtype not in FLOAT8_DTYPES and not _has_codes(result, fmt):
             continue
         overflows = ("saturate", "ieee") if isinstance(fmt, FloatFormat) else ("",)
         for through, rounding, overflow in itertools.product(THROUGH, ROUNDINGS, overflows):
@@ -313,6 +313,8 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
         element: Any = get_format(name)
         if only not in (None, element) or (stored is not None and element != stored):
             continue
+        if is_code and stored is None and element not in formats:
+            continue
         scaling = Scaling(block=extent, arithmetic=arithmetic)  # type: ignore[arg-type]
         scaled = BlockFormat(name=f"{name}, amax, {arithmetic}", element=element, scaling=scaling)
         for rounding in ROUNDINGS[:4]:
@@ -331,10 +333,12 @@ def _on_grid(values: Tensor, fmt: ElementFormat) -> Tensor:
     return quantize(numbers, fmt, overflow="saturate", out_dtype=torch.float64) == numbers
 
 
-def _has_codes(result: Tensor, fmt: ElementFormat) -> bool:
-    """Return whether integers may be codes of a format."""
-    low, high = (int(bound) for bound in result.aminmax())
-    return -(1 << (fmt.bits - 1)) <= low and high < 1 << fmt.bits
+def _has_codes(result: Tensor, fmt: Format) -> bool:
+    """Return whether integers may be codes of a format: none is too large, and all but one bit is used."""
+    low, high = (int(bound) for bound in result.to(torch.int64).aminmax())
+    used = max(high.bit_length(), (-low - 1).bit_length()) + 1 if low < 0 else high.bit_length()
+    bits = fmt.element.bits if isinstance(fmt, BlockFormat) else fmt.bits
+    return used <= bits <= max(used + 1, 2)
 
 
 def _differs(explanation: CastExplanation, x: Tensor, result: Tensor, scale: Tensor | None) -> Tensor:
