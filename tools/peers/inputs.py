@@ -130,7 +130,7 @@ def blocks(format: str, dtype_name: str, block: int | str, count: int, seed: int
         elif special == special and abs(special) <= least:
             x[rows] = special
         else:
-            x[rows, 1] = special
+            x[rows, (uniform(len(rows)) * size).long()] = special
     if block == "tensor":
         yield from (part.reshape(16, COLUMNS).contiguous() for part in x)
     else:
