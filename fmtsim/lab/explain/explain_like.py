@@ -79,7 +79,7 @@ _VALUES = (
 
 def explain_like(x: Tensor, format: Format, like: str, block_size: Any = None) -> LikeExplanation:
     """Run the steps of a library's cast on numbers of one dimension, and keep what each of them gives."""
-    profile, fmt = get_profile(like, format)
+    profile, fmt = get_profile(like, format, x.dtype)
     steps: list[Step] = []
 
     def keep(text: str, name: str, result: Any) -> None:

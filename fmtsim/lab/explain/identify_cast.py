@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.profile import get_profile, list_profiles
+from fmtsim.casts.profile import get_profile, library_profiles, list_profiles
 from fmtsim.casts.quantize import decode, encode, quantize
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.element import ElementFormat, FloatFormat
@@ -96,7 +96,7 @@ class CastExplanation:
         """Return value, or with ``codes`` also code and scale where there are some, of a matrix [rows, columns]."""
         x = quantize(x, self.through, out_dtype=x.dtype) if self.through else x
         if self.like:
-            profile, fmt = get_profile(self.like, self.format)
+            profile, fmt = get_profile(self.like, self.format, x.dtype)
             results = profile.results(x, fmt)
             if codes and "code" not in results and isinstance(fmt, ElementFormat) and profile.block is None:
                 results["code"] = encode(results["value"], fmt, overflow="ieee" if fmt.has_nan else None).unpacked()
@@ -280,14 +280,12 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
     if is_code and stored is None:  # a format of so many bits
         formats = [fmt for fmt in formats if _has_codes(result, fmt)]
     # 1. libraries
-    for like in list_profiles():
-        for fmt in formats:
-            try:
-                profile, _ = get_profile(like, fmt)
-            except FmtsimError:
-                continue
+    for library in dict.fromkeys(like.partition("/")[0] for like in list_profiles()):
+        for profile in library_profiles(library):
             block = "" if profile.block is None else str(profile.block)
-            yield CastExplanation(format=fmt, like=like, block=block)
+            for fmt in map(get_format, profile.formats):
+                if fmt in formats:
+                    yield CastExplanation(format=fmt, like=profile.like, block=block)
     # 2. element formats alone, where each result is one of their values
     elements = [fmt for fmt in formats if isinstance(fmt, ElementFormat) and fmt.bits <= 16]
     for fmt in elements:

@@ -75,10 +75,8 @@ def test_a_plain_loop_of_blocks():
 @pytest.mark.parametrize(
     ("format", "options"),
     [
-        ("mxfp4", {"scale_rule": "even"}), ("mxfp8_e4m3", {"scale_rule": "ceil"}), ("nvfp4", {}),
-        ("int8_channel", {}), ("e4m3_1x128", {}), ("bnb_fp4_g64", {}), ("q4_0", {}),
-        ("e3m4", {"rounding": "toward_zero"}),
-        ("bf16", {"rounding": "up"}), ("e4m3", {"rounding": "nearest_away", "overflow": "ieee"}),
+        ("mxfp4", {"scale_rule": "even"}), ("nvfp4", {}), ("int8_channel", {}), ("e3m4", {"rounding": "toward_zero"}),
+        ("e4m3", {"rounding": "nearest_away", "overflow": "ieee"}),
     ],
 )  # fmt: skip
 def test_own_casts_are_named(format, options):
@@ -165,9 +163,11 @@ def test_command(tmp_path, capsys):
     torch.save(x.to(torch.float8_e4m3fn), tmp_path / "y.pt")
     files = [str(tmp_path / name) for name in ("x.pt", "y.pt")]
     assert main(["identify-cast", *files, "--probe", str(tmp_path / "p.pt")]) == 0
-    assert "torch" in capsys.readouterr().out
+    assert "e4m3" in capsys.readouterr().out
     probe = torch.load(tmp_path / "p.pt")["x"]
     torch.save(probe.to(torch.float8_e4m3fn), tmp_path / "q.pt")
     assert main(["identify-cast", *files, "--refine", str(tmp_path / "p.pt"), str(tmp_path / "q.pt")]) == 0
-    assert "fits      2 explanations\n" in capsys.readouterr().out  # torch, and fmtsim's own, which agree
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:3] == ["1", "e4m3", "torch"] for line in lines)
+    assert not any(line.startswith("2 ") for line in lines)  # one group is left
     assert main(["identify-cast", files[0], files[0]]) == 1
