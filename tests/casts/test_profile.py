@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``like=``: the language of profiles against exact fractions, every profile as data, and packages that tests have."""
 
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import ml_dtypes
 import numpy
@@ -16,6 +18,7 @@ from fmtsim.formats.interop import torch_dtype
 from fmtsim.lab.verify.outcome import boundaries
 from fmtsim.rounding.oracle import round_value
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
+from tools.peers.card import digest, lists
 
 PROFILES = [profile for library in {name.partition("/")[0] for name in fmtsim.list_profiles()}
             for profile in library_profiles(library)]  # fmt: skip
@@ -155,6 +158,28 @@ def test_torch(name):
         theirs = x.to(torch_dtype(fmt))
         assert torch.equal(bits(fmtsim.quantize(x, name, like="torch", out_dtype=torch.float64)), bits(theirs.double()))
         assert torch.equal(fmtsim.encode(x, name, like="torch").unpacked(), theirs.view(torch.uint8))
+
+
+CARD = json.loads((Path(__file__).parent / "data" / "h200_casts.json").read_text())
+WAYS = {"eager": "torch/cuda", "compile": "torch/compile_cuda", "triton": "triton"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cards_casts(way):
+    """Digests that ``python -m tools.peers.card`` wrote on an H200."""
+    every = {name: x for name, x in lists() if name.startswith(("all", "fp32_800", "fp64_above"))}
+    compared = 0
+    for key, recorded in CARD.items():
+        if not key.startswith(way) or key.split("|")[2] not in every or recorded.startswith("error"):
+            continue
+        _, target, name = key.split("|")
+        x, fmt = every[name], fmtsim.get_format(getattr(torch, target))
+        like = WAYS[way] if target in ("float8_e4m3fn", "float8_e5m2") else "torch/cuda"
+        profile, _ = get_profile(like, fmt, x.dtype)
+        codes = profile.results(x, fmt)["code"]
+        assert digest(codes.to(torch.uint8 if fmt.bits == 8 else torch.int16)) == recorded, key
+        compared += x.numel()
+    assert compared > 2_000_000
 
 
 def test_e8m0_is_not_ml_dtypes_cast_unless_asked():
