@@ -2,8 +2,8 @@
 """Record which kernels cuDNN runs by the shape of a convolution, and make the table that ``simulate`` has of them.
 
 ``python -m tools.record_convolutions RECORD --ask`` runs convolutions on a GPU, under a profiler, for ``--seconds``;
-every pass of a third of the shapes has a digest of its bits. With ``--check`` these are computed by ``simulate`` as well, by
-the table that comes with fmtsim, and RECORD then says which agree. Without either, the table of all records is written:
+every pass of a third of the shapes has a digest of its bits. With ``--check`` these are computed by ``simulate`` as
+well, by the table that comes with fmtsim, and RECORD then says which agree. Without either, the table of all records is written:
 the order of sums that each kernel's name stands for (docs/evidence.md), "?" where none is known, "!" where bits differ.
 """
 

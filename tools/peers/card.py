@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record what casts of torch and Triton give on this machine's GPU: ``python -m tools.peers.card FILE.json``.
 
-The file holds a SHA-256 of the codes for each way (eager, compile, triton), dtype and list of inputs; ``lists`` makes the
-inputs, so that a test makes them again without a GPU.
+The file holds a SHA-256 of the codes for each way (eager, compile, triton), dtype and list of inputs; ``lists`` makes
+the inputs, so that a test makes them again without a GPU.
 """
 
 import hashlib
