@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.profile import get_profile, list_profiles
+from fmtsim.casts.profile import get_profile, library_profiles, list_profiles
 from fmtsim.casts.quantize import decode, encode, quantize
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.element import ElementFormat, FloatFormat
@@ -96,7 +96,7 @@ class CastExplanation:
         """Return value, or with ``codes`` also code and scale where there are some, of a matrix [rows, columns]."""
         x = quantize(x, self.through, out_dtype=x.dtype) if self.through else x
         if self.like:
-            profile, fmt = get_profile(self.like, self.format)
+            profile, fmt = get_profile(self.like, self.format, x.dtype)
             results = profile.results(x, fmt)
             if codes and "code" not in results and isinstance(fmt, ElementFormat) and profile.block is None:
                 results["code"] = encode(results["value"], fmt, overflow="ieee" if fmt.has_nan else None).unpacked()
@@ -277,23 +277,21 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
     stored = get_format(result.dtype) if result.dtype in FLOAT8_DTYPES else None
     step = max(result.numel() // (16 * FEW), 1)
     values = None if is_code else result.reshape(-1)[::step].double().unique()[:4096]
+    if is_code and stored is None:  # a format of so many bits
+        formats = [fmt for fmt in formats if _has_codes(result, fmt)]
     # 1. libraries
-    for like in list_profiles():
-        for fmt in formats:
-            try:
-                profile, _ = get_profile(like, fmt)
-            except FmtsimError:
-                continue
+    for library in dict.fromkeys(like.partition("/")[0] for like in list_profiles()):
+        for profile in library_profiles(library):
             block = "" if profile.block is None else str(profile.block)
-            yield CastExplanation(format=fmt, like=like, block=block)
+            for fmt in map(get_format, profile.formats):
+                if fmt in formats:
+                    yield CastExplanation(format=fmt, like=profile.like, block=block)
     # 2. element formats alone, where each result is one of their values
     elements = [fmt for fmt in formats if isinstance(fmt, ElementFormat) and fmt.bits <= 16]
     for fmt in elements:
         if stored is not None and fmt != stored:
             continue
         if values is not None and not bool((_on_grid(values, fmt)).all()):
-            continue
-        if is_code and result.dtype not in FLOAT8_DTYPES and not _has_codes(result, fmt):
             continue
         overflows = ("saturate", "ieee") if isinstance(fmt, FloatFormat) else ("",)
         for through, rounding, overflow in itertools.product(THROUGH, ROUNDINGS, overflows):
@@ -313,6 +311,8 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
         element: Any = get_format(name)
         if only not in (None, element) or (stored is not None and element != stored):
             continue
+        if is_code and stored is None and element not in formats:
+            continue
         scaling = Scaling(block=extent, arithmetic=arithmetic)  # type: ignore[arg-type]
         scaled = BlockFormat(name=f"{name}, amax, {arithmetic}", element=element, scaling=scaling)
         for rounding in ROUNDINGS[:4]:
@@ -331,10 +331,12 @@ def _on_grid(values: Tensor, fmt: ElementFormat) -> Tensor:
     return quantize(numbers, fmt, overflow="saturate", out_dtype=torch.float64) == numbers
 
 
-def _has_codes(result: Tensor, fmt: ElementFormat) -> bool:
-    """Return whether integers may be codes of a format."""
-    low, high = (int(bound) for bound in result.aminmax())
-    return -(1 << (fmt.bits - 1)) <= low and high < 1 << fmt.bits
+def _has_codes(result: Tensor, fmt: Format) -> bool:
+    """Return whether integers may be codes of a format: none is too large, and all but one bit is used."""
+    low, high = (int(bound) for bound in result.to(torch.int64).aminmax())
+    used = max(high.bit_length(), (-low - 1).bit_length()) + 1 if low < 0 else high.bit_length()
+    bits = fmt.element.bits if isinstance(fmt, BlockFormat) else fmt.bits
+    return used <= bits <= max(used + 1, 2)
 
 
 def _differs(explanation: CastExplanation, x: Tensor, result: Tensor, scale: Tensor | None) -> Tensor:
@@ -498,6 +500,8 @@ def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | 
 
 def _advice(sample: _Sample) -> tuple[str, ...]:
     """Return what else may explain results that no candidate gives."""
+    if sample.result.dtype == sample.x.dtype and not bool(_unequal(sample.x, sample.result).any()):
+        return ("the result is x itself: nothing was rounded here; pass what was cast",)
     notes = ["is a transform applied first, or are blocks along another dimension? pass dim=, or what was rounded"]
     if sample.result.dtype.is_floating_point and sample.result.dtype not in FLOAT8_DTYPES:
         values = sample.result.double()

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of other libraries' casts held to the libraries themselves: inputs, environments, runners, a table."""
