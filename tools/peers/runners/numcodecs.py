@@ -11,7 +11,8 @@ KEEP = {"bf16": 7, "e8m3": 3, "e8m5": 5}
 def cast(x, request):
     name, dtype = request["profile"], x.dtype.str
     if name == "fixed_scale_offset":
-        codec = FixedScaleOffset(offset=0, scale=1, dtype=dtype, astype={"int8_full": "i1", "uint8": "u1"}[request["format"]])
+        codes = {"int8_full": "i1", "uint8": "u1"}[request["format"]]
+        codec = FixedScaleOffset(offset=0, scale=1, dtype=dtype, astype=codes)
     else:
         codec = BitRound(keepbits=KEEP[request["format"]])
     with np.errstate(all="ignore"):
