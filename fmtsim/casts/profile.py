@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fmtsim.casts import ops
+from fmtsim.casts.arguments import prepare
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.lanes import define_gradient, define_operator
 from fmtsim.casts.profile_steps import DTYPES, RESULTS, run
-from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.element import ElementFormat
 from fmtsim.formats.packing import code_dtype
@@ -273,7 +274,9 @@ def encode_like(x: Tensor, format: Any, like: str, *, dim: int = -1, block_size:
     # 1. a code an element: the library's own, or that of its value
     if isinstance(fmt, ElementFormat) and profile.block is None:
         if "code" not in results:
-            return encode(results["value"], fmt, overflow="ieee" if fmt.has_nan else "saturate")
+            value, overflow = results["value"], "ieee" if fmt.has_nan else "saturate"
+            spec, *_ = prepare(value, fmt, "nearest_even", overflow, -1, None, None, None, None)
+            return Encoded.from_parts(ops.encode(value, spec), fmt, x.shape, inner)
         return Encoded.from_parts(EncodedParts(results["code"].to(code_dtype(fmt.bits))), fmt, x.shape, inner)
     # 2. codes and scales, where the format has a place for them
     if not isinstance(fmt, BlockFormat) or "code" not in results or "scale" not in results:

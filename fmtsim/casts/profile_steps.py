@@ -14,9 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fmtsim.casts.quantize import decode, encode, quantize
+from fmtsim.casts import ops
+from fmtsim.casts.arguments import decoding, prepare
 from fmtsim.formats.element import ElementFormat, Overflow
 from fmtsim.rounding.modes import RoundingName
+from fmtsim.spec.cast import CastSpec, EncodedParts
 from fmtsim.support.errors import FormatError
 
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -112,23 +114,33 @@ def _to(dtype: torch.dtype) -> Callable[[Any], Tensor]:
     def convert(x: Any) -> Tensor:
         x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
         if x.dtype == torch.float64 and dtype in _INTEGERS:  # torch rounds float64 to bfloat16 by float32
-            return quantize(x, dtype, out_dtype=dtype, overflow="ieee")
+            return _cast(x, dtype, overflow="ieee").to(dtype)
         return x.to(dtype)
 
     return convert
 
 
-def _cast(x: Tensor, fmt: Any, rounding: RoundingName = "nearest_even", overflow: Overflow | None = None) -> Tensor:
+def _spec(x: Tensor, fmt: Any, rounding: RoundingName, overflow: Overflow | None) -> tuple[CastSpec, torch.dtype]:
+    """Return a cast, and the dtype of its values: float32, or float64 of float64."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return quantize(x, fmt, rounding, overflow=overflow, out_dtype=wide)  # type: ignore[arg-type]
+    spec, dtype, _, random = prepare(x, fmt, rounding, overflow, -1, None, None, None, wide)
+    if random:
+        raise FormatError("steps of a profile draw no random numbers")
+    return spec, dtype
+
+
+def _cast(x: Tensor, fmt: Any, rounding: RoundingName = "nearest_even", overflow: Overflow | None = None) -> Tensor:
+    spec, dtype = _spec(x, fmt, rounding, overflow)
+    return ops.quantize_plain(x, spec, dtype, None, None)
 
 
 def _encode(x: Tensor, fmt: Any, rounding: RoundingName = "nearest_even", overflow: Overflow | None = None) -> Tensor:
-    return encode(x, fmt, rounding, overflow=overflow).unpacked().to(torch.int64)  # type: ignore[arg-type]
+    return ops.encode(x, _spec(x, fmt, rounding, overflow)[0]).codes.to(torch.int64)
 
 
 def _decode(codes: Tensor, fmt: Any) -> Tensor:
-    return decode(codes, fmt)
+    spec, dtype = decoding(fmt, codes.dtype, None)
+    return ops.decode(EncodedParts(codes), spec, dtype)
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 import numpy
 import torch
 
-from fmtsim.casts import numpy_arrays, ops
+from fmtsim.casts import numpy_arrays, ops, profile
 from fmtsim.casts.arguments import (
     Generator,
     check_blocks,
@@ -115,8 +115,6 @@ def quantize(
     check_dense("x", x)
     result: Any = out_dtype if out is None else check_out(x, out, out_dtype)
     if like is not None:
-        from fmtsim.casts import profile  # whose steps are casts themselves
-
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
         values: Any = profile.quantize_like(x, format, like, dim=dim, block_size=block_size, out_dtype=result)
         return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
@@ -197,8 +195,6 @@ def encode(
     tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
     if like is not None:
-        from fmtsim.casts import profile
-
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
         return profile.encode_like(tensor, format, like, dim=dim, block_size=block_size)
     cast, _, block, random = prepare(tensor, format, rounding, overflow, dim, random_bits, block_size, scale_rule, None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.lab.analysis import ulp
+from fmtsim.lab.analysis.compare_ways import WaysComparison, compare_ways
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DtypeError
 from fmtsim.support.float64 import capable
@@ -18,8 +19,6 @@ from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from fmtsim.lab.analysis.compare_ways import WaysComparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +203,8 @@ _BINS = 1 << 16  # of one step of the search for the median
 @overload
 def compare(actual: Any, expected: Any, *, like: None = ...) -> Comparison: ...
 @overload
-def compare(actual: Callable[..., Any], expected: Sequence[Any], *, like: Sequence[str]) -> "WaysComparison": ...
-def compare(actual: Any, expected: Any, *, like: Any = None) -> "Comparison | WaysComparison":
+def compare(actual: Callable[..., Any], expected: Sequence[Any], *, like: Sequence[str]) -> WaysComparison: ...
+def compare(actual: Any, expected: Any, *, like: Any = None) -> Comparison | WaysComparison:
     """Compare two tensors bit for bit and measure how far apart they are.
 
     With ``like=("torch", "torch.compile")``, ``actual`` is a function of pointwise operations and ``expected`` the
@@ -247,9 +246,7 @@ def compare(actual: Any, expected: Any, *, like: Any = None) -> "Comparison | Wa
           1      1  33.3  ########
     """
     if like is not None:
-        from fmtsim.lab.analysis.compare_ways import compare_ways  # which compares tensors
-
-        return compare_ways(actual, expected, like)
+        return compare_ways(actual, expected, like, compare)
     first, second = ulp.read_codes(actual, "actual"), ulp.read_codes(expected, "expected")
     if first.kind.name != second.kind.name:
         raise DtypeError(

@@ -7,7 +7,7 @@ float32 and rounds what it stores; ptxas fuses a product into the sum that follo
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fmtsim.casts.profile_steps import fma
-from fmtsim.lab.analysis.compare import Comparison, compare
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import Column, Facts, Result, Rows, table_of
+
+if TYPE_CHECKING:
+    from fmtsim.lab.analysis.compare import Comparison
 
 WAYS: Final = ("torch", "torch.compile")
 _NARROW: Final = (torch.bfloat16, torch.float16)
@@ -53,7 +55,7 @@ class WaysComparison(Result):
         notes: Operations that are not modelled.
     """
 
-    outputs: tuple[Comparison, ...]
+    outputs: "tuple[Comparison, ...]"
     vanished: tuple[Vanished, ...]
     notes: tuple[str, ...] = ()
 
@@ -82,13 +84,17 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def compare_ways(function: Callable[..., Any], inputs: Sequence[Any], like: Sequence[str]) -> WaysComparison:
+def compare_ways(
+    function: Callable[..., Any], inputs: Sequence[Any], like: Sequence[str],
+    compare: "Callable[[Tensor, Tensor], Comparison]",
+) -> WaysComparison:  # fmt: skip
     """Compare eager and compiled results of a function of pointwise operations, and name the roundings that vanish.
 
     Args:
         function: A function of tensors, traced once with these inputs.
         inputs: Its arguments; tensors of float32, bfloat16 or float16.
         like: ``("torch", "torch.compile")``.
+        compare: Compares two tensors bit for bit (``fmtsim.compare``).
 
     Raises:
         ArgumentError: Another pair of ways, or nothing to trace.
@@ -108,16 +114,21 @@ def compare_ways(function: Callable[..., Any], inputs: Sequence[Any], like: Sequ
     fused = {node: product for node in nodes if (product := _fused_product(node, kept)) is not None}
     # 2. all together, then each alone: left out of eager code, and put back into compiled code
     eager, compiled = _run(graph, detached, (), {}), _run(graph, detached, kept, fused)
+
+    def changes(one: list[Tensor], other: list[Tensor]) -> int:
+        return sum(compare(a, b).mismatches for a, b in zip(one, other, strict=True))
+
     vanished = []
     for node in kept:
+        alone = _run(graph, detached, (node,), {})
         put_back = _run(graph, detached, [x for x in kept if x is not node], _without(fused, node))
-        changed = _run(graph, detached, (node,), {})
-        vanished.append(_vanished(node, "kept in float32", (eager, changed), (compiled, put_back)))
+        vanished.append(Vanished(operation=_text(node), what="kept in float32", alone=changes(eager, alone),
+                                 put_back=changes(compiled, put_back)))  # fmt: skip
     for node, product in fused.items():
-        changed = _run(graph, detached, (product,) if product in kept else (), {node: product})
+        alone = _run(graph, detached, (product,) if product in kept else (), {node: product})
         put_back = _run(graph, detached, kept, _without(fused, product))
-        what = f"fused into {node.name}: one for both"
-        vanished.append(_vanished(product, what, (eager, changed), (compiled, put_back)))
+        vanished.append(Vanished(operation=_text(product), what=f"fused into {node.name}: one for both",
+                                 alone=changes(eager, alone), put_back=changes(compiled, put_back)))  # fmt: skip
     others = sorted(
         {node.name for node in nodes if not _is_pointwise(node) and isinstance(node.meta.get("val"), Tensor)}
     )
@@ -144,17 +155,12 @@ def _is_wide(node: Node, kept: Sequence[Node]) -> bool:
     return node in kept or node.meta["val"].dtype == torch.float32
 
 
+def _text(node: Node) -> str:
+    return f"{node.name} = {node.target}{node.args}"
+
+
 def _without(fused: dict[Node, Node], product: Node) -> dict[Node, Node]:
     return {node: one for node, one in fused.items() if one is not product}
-
-
-def _vanished(
-    node: Node, what: str, alone: tuple[list[Tensor], list[Tensor]], put_back: tuple[list[Tensor], list[Tensor]]
-) -> Vanished:
-    counts = (sum(compare(a, b).mismatches for a, b in zip(*pair, strict=True)) for pair in (alone, put_back))
-    return Vanished(
-        operation=f"{node.name} = {node.target}{node.args}", what=what, alone=next(counts), put_back=next(counts)
-    )
 
 
 def _run(graph: GraphModule, inputs: Sequence[Any], unrounded: Sequence[Node], fused: dict[Node, Node]) -> list[Tensor]:
