@@ -171,16 +171,17 @@ class Target(PlanFile):
         # are not certain, by the next if both agree; 6. a rule's guess
         asked = None if question is None else book_question(question)
         guesses = (guess for tree in self.trees if asked is not None and (guess := tree.find(asked)) is not None)
-        first = next(guesses, None)
-        likely = first if first is None or first.known or not first.group.most else next(guesses, None)
+        nearest = next(guesses, None)
+        doubted = nearest is not None and nearest.group.most > 0 and not nearest.known
+        likely = next(guesses, None) if doubted else nearest
         if question is None or likely is None:
             return ruled or TargetPlan(_UNCOVERED, "guess")
         answers = self._library_under(question, "answers")
         source = f"a tree learned from {likely.group.learned:,} of {answers}, {likely.describe()}"
         known = likely.known and answers_question(likely.choice, question)
-        if first is not None and first is not likely and asked is not None and self.architecture is not None:
+        if doubted and known and nearest is not None and asked is not None and self.architecture is not None:
             # of 12,000 held-out calls of each kind 7 in batches in float32 were others before this rule, 3 by it
-            known = known and same_order(first.choice, likely.choice, asked, self.architecture)
+            known = same_order(nearest.choice, likely.choice, asked, self.architecture)
         return self._ordered(call, likely.choice, f"{source}: the order of", "rule" if known else "guess")
 
     def _ruled(self, call: GemmCall, numbers: list[int]) -> TargetPlan | None:
