@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record which kernels cuDNN runs by the shape of a convolution, and make the table that ``simulate`` has of them.
 
-``python -m tools.record_convolutions RECORD --ask`` runs shapes on a GPU under a profiler: those of the present table,
-or rows "image3/1+1,channels,outputs,batch,side" of another file. A third of them has digests of bits, which ``--check``
-compares with ``simulate``'s by the present table, and RECORD then says which differ. Without either, the table of all
-records is written: the order of sums that a kernel's name stands for (docs/evidence.md), "?" where none is known, "!"
-where bits differ.
+``python -m tools.record_convolutions RECORD --ask`` runs the shapes of the present table, or rows "image3/1+1,channels,
+outputs,batch,side" of another file, on a GPU under a profiler. A third has digests of bits, which ``--check`` compares
+with ``simulate``'s by the present table, and RECORD then says which differ. Else the table of all records is written:
+the order of sums that a kernel's name stands for (docs/evidence.md), "?" where it is not known, "!" where bits differ.
 """
 
 import argparse
@@ -29,6 +28,7 @@ from fmtsim.machine.convolution import SHAPES
 from fmtsim.support.errors import ArgumentError
 from tests.machine.cases import DTYPES, KINDS, digest, numbers
 
+SECONDS: Final = 100  # on the GPU
 PASSES: Final = ("forward", "dgrad", "wgrad")
 _COPIES: Final = re.compile(
     "nchwToNhwc|nhwcToNchw|nchwToFolded|[fF]oldedN|nhwcToFolded|direct_copy|convertTensor|scalePacked|"
@@ -60,19 +60,17 @@ class Layer(NamedTuple):
     def out(self) -> int:
         """Rows, and columns, of the result."""
         reach = self.dilation * (self.kernel - 1) + 1 - 2 * self.padding
-        if self.transposed:
-            return (self.side - 1) * self.stride + reach + self.more
-        return (self.side - reach) // self.stride + 1
+        up = (self.side - 1) * self.stride + reach + self.more
+        return up if self.transposed else (self.side - reach) // self.stride + 1
 
     @property
     def form(self) -> str:
         """What layers have in common besides channels, batch and side."""
         rest = (self.side + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) % self.stride
-        name = f"{'line' if self.dims == 1 else 'image'}{self.kernel}/{self.stride}+{self.padding}"
-        name += (f"x{self.dilation}" if self.dilation > 1 else "") + (f"~{rest}" if rest else "")
-        depthwise = self.groups == self.channels == self.outputs
-        name += "" if self.groups == 1 else "d" if depthwise else f"g{self.groups}"
-        return name + ("l" if self.memory == "l" and self.dims == 2 else "")
+        name = f"{('line', 'image')[self.dims - 1]}{self.kernel}/{self.stride}+{self.padding}"
+        name += f"x{self.dilation}" * (self.dilation > 1) + f"~{rest}" * (rest > 0)
+        group = "d" if self.groups == self.channels == self.outputs else f"g{self.groups}"
+        return name + group * (self.groups > 1) + "l" * (self.memory == "l" and self.dims == 2)
 
 
 def operands(seed: int, layer: Layer, number: int, device: str) -> tuple[str, list[torch.Tensor]]:
@@ -120,22 +118,17 @@ def ask(path: Path, share: int, shares: int, until: float) -> list[dict[str, Any
                 torch.cuda.synchronize()
             with tempfile.NamedTemporaryFile(suffix=".json") as trace:
                 profile.export_chrome_trace(trace.name)
-                events = [
-                    e for e in json.loads(Path(trace.name).read_text())["traceEvents"] if e.get("cat") == "kernel"
-                ]
+                events = sorted(json.loads(Path(trace.name).read_text())["traceEvents"], key=lambda e: e.get("ts", 0))
             # 3. names in order, those of CUTLASS with the slices of their grid
             names = [e["name"] + f"|z{e['args']['grid'][2]}" * ("cutlass" in e["name"])
-                     for e in sorted(events, key=lambda e: e["ts"])]  # fmt: skip
+                     for e in events if e.get("cat") == "kernel"]  # fmt: skip
             digests = {"seed": seed, "kind": kind, "digest": digest(result)} if seed % 3 == 0 else {}
             calls.append({"layer": layer, "dtype": number, "pass": which, "kernels": names, **digests})
     return calls
 
 
 def order_of(names: list[str], layer: Layer, which: str, number: int) -> str | None:
-    """Return the order of a pass by its kernels' names, as ``Order.parse`` reads it; None where it is not known.
-
-    Layers are not transposed. ``risky`` are orders of kernels of which some have others: they need a digest.
-    """
+    """Return the order of a pass by its kernels' names, None where it is not known; "risky" ones need a digest."""
     # 1. the kernel that multiplies, and what comes after it; several of one name share groups or images
     work = [name.rsplit("|z", 1) for name in names if not _COPIES.search(name)]
     if not work:
@@ -224,9 +217,8 @@ def table(calls: list[dict[str, Any]]) -> bytes:
             layer = layer._replace(channels=layer.outputs, outputs=layer.channels, side=layer.out, transposed=False)
         # 2. its order by kernels' names, else by its numbers; not one whose digest is another
         order = None if same is False else order_of(call["kernels"], layer, which, number)
-        if order is not None and order.startswith("risky"):
-            order = order.removeprefix("risky ") if same else None
-        order = order or call.get("probed")
+        safe = order is not None and (same or not order.startswith("risky"))
+        order = order.removeprefix("risky ") if order and safe else call.get("probed")
         if order != "depthwise" and (not Layer(*call["layer"]).transposed or layer.groups == 1):
             row = orders[layer.form, (layer.channels, layer.outputs, layer.batch, layer.side)]
             place = PASSES.index(which) * len(DTYPES) + number
@@ -257,11 +249,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ask", action="store_true", help="write the record on a GPU")
     parser.add_argument("--check", action="store_true", help="compute what has a digest, and write which bits differ")
     parser.add_argument("--shapes", type=Path, default=SHAPES, help="what to ask about")
-    parser.add_argument("--seconds", type=float, default=75.0)
     parser.add_argument("--out", type=Path, default=SHAPES, help="the table to write")
     options = parser.parse_args(arguments)
     if options.ask:
-        until, shares = time.time() + options.seconds, max((multiprocessing.cpu_count() or 1) - 3, 1)
+        until, shares = time.time() + SECONDS, max((multiprocessing.cpu_count() or 1) - 3, 1)
         with ProcessPoolExecutor(shares, multiprocessing.get_context("spawn")) as pool:
             parts = pool.map(ask, [options.shapes] * shares, range(shares), [shares] * shares, [until] * shares)
             calls = list(itertools.chain(*parts))

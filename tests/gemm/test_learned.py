@@ -176,9 +176,9 @@ def test_splits_by_a_rule():
 
 
 def test_trees_of_small_sizes(tmp_path):
-    """Their splits follow the sizes and are known, CUTLASS's as well; what they do not know is asked of the next."""
+    """Their splits follow the sizes and are known, CUTLASS's as well; where they are not certain, two trees agree."""
     ruled = Ruled(Choice(24, 0, 2, 0, 13), Parts(132, 15, 64))
-    small = GROUP._replace(choices=(ruled, ruled, Choice(66)), most=4096)
+    small = GROUP._replace(choices=(ruled, ruled, CHOICES[2]), most=4096)
     write_learned(tmp_path / "small.trees", [(small, TREE)])
     rule = Learned.open(tmp_path / "small.trees")
     assert rule.groups() == (small,)
@@ -186,7 +186,7 @@ def test_trees_of_small_sizes(tmp_path):
     found = [rule.find(each) for each in asked]
     assert [each and (each.choice, each.known) for each in found] == [
         (Choice(24, 10, 2, 0, 13), True), (Choice(24, 1, 0, 0, 13), True), (Choice(24, 12, 2, 0, 13), True),
-        None, (Choice(66), False),
+        None, (CHOICES[2], False),
     ]  # fmt: skip
     for layout, m, n, batch in ((2, 1, 64, 1), (0, 64, 1, 1), (3, 64, 1, 1), (0, 64, 64, 257)):
         assert rule.find(Question(BF16, layout, m, n, 64, batch)) is None  # as bmm alone asks, and large batches
@@ -194,8 +194,10 @@ def test_trees_of_small_sizes(tmp_path):
     write_learned(tmp_path / "all.trees", [(GROUP, TREE._replace(certain=np.ones(4, bool)))])
     record = get_target("h200").to_dict() | {"book": None, "trees": ["small.trees", "all.trees"], "rules": []}
     target = Target.from_dict(record, folder=tmp_path)
-    plans = [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in (640, 2568)]
-    assert [(each.basis, each.plan.split, each.plan.k_tile) for each in plans] == [("rule", 10, 64), ("rule", 3, 64)]
+    plans = [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in (640, 2564, 2568)]
+    assert [(each.basis, each.plan.split, each.plan.k_tile) for each in plans] == [
+        ("rule", 10, 64), ("rule", 1, 64), ("guess", 3, 64),
+    ]  # fmt: skip
 
 
 def test_single_products_without_tensor_cores_are_guesses(tmp_path):

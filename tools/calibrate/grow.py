@@ -82,7 +82,7 @@ def grow(
     columns = columns_of(asked)
     branched = min(learned * 3 // 4 if topic.most else learned, BRANCHED)
     taught, taught_labels = columns[:branched], labels[:branched]
-    if more is not None:
+    if more is not None and more[1]:
         # of other answers those without a split have names; the rule of a split is not known without its tile
         others, other_labels = _named(topic, more[0], more[1], np.arange(len(more[1])), architecture)
         places = np.array([names.index(name) if name in names and name.split == 1 else -1 for name in others], np.int64)
@@ -97,7 +97,7 @@ def grow(
     kernels = (name.choice if isinstance(name, Ruled) else name for name in names)
     jumps = np.array([topic.most > 0 and kernel.algorithm in CUTLASS and kernel.split != 1 for kernel in kernels])
     sure = SURE_SMALL if topic.most else SURE
-    if more is not None:
+    if more is not None and more[1]:
         counted = _reached(nodes, other_columns)
         agrees = [_same(topic, names[nodes.labels[leaf]], choice, row, architecture)
                   for leaf, choice, row in zip(counted, more[1], more[0].T.tolist(), strict=True)]  # fmt: skip

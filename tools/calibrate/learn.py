@@ -134,7 +134,7 @@ def learn(
             choices, tiles = zip(*(answer or (None, 0) for answer in chosen), strict=True)
             if sum((labels == label).sum() for label, choice in enumerate(choices) if choice is not None) < FEWEST:
                 continue  # the library refuses such calls
-            more = book_answers(books, topic) if topic.most and books else None
+            more = book_answers(books, topic) if topic.most else None
             growing.append(tasks.submit(_grow, (topic, asked, choices, labels, architecture, tiles, more)))
         progress.stage("trees", len(growing))
         grown = []
@@ -156,12 +156,15 @@ def answers_file(folder: Path, topic: Topic) -> Path:
 
 
 def book_answers(books: Sequence[Book], topic: Topic) -> tuple[Numbers, list[Choice]]:
-    """Return questions of a topic of small sizes, as ``draw`` does, and their answers: some of each family of books."""
+    """Return questions of a topic of small sizes, as ``draw`` does, and their answers: some of each family of books.
+
+    A tenth of all layers is left out, so that trees can be held to them.
+    """
     rng, rows, choices = random.Random(0), [], []
     for book in books:
         for family in book.families():
             alike = family.kind in topic.kinds and (family.batch > 1) == topic.batched
-            if not alike or max(*family.sizes, family.batch) > topic.most:
+            if not alike or max(*family.sizes, family.batch) > topic.most or left_out(family.sizes):
                 continue
             sizes = [size for size in sizes_of(family)[0] if size <= topic.most]
             for size in rng.sample(sizes, min(OF_A_FAMILY, len(sizes))):
@@ -171,6 +174,11 @@ def book_answers(books: Sequence[Book], topic: Topic) -> tuple[Numbers, list[Cho
                     rows.append((topic.kinds.index(family.kind), family.layout, m, n, k, family.batch))
                     choices.append(run.choice)
     return np.array(rows, np.int64).reshape(-1, 6).T, choices
+
+
+def left_out(sizes: tuple[int, int]) -> bool:
+    """Return True if trees do not learn from books' families of these sizes."""
+    return (7919 * min(sizes) + 104729 * max(sizes)) // 7 % 10 == 0
 
 
 def draw(topic: Topic, count: int, seed: int) -> Numbers:

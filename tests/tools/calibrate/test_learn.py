@@ -19,6 +19,7 @@ import torch
 from fmtsim.gemm.targets.learned import SMALL_BATCH, Learned
 from fmtsim.gemm.targets.planfile import Book, Family
 from fmtsim.gemm.targets.question import Choice, Question, library_question, question_call
+from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.support.errors import ArgumentError, DeviceError
 from fmtsim.support.executors import open_tasks
@@ -28,9 +29,10 @@ from tests.support.refusals import refused
 from tools.calibrate import __main__ as calibration
 from tools.calibrate import grow, learn
 from tools.calibrate.__main__ import main
+from tools.calibrate.book import sizes_of
 from tools.calibrate.book_writer import book_bytes
 from tools.calibrate.grow import Nodes, Topic
-from tools.calibrate.learn import SMALL, TOPICS, answers_file, book_answers, draw
+from tools.calibrate.learn import SMALL, TOPICS, answers_file, book_answers, draw, left_out
 
 BF16 = next(topic for topic in TOPICS if topic.kinds[0].a == "bf16" and not topic.batched)
 
@@ -137,11 +139,33 @@ def test_answers_that_are_kept_are_not_asked_again(card, tmp_path, monkeypatch, 
 def test_answers_of_books_are_about_small_sizes():
     runs = ((1, Choice(66)), (65, Choice(24, 3, 2, 0, 13)), (1153, None))
     family = Family(BF16.kinds[0], 0, "m", (96, 64), runs)
-    book = Book(book_bytes([family, family._replace(sizes=(2000, 64))], library="a GPU"), "a book")
+    others = [family._replace(sizes=(2000, 64)), *(family._replace(sizes=(n, 64)) for n in range(100, 200))]
+    others = [each for each in others if max(each.sizes) > 1100 or left_out(each.sizes)]
+    assert 5 < len(others) < 20
+    book = Book(book_bytes([family, *others], library="a GPU"), "a book")
     asked, choices = book_answers([book], BF16._replace(kinds=BF16.kinds[:1], most=1100))
     assert len(choices) == asked.shape[1] == learn.OF_A_FAMILY and (asked[3:].T == [96, 64, 1]).all()
     for row, choice in zip(asked.T.tolist(), choices, strict=True):
         assert choice == book.find(Question(BF16.kinds[0], *row[1:]))
+
+
+def test_trees_that_come_with_fmtsim_are_right_about_layers_that_they_did_not_learn_from():
+    target, rng = get_target("h200"), np.random.default_rng(8)
+    known = wrong = 0
+    for book in target.books:
+        families = [each for each in book.families() if max(each.sizes) <= 1100 and left_out(each.sizes)]
+        for place in rng.integers(0, len(families), 1200).tolist():
+            family = families[place]
+            m = int(rng.choice([size for size in sizes_of(family)[0] if size <= 1100]))
+            sizes = (m, *family.sizes) if family.along == "m" else (*family.sizes, m)
+            question = Question(family.kind, family.layout, *sizes, family.batch)
+            guess, run = target.trees[0].find(question), book.run(question)
+            if guess is None or not guess.known or run is None:
+                continue
+            known += 1
+            same = grow.plainest(run.choice, question) == guess.choice
+            wrong += not same and not grow.same_order(run.choice, guess.choice, question, "sm_90")
+    assert known > 1000 and wrong <= 1
 
 
 def test_too_few_questions(card, capsys, tmp_path, monkeypatch):
