@@ -9,7 +9,10 @@ from pathlib import Path
 import numkong
 import numpy as np
 
-TYPES = {"e4m3": "float8_e4m3", "e5m2": "float8_e5m2", "e2m3": "float6_e2m3", "e3m2": "float6_e3m2", "bf16": "bfloat16", "fp16": "float16"}  # fmt: skip
+TYPES = {
+    "e4m3": "float8_e4m3", "e5m2": "float8_e5m2", "e2m3": "float6_e2m3", "e3m2": "float6_e3m2",
+    "bf16": "bfloat16", "fp16": "float16",
+}  # fmt: skip
 folder = Path(sys.argv[1])
 for request in json.loads((folder / "requests.json").read_text()):
     codes = numkong.astype(np.load(folder / request["x"]), TYPES[request["format"]])

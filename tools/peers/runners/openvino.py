@@ -10,7 +10,15 @@ import numpy as np
 import openvino
 from openvino import opset13 as op
 
-TYPES = {"e4m3": "f8e4m3", "e5m2": "f8e5m2", "e8m0": "f8e8m0", "e2m1": "f4e2m1", "bf16": "bf16", "fp16": "f16", "nf4": "nf4"}
+TYPES = {
+    "e4m3": "f8e4m3",
+    "e5m2": "f8e5m2",
+    "e8m0": "f8e8m0",
+    "e2m1": "f4e2m1",
+    "bf16": "bf16",
+    "fp16": "f16",
+    "nf4": "nf4",
+}
 core = openvino.Core()
 
 
