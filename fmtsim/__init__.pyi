@@ -10,6 +10,7 @@ from fmtsim.casts.encoded import Encoded as Encoded
 from fmtsim.formats.registry import get_format as get_format
 from fmtsim.formats.registry import list_formats as list_formats
 from fmtsim.formats.registry import register_format as register_format
+from fmtsim.casts.profile import list_profiles as list_profiles
 from fmtsim.lab.explain import explain as explain
 
 # Products: what a matrix product returns on a GPU, a matrix unit or a datapath of one's own.
@@ -22,6 +23,7 @@ from fmtsim.gemm.products.scaled_mm import mma as mma
 from fmtsim.gemm.layers.emulated_gemm import EmulatedGEMM as EmulatedGEMM
 from fmtsim.lab.explain.product import explain_mm as explain_mm
 from fmtsim.lab.explain.identify import identify as identify
+from fmtsim.lab.explain.identify_cast import identify_cast as identify_cast
 from fmtsim.gemm.targets.target import get_target as get_target
 from fmtsim.gemm.targets.target import list_targets as list_targets
 from fmtsim.gemm.units.unit import get_unit as get_unit

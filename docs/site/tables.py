@@ -7,10 +7,12 @@ from the records of the catalogues and from the parsers of the command line.
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from fmtsim.casts.profile import library_profiles, list_profiles
 from fmtsim.distributed import REDUCTIONS, Reduction
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.lab.cli.main import GROUPS, build_parser
@@ -186,9 +188,27 @@ def without_repeats(rows: list[Row]) -> Iterator[Row]:
         above = row[-1]
 
 
+def profile_table() -> str:
+    """Return the casts of other libraries: what like= takes, formats, function, what is compared, what to know."""
+    rows = [
+        (f"`{profile.like}`", " ".join(profile.formats), profile.function.replace("|", "/"), profile.notes,
+         f"{profile.package} {profile.versions}, {profile.device}")
+        for library in dict.fromkeys(name.partition("/")[0] for name in list_profiles())
+        for profile in library_profiles(library)
+    ]  # fmt: skip
+    return markdown([("like=", "formats", "function", "what to know", "compared with"), *rows])
+
+
+def not_reproduced_table() -> str:
+    """Return casts that no profile reproduces, and why."""
+    record = tomllib.loads((DOCS.parent / "tools/peers/not_reproduced.toml").read_text("utf-8"))
+    rows = [(entry["library"], entry["what"], entry["why"]) for entry in record.get("cast", [])]
+    return markdown([("library", "cast", "why not"), *rows])
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "recipes": recipe_table, "ptq": ptq_table, "schemes": scheme_table, "reductions": reduction_table,
-    "cli": command_table, "layouts": layout_table,
+    "cli": command_table, "layouts": layout_table, "profiles": profile_table, "not_reproduced": not_reproduced_table,
 }  # fmt: skip
 
 

@@ -159,12 +159,15 @@ def list_profiles() -> list[str]:
     )
 
 
-def get_profile(like: str, format: str | Format | torch.dtype) -> tuple[CastProfile, Format]:
+def get_profile(
+    like: str, format: str | Format | torch.dtype, dtype: torch.dtype | None = None
+) -> tuple[CastProfile, Format]:
     """Return the profile of a library for a format, and the format's record.
 
     Args:
         like: ``"library"`` or ``"library/variant"``, one of ``list_profiles()``.
         format: As in ``quantize``.
+        dtype: Of x, where the library has several casts to the format; the first that takes it, or the first of all.
 
     Raises:
         FormatError: There is no such library or variant, or it lacks the format.
@@ -180,9 +183,10 @@ def get_profile(like: str, format: str | Format | torch.dtype) -> tuple[CastProf
         names = ", ".join(dict.fromkeys(shown(profile.like) for profile in library_profiles(library)))
         raise FormatError(f"like={shown(like)} has no profile; {library} has {names}")
     fmt = get_format(format)
-    for profile in profiles:
-        if fmt in [get_format(each) for each in profile.formats]:
-            return profile, fmt
+    casts = [profile for profile in profiles if fmt in map(get_format, profile.formats)]
+    if casts:
+        takes = (profile for profile in casts if any(DTYPES[name] == dtype for name in profile.inputs))
+        return next(takes, casts[0]), fmt
     has = ", ".join(dict.fromkeys(each for profile in profiles for each in profile.formats))
     raise FormatError(f"{shown(like)} has no cast to {fmt.name}; it has {has}")
 
@@ -214,7 +218,7 @@ def quantize_like(
 @constant_in_graphs
 def _result(format: Any, like: str, dtype: torch.dtype, out_dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
     """Return the format's name and the dtype of values: x's where it holds them, else float32 or float64."""
-    profile, fmt = get_profile(like, format)
+    profile, fmt = get_profile(like, format, dtype)
     if out_dtype is not None:
         return fmt.name, out_dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -232,7 +236,7 @@ def _inner(x: Tensor, dim: int) -> int:
 
 
 def _values(x: Tensor, format: str, like: str, dim: int, block_size: Any, dtype: torch.dtype) -> Tensor:
-    profile, fmt = get_profile(like, format)
+    profile, fmt = get_profile(like, format, x.dtype)
     value = profile.results(x, fmt, dim=dim, block_size=block_size)["value"]
     return value.to(dtype).contiguous()
 
@@ -263,7 +267,7 @@ def encode_like(x: Tensor, format: Any, like: str, *, dim: int = -1, block_size:
     Raises:
         FormatError: The library's scales have no place in the format's codes; ``quantize`` gives the values.
     """
-    profile, fmt = get_profile(like, format)
+    profile, fmt = get_profile(like, format, x.dtype)
     inner = _inner(x, dim)
     results = profile.results(x, fmt, dim=inner, block_size=block_size)
     # 1. a code an element: the library's own, or that of its value

@@ -185,6 +185,14 @@ def _bucket(x: Tensor, table: Tensor, right: bool = True) -> Tensor:
     return torch.searchsorted(table.to(x.dtype), x.contiguous(), right=right)
 
 
+def _running_sum(x: Tensor) -> Tensor:
+    """Add the elements of a block one after another, each sum rounded to x's dtype."""
+    total = torch.zeros_like(x[:, :1])
+    for column in x.split(1, dim=-1):
+        total = total + column
+    return total
+
+
 def _elementwise(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *values: function(*_promoted(*values))
 
@@ -203,7 +211,8 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "round_away": _round_away, "isnan": torch.isnan, "isinf": torch.isinf, "isfinite": torch.isfinite,
     "where": lambda condition, a, b: torch.where(condition, *_promoted(a, b)), "clamp": _clamp,
     **{name: _elementwise(getattr(torch, name)) for name in ("copysign", "minimum", "maximum", "fmin", "fmax")},
-    "bucket": _bucket, "lookup": lambda table, i: table[i],
+    "bucket": _bucket, "lookup": lambda table, i: table[i], "gather": lambda x, i: x.gather(-1, i),
+    "like": lambda x, y: _to(y.dtype)(x), "running_sum": _running_sum,
 }  # fmt: skip
 
 # Reductions over a block, a row of the tensor, or all of it; one number stays beside each block.
@@ -212,7 +221,8 @@ _REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "amax": lambda x: x.amax(-1, keepdim=True), "amin": lambda x: x.amin(-1, keepdim=True),
     "sum": lambda x: x.sum(-1, keepdim=True), "mean": lambda x: x.mean(-1, keepdim=True),
     "any": lambda x: x.any(-1, keepdim=True), "all": lambda x: x.all(-1, keepdim=True),
-    "argmin": lambda x: x.argmin(-1, keepdim=True), "first": lambda x: x[:, :1],
+    "argmax": lambda x: x.argmax(-1, keepdim=True), "argmin": lambda x: x.argmin(-1, keepdim=True),
+    "first": lambda x: x[:, :1],
 }  # fmt: skip
 
 

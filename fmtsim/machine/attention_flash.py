@@ -20,7 +20,7 @@ from fmtsim.machine import library, mufu, reduce
 from fmtsim.machine.arrays import LN2, LOG2E, apply, canonical, chain_spec, fma, product, put, tree, words_of
 from fmtsim.machine.attention import _heads
 from fmtsim.machine.attention_efficient import dot_products
-from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
+from fmtsim.machine.unknown import BySource, Guess, Nondeterministic, UnknownOrder
 
 _QUERIES = 128  # of a block
 _FULL = 0.8 * 264  # blocks of threads from which on none are added, by PyTorch's heuristic for 132 processors
@@ -82,10 +82,18 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> N
 
 
 def _doubt(q: torch.Tensor, keys: int, result: tuple[torch.Tensor, ...]) -> None:
-    """Raise Guess unless calls with heads that take such a kernel, and of such lengths, were compared with an H200."""
+    """Raise unless calls with heads that take such a kernel, and of such lengths, were compared with an H200.
+
+    Raises:
+        Guess: No call of such a kernel was compared: heads of 57 to 96, and of more than 120.
+        BySource: Only shorter calls of the kernel, or of as many queries as keys, were.
+    """
     queries, head = q.shape[2:]
-    if 56 < head <= 96 or head > 120 or queries != keys or keys > 128:
-        raise Guess(f"attention by FlashAttention-2 of {queries} x {keys}, heads of {head}, was not compared", result)
+    what = f"attention by FlashAttention-2 of {queries} x {keys}, heads of {head}"
+    if 56 < head <= 96 or head > 120:
+        raise Guess(f"{what}, was not compared", result)
+    if queries != keys or keys > 128:
+        raise BySource(what, result)
 
 
 def forward(
@@ -96,7 +104,7 @@ def forward(
     Raises:
         UnknownOrder: Heads of more than 256, values of another size, causal with unequal lengths, or keys that are
             shared among blocks of threads.
-        Guess: It was not compared with an H200; it holds the result.
+        Guess, BySource: It was not compared with an H200; it holds the result.
     """
     _check(q, k, v, causal)
     (batch, heads, queries, head), keys, spec = q.shape, k.shape[2], chain_spec("hopper.mma", q.dtype)
@@ -147,7 +155,7 @@ def backward(
     Raises:
         UnknownOrder: As ``forward``; more than four heads of a group.
         Nondeterministic: More than two blocks of keys: dQ is added by atomics. It holds the gradients.
-        Guess: They were not compared with an H200; it holds the gradients.
+        Guess, BySource: They were not compared with an H200; it holds the gradients.
     """
     _check(q, k, v, causal)
     (batch, heads, queries, head), (_, key_heads, keys, _) = q.shape, k.shape

@@ -24,6 +24,7 @@ from fmtsim.machine.arrays import SIXTEEN_BITS, chain_spec, fma, from_f32, produ
 from fmtsim.machine.reduce import reduce
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
+SHAPES = Path(__file__).parent / "convolution_shapes.csv.xz"
 _STEP = 16  # of k, of hopper.mma and hopper.wgmma, which add 16-bit products alike
 _LANES = 32
 _SMALLEST = 2.0**-126  # normal number
@@ -145,7 +146,7 @@ def _shapes() -> dict[tuple[str, str, torch.dtype], dict[tuple[int, ...], str]]:
     ``?`` is an order that was not found, ``!`` one that ``convolution.csv`` has not right, ``atomic`` none at all.
     """
     shapes: dict[tuple[str, str, torch.dtype], dict[tuple[int, ...], str]] = {}
-    with lzma.open(Path(__file__).parent / "convolution_shapes.csv.xz", "rt", encoding="ascii") as file:
+    with lzma.open(SHAPES, "rt", encoding="ascii") as file:
         for form, *point, orders in csv.reader(file):
             for (which, dtype), order in zip(_PASSES, orders.split(), strict=True):
                 if order != "-":

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,7 +35,7 @@ from fmtsim.machine import (
 )  # fmt: skip
 from fmtsim.machine import random as random
 from fmtsim.machine.arrays import canonical as canonical
-from fmtsim.machine.unknown import Guess, UnknownOrder
+from fmtsim.machine.unknown import BySource, Guess, UnknownOrder
 from fmtsim.support.errors import ArgumentError, PlanUnknownWarning
 
 _ATEN = torch.ops.aten
@@ -186,6 +186,26 @@ def _efficient_gradient(
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
 
 
+def _flash(
+    run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False,
+    debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    if dropout:
+        raise UnknownOrder("attention with dropout")
+    output, logsumexp = attention_flash.forward(q, k, v, causal, scale)
+    nothing, state = output.new_empty(0), torch.zeros(2, dtype=torch.uint64)
+    return output, logsumexp, None, None, q.shape[2], k.shape[2], state, torch.zeros((), dtype=torch.uint64), nothing
+
+
+def _flash_gradient(
+    run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
+    logsumexp: torch.Tensor, *state: Any, scale: float | None = None,
+) -> Any:  # fmt: skip
+    if state[4]:
+        raise UnknownOrder("attention with dropout")
+    return attention_flash.backward(g, q, k, v, output, logsumexp, state[5], scale)
+
+
 STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too
 
 
@@ -294,6 +314,8 @@ KNOWN: dict[Any, Callable] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_gradient,
     _ATEN._scaled_dot_product_cudnn_attention: _cudnn,
     _ATEN._scaled_dot_product_cudnn_attention_backward: _cudnn_gradient,
+    _ATEN._scaled_dot_product_flash_attention: _flash,
+    _ATEN._scaled_dot_product_flash_attention_backward: _flash_gradient,
     _ATEN._scaled_dot_product_efficient_attention: _efficient,
     _ATEN._scaled_dot_product_efficient_attention_backward: _efficient_gradient,
     _ATEN._fused_adamw_: optimizer_kernels.fused_adamw_,
@@ -351,8 +373,8 @@ def _in_place(operator: Callable) -> Callable:
     def write(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         try:
             return x.copy_(operator(x, *rest, **options))
-        except Guess as guess:
-            raise Guess(guess.args[0], x.copy_(guess.args[1])) from None
+        except (Guess, BySource) as reason:
+            raise type(reason)(reason.args[0], x.copy_(reason.args[1])) from None
 
     return write
 
@@ -479,3 +501,25 @@ PRODUCTS: dict[Any, Callable] = {
 
 COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__) | _COMPOSITE
 """Operators that may come to others, which the simulation then gets: it is their first argument."""
+
+Evidence = Literal["recorded", "by source", "reasoned"]
+_BY_SOURCE = """
+_safe_softmax amin max min std_mean nll_loss2d_forward nll_loss2d_backward _foreach_mul sort lgamma selu copysign
+nextafter heaviside max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d avg_pool3d _adaptive_avg_pool2d
+max_pool3d_with_indices_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool3d_backward
+_adaptive_avg_pool2d_backward unfold unfold_backward pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d
+reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d diagonal diagonal_backward
+diag_embed masked_select masked_scatter masked_scatter_backward searchsorted bucketize upsample_nearest1d
+upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact3d upsample_nearest1d_backward
+upsample_nearest3d_backward _upsample_nearest_exact1d_backward _upsample_nearest_exact3d_backward upsample_linear1d
+"""
+EVIDENCE: dict[Any, Evidence] = {
+    **dict.fromkeys(SAME, "reasoned"),
+    **dict.fromkeys([*PRODUCTS, *DRAWS, *KNOWN], "recorded"),
+    **{
+        getattr(_ATEN, name): "by source"
+        for known in _BY_SOURCE.split() for name in (known, f"{known}_") if hasattr(_ATEN, name)
+    },
+}  # fmt: skip
+"""What stands behind an operator's bits: calls recorded on a GPU, the source of its kernel in PyTorch or CUDA alone, or
+that it has no order of operations. Ranges of shapes that no recording covers raise ``BySource``."""

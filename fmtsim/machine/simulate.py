@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from fmtsim.casts.arguments import check_whole
 from fmtsim.machine.patches import draws_on_host, patched
-from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
+from fmtsim.machine.unknown import BySource, Guess, Nondeterministic, UnknownOrder
 from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError, did_you_mean, shown
 from fmtsim.support.records import checked
 from fmtsim.support.table import aligned
@@ -49,11 +49,13 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
     Args:
         target: ``"h200"`` or ``"h100"``, as PyTorch 2.11 with CUDA 13.0 runs there.
         strict: Raise at the first operator whose bits are not known, instead of computing it as the host does, or on a
-            torch whose operators were not compared with the record: 2.11 and 2.13 were. One warning names others.
+            torch whose operators were not compared with the record: 2.11 and 2.13 were. One warning names others. An
+            order that was read in PyTorch's or the vendor's source is accepted without a recording.
         compiled: A folder of ``TORCHINDUCTOR_CACHE_DIR`` that a GPU wrote: ``graphs`` are its graphs by name, each a
             function that computes inside what torch.compile's code computes there.
 
-    ``exact``, ``guess``, ``unknown`` and ``nondeterministic`` count operators; ``summary`` is a table of them.
+    ``exact``, ``by_source`` (known from source, not recorded), ``guess``, ``unknown`` and ``nondeterministic`` count
+    operators; ``summary`` is a table of them.
 
     Raises:
         ArgumentError: An unknown target; with ``strict`` an operator whose bits are not known; what is refused above.
@@ -83,6 +85,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         self._generator = operators.random.Generator()
         self._entered: list[tuple[ExitStack, FrameType | None]] = []  # with the frame that entered
         self.exact: Counter[str] = Counter()
+        self.by_source: Counter[str] = Counter()
         self.guess: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
         self.nondeterministic: Counter[str] = Counter()
@@ -122,16 +125,18 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             (self.nondeterministic, f"no bits to reproduce: the {self.target}'s own differ from run to run"),
             (self.unknown, "computed by torch on the host"),
             (self.guess, "by the target's guess"),
+            (self.by_source, "by source, not recorded"),
         )
         calls = self.exact.total() + sum(counts.total() for counts, _ in groups)
         lines = [f"{self.target}: {self.exact.total()} of {calls} operators exact"]
         for counts, title in groups:
             rows = [(f"{n:,}", f"{what}{self._places[what]}") for what, n in counts.most_common()]
             lines += [f"{title} ({counts.total():,})", *(f"  {row}" for row in aligned(rows))] if rows else []
-        same = {str(packet).removeprefix("aten.") for packet in self._operators.SAME}
+        evidence = self._operators.EVIDENCE.items()
+        same = {str(packet).removeprefix("aten.") for packet, basis in evidence if basis == "reasoned"}
         exact = [f"{name} {n:,}" for name, n in self.exact.most_common() if name not in same]
         others = sum(self.exact[name] for name in same)
-        exact += [f"{others:,} others (views, copies, comparisons ...)"] * bool(others)
+        exact += [f"{others:,} reasoned (views, copies, comparisons ...)"] * bool(others)
         return "\n".join([*lines, f"exact: {', '.join(exact)}"])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,6 +161,11 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 f"{packet}{_place()} is not an operator of PyTorch, and its kernel on {self.target} is not known; run "
                 "the model without it (eager attention, or the operator's own formula in torch)"
             )
+        with torch._C.DisableTorchFunction():  # handlers ask tensors for their sizes a thousand times
+            return self._compute(operator, func, types, args, kwargs)
+
+    def _compute(self, operator: "_Operator", func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator of PyTorch."""
         name, handler, kind = operator.name, operator.handler, operator.kind
         out = kwargs.get("out")
         if torch.is_tensor(out) and operator.plain is not None and out.is_contiguous():
@@ -200,10 +210,10 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 result = _called(handler, *first, *args, **kwargs)
         except DtypeError as error:  # of a TypeError behind x @ y torch makes one of its own, which says nothing
             raise ArgumentError(str(error)) from error
-        except (UnknownOrder, Nondeterministic, Guess) as reason:
+        except (UnknownOrder, Nondeterministic, Guess, BySource) as reason:
             self._note(name, reason)
             return reason.args[1] if len(reason.args) > 1 else func(*args, **kwargs)
-        self.exact[name] += 1
+        self._count(operator)
         searched = not operator.writes and (kind != "kernel" or empty)
         for x in _tensors((result,)) if searched else ():
             if x.is_cpu and x.layout == torch.strided and not x.is_nested:
@@ -214,7 +224,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         """Compute an operator that draws random numbers."""
         try:
             if draws_on_host():
-                self.exact[operator.name] += 1
+                self._count(operator)
                 return self._generator.on_host(lambda: func(*args, **kwargs))
             if isinstance(args[0] if args else None, nn.Parameter):
                 raise UnknownOrder("a parameter that is filled: on the GPU, or before it is moved there")
@@ -226,7 +236,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             if len(reason.args) > 1:
                 return reason.args[1]
             return self._generator.on_host(lambda: func(*args, **kwargs))
-        self.exact[operator.name] += 1
+        self._count(operator)
         return result
 
     def compile(self, function: Callable, **options: Any) -> Callable:
@@ -249,12 +259,19 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             reason = "; ".join(launch.reasons)
             self._note(name, Nondeterministic(reason) if "atomic sums" in reason else Guess(reason))
 
+    def _count(self, operator: "_Operator") -> None:
+        """Count an operator that was computed, by the evidence for its bits."""
+        if operator.evidence == "by source":
+            self._note(operator.name, BySource(operator.name))
+        else:
+            self.exact[operator.name] += 1
+
     def _note(self, name: str, reason: Exception) -> None:
-        """Count an operator that is not exact; with ``strict`` refuse it."""
+        """Count an operator that is not exact; with ``strict`` refuse it, unless its order was read in the source."""
         detail = name if reason.args[0] == name else f"{name}: {reason.args[0]}"
-        kinds = {Nondeterministic: self.nondeterministic, Guess: self.guess}
+        kinds = {Nondeterministic: self.nondeterministic, Guess: self.guess, BySource: self.by_source}
         counts, place = kinds.get(type(reason), self.unknown), self._places.get(detail) or _place()
-        if self.strict:
+        if self.strict and counts is not self.by_source:
             next_step = "use what the target has a plan for (fmtsim.explain_mm)" if counts is self.guess else (
                 "put another operator in its place")  # fmt: skip
             raise ArgumentError(
@@ -275,6 +292,7 @@ class _Operator(NamedTuple):
     plain: Any  # the overload without out=, of one whose handler or product is known
     takes_integers: bool  # the handler is for tensors of integers, too
     writes: bool  # it returns tensors that it was given, or views of them
+    evidence: str  # of ``operators.EVIDENCE``, empty for an operator without a handler
 
 
 @cache
@@ -303,8 +321,9 @@ def _operator(func: Any) -> _Operator | None:
         read = [(x.name, str(x.type)) for x in schema.arguments if not x.is_out]
         others = [getattr(packet, overload) for overload in packet.overloads()]
         plain = next((x for x in others if [(y.name, str(y.type)) for y in x._schema.arguments] == read), None)
+    evidence = operators.EVIDENCE.get(packet, "")
     writes = any(returned.alias_info is not None for returned in schema.returns)
-    return _Operator(name, kind, handler, unknown, plain, packet in operators.STABLE, writes)
+    return _Operator(name, kind, handler, unknown, plain, packet in operators.STABLE, writes, evidence)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

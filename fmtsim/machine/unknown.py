@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator raises whose arithmetic on the GPU is not known, or has no bits to reproduce."""
+"""What an operator raises whose arithmetic on the GPU is not known or not recorded, or has no bits to reproduce."""
 
 
 class UnknownOrder(Exception):
@@ -12,3 +12,7 @@ class Nondeterministic(Exception):
 
 class Guess(Exception):
     """An order that is not certain: what of it, and the result by the best guess."""
+
+
+class BySource(Exception):
+    """An order that was read in the vendor's or PyTorch's source and that no recording confirms: what, the result."""

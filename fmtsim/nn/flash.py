@@ -240,7 +240,8 @@ def flash(
         weights = weights._replace(elements=weights.elements.reshape(p.shape), scale=scale)
         part = product(weights, _part(v_heads, keys, 2), unit, dtype)
         # 4. Sums of weights and of weighted values.
-        m, total, out = new, total * shrink + p.sum(-1, keepdim=True), out * shrink + part
+        summed = weights.values() if config.rounded_sum else p
+        m, total, out = new, total * shrink + summed.sum(-1, keepdim=True), out * shrink + part
         blocks += [(p, weights.values(), base)] if keep else []
     # 5. Normalise once, at the end; a row that no key reaches is 0.
     y = torch.where(total == 0, 0.0, out / total)

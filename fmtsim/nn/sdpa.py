@@ -100,7 +100,8 @@ def quantised_attention(
        ``(S * scale + mask) * log2(e)`` under a mask of numbers.
     2. ``m`` becomes the larger of itself and the rows' maxima of t, and what there is so far shrinks by
        ``2^(old m - m)``.
-    3. ``P = 2^(t - (m - offset))``, at most ``2^offset``; l grows by the sum of P's row, unrounded.
+    3. ``P = 2^(t - (m - offset))``, at most ``2^offset``; l grows by the sum of P's row, unrounded (``rounded_sum``: of
+       what 4 makes of it).
     4. P is quantised (all heads of the block as one matrix), and ``P v`` of the elements, a chain from zero, times the
        scales of v, is added to the output in float32.
 

@@ -76,6 +76,7 @@ class AttentionConfig:
         q, k, v, p: Quantisers; p is the matrix of softmax weights before normalisation.
         offset: Weights are ``2^offset`` times larger before they are quantised (8 in FlashAttention-3).
         columns: Keys of a block.
+        rounded_sum: Divide by the sum of the quantised weights; False: of the unrounded ones, as FlashAttention-3 does.
         smooth_k: Remove the mean over all keys from k, which changes no weight (SageAttention).
         smooth_q: Remove the mean of every so many queries from q; its product with k, in high precision, is added to
             the scores (SageAttention 3). The means count as constants in gradients.
@@ -92,8 +93,8 @@ class AttentionConfig:
     scales are those of rows, or of blocks of rows. Where one operand is in high precision, it multiplies in the
     tensors' dtype (float32 where it takes that, else by a chain of float32 multiply-adds): elements that this dtype
     holds, if scales do not change along the sums, else values rounded to it. Softmax weights are values in the
-    gradients: they are normalised after they were quantised, by the sum of the unrounded weights, as in
-    FlashAttention-3 (rows of p do not sum to 1 then; there is no switch). A Datapath takes other formats' values in
+    gradients: they are normalised after they were quantised, by the sum that ``rounded_sum`` names (that of unrounded
+    ones leaves rows of p that do not sum to 1). A Datapath takes other formats' values in
     float32.
 
     Raises:
@@ -107,6 +108,7 @@ class AttentionConfig:
     p: Quantizer = Quantizer()
     offset: float = 0
     columns: int = 128
+    rounded_sum: bool = False
     smooth_k: bool = False
     smooth_q: int | None = None
     q_tile: Tile | None = None

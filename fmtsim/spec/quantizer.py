@@ -189,6 +189,7 @@ class Quantizer:
             that they were rounded with.
         gradient: What the gradient of the rounding is taken to be, for operands of the forward product.
         then: A quantiser that the values go through next, for schemes that simulate a format inside another.
+        like: Another library whose cast to ``format`` this is (``fmtsim.list_profiles()``), blocks and scales included.
     """
 
     format: Format | None = None
@@ -199,13 +200,14 @@ class Quantizer:
     source: Source = "original"
     gradient: GradientRule = StraightThrough()
     then: "Quantizer | None" = None
+    like: str = ""
 
     if TYPE_CHECKING:  # what is taken is more than what fields hold
 
         def __init__(
             self, *, format: str | Format | torch.dtype | None = None, rounding: RoundingName | Rounding = ...,
             overflow: Overflow | None = None, scaling: Scaling | None = None, transforms: tuple[Transform, ...] = (),
-            source: Source = "original", gradient: GradientRule = ..., then: "Quantizer | None" = None,
+            source: Source = "original", gradient: GradientRule = ..., then: "Quantizer | None" = None, like: str = "",
         ) -> None: ...  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -231,6 +233,12 @@ class Quantizer:
             raise FormatError(
                 f"Quantizer gradient={shown(self.gradient)} needs the scaled elements; pass scaling= as well"
             )
+        says_more = scaled or self.overflow is not None or self.rounding != Rounding() or self.source == "stored"
+        if self.like and (self.format is None or says_more):
+            raise FormatError(
+                f"Quantizer like={shown(self.like)} says how to round and scale; pass format= and leave rounding=, "
+                "overflow=, scaling= and source='stored' out"
+            )
         if self.source == "stored" and (self.format is None or self.transforms or self.then is not None):
             raise FormatError(
                 "Quantizer source='stored' takes a weight as it was rounded; pass format= without transforms"
@@ -241,7 +249,7 @@ class Quantizer:
     @property
     def is_cast(self) -> bool:
         """Whether the quantiser is a cast by ``fmtsim.quantize`` and nothing else."""
-        return not (self.scaling or self.transforms or self.then or self.source in ("forward", "stored"))
+        return not (self.scaling or self.transforms or self.then or self.like or self.source in ("forward", "stored"))
 
     @property
     def is_stochastic(self) -> bool:
@@ -275,7 +283,8 @@ class Quantizer:
         if self.format is None:
             return "high precision"
         mode = "" if self.rounding.mode == "nearest_even" else f" {self.rounding.mode}"
-        return self.format.name + mode + (f" {self.overflow}" if self.overflow else "")
+        like = f" like {self.like}" if self.like else ""
+        return self.format.name + mode + (f" {self.overflow}" if self.overflow else "") + like
 
 
 def scaling_for(scaling: Scaling, dtype: torch.dtype) -> Scaling:

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmtsim.gemm.targets.planfile import MAGIC, Book, Family, Run
-from fmtsim.gemm.targets.question import WINDOW, Choice, Kind, Question, pack
+from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.refusals import refused
 from tools.calibrate.book import sizes_of
-from tools.calibrate.book_writer import _Writer, book_bytes, write_book
+from tools.calibrate.book_writer import book_bytes, write_book
 
 BF16 = Kind("bf16", "bf16", torch.bfloat16)
 FP16 = Kind("fp16", "fp16", torch.float16, "16f", bias=True)
@@ -136,7 +136,7 @@ def made(count, rng):
         yield Family(kind, layout, along, (rng.randrange(1, 1 << 17), number + 1), runs, batch, step)
 
 
-@pytest.mark.parametrize("count", [1, 70, 500])  # of a section: samples alone, a block, many blocks
+@pytest.mark.parametrize("count", [1, 70, 500])
 def test_what_is_written_is_found(count):
     rng = random.Random(count)
     families = list(made(count, rng))
@@ -150,16 +150,6 @@ def test_what_is_written_is_found(count):
             m, n, k = (size, *each.sizes) if each.along == "m" else (*each.sizes, size)
             asked = Question(each.kind, each.layout, m, n, k, each.batch)
             assert known.find(asked) == looked_up([each], asked)
-
-
-def test_samples_are_as_many_families_as_fit_the_compressor_s_window():
-    numbers = {None: 0, SPLIT: 1}
-    for count, stride in ((3, 1), (30_000, None)):
-        group = {(4096, i): ((1, None), (1 + i, SPLIT)) for i in range(1, count + 1)}
-        runs = [[(start, numbers[choice]) for start, choice in group[key]] for key in sorted(group)]
-        found = _Writer().section(group, numbers)
-        stride = stride or -(-len(pack(runs)) // WINDOW)
-        assert found[:2] == [count, stride] and (stride > 1) == (count > 3)
 
 
 def test_the_same_families_give_the_same_bytes():
@@ -229,7 +219,7 @@ def test_messages(tmp_path):
         (content[:-1], r"a\.book is damaged as a plan book \(it has \d+ bytes instead of \d+\); make it anew"),
         (content[:20], "it ends after 20 bytes"),
         (content[:-1] + b"!", "its checksum is wrong"),
-        (MAGIC + struct.pack("<H", 7) + content[18:], "is a plan book of version 7, and this fmtsim reads 1"),
+        (MAGIC + struct.pack("<H", 7) + content[18:], "is a plan book of version 7, and this fmtsim reads 2"),
     ):
         path.write_bytes(wrong)
         with pytest.raises(DataError, match=message):
@@ -265,7 +255,7 @@ def test_a_book_that_was_sealed_with_a_wrong_choice_is_damaged():
     for old, new in ((b'"choices":[[', b'"choices":[],"x":[['), (b'"bfloat16"', b'"bfloat17"'), (b'"m"', b'"n"')):
         wrong = zlib.compress(record.replace(old, new))
         rest = wrong + content[size + header :]
-        sealed = struct.pack("<16sHIII", MAGIC, 1, len(wrong), body, zlib.crc32(rest)) + rest
+        sealed = struct.pack("<16sHIII", MAGIC, 2, len(wrong), body, zlib.crc32(rest)) + rest
         with pytest.raises(DataError, match="is damaged as a plan book"):
             Book(sealed, "a book").find(question(1))
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fmtsim
 from fmtsim.machine import attention_flash, library, mufu
 from fmtsim.machine.arrays import apply, canonical, fma, to_f32
-from fmtsim.machine.unknown import Guess, Nondeterministic
+from fmtsim.machine.unknown import BySource, Guess, Nondeterministic
 from tests.machine.cases import BF16, FP16, numbers
 from tests.support.bits import assert_same_bits
 
@@ -75,7 +75,7 @@ def oracle(q, k, v, g, dtype, causal, scale):  # type: ignore[no-untyped-def]
 def result(function, *arguments):  # type: ignore[no-untyped-def]
     try:
         return function(*arguments)
-    except (Guess, Nondeterministic) as reason:
+    except (BySource, Guess, Nondeterministic) as reason:
         return reason.args[1]
 
 
@@ -113,11 +113,30 @@ def test_what_was_not_compared_or_is_not_known_is_named():
             torch.autograd.grad(functional.scaled_dot_product_attention(q, k, k.detach(), **how), (q, k), q.detach())
         return run
 
-    assert not {*run().guess, *run().unknown, *run().nondeterministic}
-    assert len(run(130, 130, is_causal=True).guess) == len(run(head=70).guess) == len(run(50, 64).guess) == 2
+    assert not {*run().by_source, *run().guess, *run().unknown, *run().nondeterministic}
+    assert len(run(130, 130, is_causal=True).by_source) == len(run(head=70).guess) == len(run(50, 64).by_source) == 2
     long = run(300, 300, is_causal=True)
     assert len(long.unknown) == len(long.nondeterministic) == 1
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert not {*run().guess, *run().unknown} and run(head=24).unknown
     for how in ({"dropout_p": 0.1}, {"attn_mask": torch.zeros(50, 50, dtype=BF16)}, {"is_causal": True, "keys": 64}):
         assert run(**how).unknown and not any("flash" in name for name in run(**how).exact)
+
+
+def test_a_gpu_s_operator_has_heads_that_are_filled_up():
+    q, g = (numbers(n, (1, 2, 70, 50), "normal", BF16) for n in (1, 2))
+    wide, wide_g = (functional.pad(x, (0, 6)) for x in (q, g))
+    aten, how = torch.ops.aten, {"scale": 50**-0.5}
+    with fmtsim.simulate(strict=True):
+        leaf = q.clone().requires_grad_()
+        y = functional.scaled_dot_product_attention(leaf, leaf, leaf, is_causal=True)
+        y.backward(g)
+        results = aten._scaled_dot_product_flash_attention(wide, wide, wide, 0.0, True, **how)
+        output, lse, *_, seed, offset, _ = results
+        state = output, lse, None, None, 70, 70, 0.0, True, seed, offset
+        gradients = aten._scaled_dot_product_flash_attention_backward(wide_g, wide, wide, wide, *state, **how)
+        total = gradients[0] + gradients[1] + gradients[2]
+    assert_same_bits(output[..., :50], y.detach())
+    assert torch.equal(total[..., 50:], torch.zeros_like(total[..., 50:]))
+    with pytest.raises(fmtsim.errors.ArgumentError, match="attention with dropout"), fmtsim.simulate(strict=True):
+        aten._scaled_dot_product_flash_attention(wide, wide, wide, 0.1, True)

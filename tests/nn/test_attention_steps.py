@@ -168,6 +168,14 @@ def test_attention_against_the_slow_one(name, config, causal):
     assert 1e-4 < (y - plain).norm() / plain.norm() < {"sage2": 0.1, "sage3": 0.5, "mxfp8": 0.2}[name]
 
 
+def test_weights_sum_to_one_where_their_own_sum_divides():
+    q, k = (normal(1, 200, 40, seed=i) * 2 for i in range(2))
+    ones = torch.ones(1, 200, 32)  # exact in MXFP8: a row of the result is the sum of its weights
+    for rounded_sum in (False, True):
+        y = quantised_attention(q, k, ones, config=dataclasses.replace(MXFP8, rounded_sum=rounded_sum))
+        assert ((y - 1).abs().max() < 1e-5) == rounded_sum
+
+
 @pytest.mark.parametrize("change", [{"smooth_k": False}, {"q_tile": None}, {"k_tile": (64, 8, 2)}, {"offset": 8}])
 def test_every_step_of_sage_attention_2_shows(change):
     q, k, v = (normal(1, 160, 32, seed=i) + 2 for i in range(3))

@@ -257,3 +257,18 @@ def test_shards_of_distributed_parameters():
         assert fmtsim.optim.memory(optimizer).measured == fmtsim.optim.memory(plain.optimizer).measured
     finally:
         destroy_process_group()
+
+
+@pytest.mark.parametrize("state", ["bnb8", "ao_8bit", "ao_fp8"])
+def test_second_moments_far_below_the_largest_of_their_block_vanish(state):
+    """docs/optim.md warns of it: the sources' own schemes do so."""
+    generator, weight = torch.Generator().manual_seed(0), torch.nn.Parameter(torch.zeros(4096))
+    optimizer = fmtsim.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, state=state)
+    largest = 0.0
+    for _ in range(20):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(4096, generator=generator)
+        weight.grad[::2] /= 1000
+        optimizer.step()
+        largest = max(largest, float((weight.detach() - before)[::2].abs().max()) / 1e-3)
+    assert largest > 10_000  # learning rates; 1 with float32 moments

@@ -9,6 +9,7 @@ Write the file anew after a change of a catalogue::
 import json
 from pathlib import Path
 
+from fmtsim.casts.profile import list_profiles
 from fmtsim.distributed import REDUCTIONS
 from fmtsim.gemm.targets.target import list_targets
 from fmtsim.gemm.units.catalogue import units
@@ -32,6 +33,7 @@ def recorded_names() -> str:
         "recipe_aliases": [alias for recipe in RECIPES for alias in recipe.aliases],
         "scheme_aliases": [alias for recipe in PTQ_RECIPES for alias in recipe.aliases], "widths": WIDTHS,
         "optimizers": OPTIMIZERS, "rules": RULES, "states": list_schemes(), "reductions": REDUCTIONS,
+        "profiles": list_profiles(),
     }  # fmt: skip
     lines = [f"{json.dumps(key)}: {json.dumps(sorted(values))}" for key, values in lists.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import numpy as np
 import torch
 
 from fmtsim.gemm.model_calls import model_calls
@@ -58,7 +59,7 @@ from tools.calibrate.book import (
 from tools.calibrate.campaign import SEEDS, Finding, calibrate
 from tools.calibrate.evidence import Evidence, load_evidence
 from tools.calibrate.gpu import TorchGPU, open_gpu
-from tools.calibrate.learn import check_learner, learn
+from tools.calibrate.learn import SMALL, TOPICS, answers_file, check_learner, learn
 from tools.calibrate.planfile import plan_file, write_plan
 from tools.calibrate.recheck import RuleCheck, recheck
 from tools.calibrate.replay import gemm_tasks
@@ -66,7 +67,7 @@ from tools.calibrate.unit_calls import kinds_of
 from tools.calibrate.unit_check import TorchCard, check_unit, emulate_again
 
 PLAN, EVIDENCE, BOOK, LEARNED = "fmtsim-plan.json", "fmtsim-evidence.json", "fmtsim.book", "fmtsim.trees"
-SMALL = 1152  # rows of a book of small layers
+SMALL_ROWS = 1152  # rows of a book of small layers
 RECORDINGS = Files("pass a folder of mtc_*.npz, probe_*.npz or recorded calls", folders=True)
 SUMMARY = "Measure this GPU's arithmetic and its library's accumulation orders, and write a plan file."
 SHOWN = 10
@@ -83,7 +84,8 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     add_layers(what, ",".join(DTYPES), "gpt2, llama-8b, ...")
     add_tokens(what)
     flag(what, "--quick", f"at most {QUICK} of these calls, evenly chosen, and one set of data each")
-    base = "try this target's plans first, and append its rules to the new ones; with --book, write the difference"
+    base = "try this target's plans first, and append its rules to the new ones; with --book, write the difference; "
+    base += "with --learn --small, learn from its books, too"
     option(parser, "--base", base, metavar="TARGET", names=names.targets)
     option(parser, "--out", f"file to write, {PLAN} or {EVIDENCE} unless given", metavar="FILE")
     check = parser.add_argument_group("comparing a GPU with its emulation, instead of measuring it")
@@ -99,10 +101,14 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     kinds = "kinds of calls, such as bf16,fp8_rows (default: all; an unknown kind prints all names)"
     option(book, "--kinds", kinds, metavar="LIST")
     option(book, "--lattice", "add layers with up to N sizes of outputs and of inputs, from 64 to 32768", 0)
-    flag(book, "--small", f"layers of small models alone, with up to {SMALL} rows")
+    flag(
+        book, "--small", f"layers of small models alone, with up to {SMALL_ROWS} rows; with --learn, small sizes alone"
+    )
     trees = "write a file of decision trees, trained on this library's results for random sizes"
     option(book, "--learn", f"{trees} ({LEARNED} unless named)", metavar="FILE", nargs="?", const=LEARNED)
     option(book, "--questions", "queries for each group of kinds; some groups take more or fewer", 3_000_000)
+    folder = "with --learn, keep the heuristic's results in a folder; what lies there is not queried again"
+    option(book, "--answers", f"{folder}, and without a GPU where all do", metavar="DIR")
     option(book, "--workers", "processes that query (default: one per core)", type=int)
     option(check, "--evidence", "check such a file on any machine: emulate its calls again and compare", metavar="FILE",
            names=names.files)  # fmt: skip
@@ -373,7 +379,7 @@ def run_book(arguments: argparse.Namespace) -> int:
     source = f"cublasLtMatmulAlgoGetHeuristic, {datetime.date.today()}"
     make = partial(
         make_book, path, families, partial(open_library, arguments.device, gpu.library), library=gpu.library,
-        source=source, executor=arguments.executor, most=SMALL if arguments.small else MOST,
+        source=source, executor=arguments.executor, most=SMALL_ROWS if arguments.small else MOST,
     )  # fmt: skip
     try:
         with make_progress(None, transient=True) as progress:
@@ -417,20 +423,27 @@ def run_learn(arguments: argparse.Namespace) -> int:
     check_file("--learn", path)
     check_positive(arguments, "questions")
     check_learner()
-    gpu, index = open_card(arguments.device)
-    workers = workers_of(arguments)
-    architecture = architecture_of(index) if architecture_of(index) in get_args(Architecture) else None
+    workers, topics = workers_of(arguments), SMALL if arguments.small else TOPICS
+    folder = None if arguments.answers is None else Path(arguments.answers).expanduser()
+    if folder is not None and all(answers_file(folder, topic).is_file() for topic in topics):
+        library = f"answers in {folder}"
+        architecture = str(np.load(answers_file(folder, topics[0]))["architecture"])
+    else:
+        gpu, index = open_card(arguments.device)
+        library, architecture = gpu.library, architecture_of(index)
+    books = () if arguments.base is None else get_target(arguments.base).books
+    known = cast(Architecture, architecture) if architecture in get_args(Architecture) else None
     with make_progress(None, transient=True) as progress:
-        groups = learn(path, partial(open_library, arguments.device, gpu.library), count=arguments.questions,
-                       workers=workers, architecture=cast(Architecture | None, architecture), progress=progress,
-                       executor=arguments.executor)  # fmt: skip
+        groups = learn(path, partial(open_library, arguments.device, library), count=arguments.questions,
+                       workers=workers, architecture=known, progress=progress, topics=topics,
+                       executor=arguments.executor, answers=folder, books=books)  # fmt: skip
     rows = [
         (kind_name(group), f"{group.learned:,}", f"{group.held_out:,}", f"{group.right / group.held_out:.2%}",
          f"{group.certain / group.held_out:.1%}", f"{group.certain_right / max(group.certain, 1):.3%}")
         for group in groups
     ]  # fmt: skip
     head = ("kinds", "learned from", "held out", "right", "certain", "right of these")
-    record = {"library": gpu.library, "file": str(path), "bytes": path.stat().st_size,
+    record = {"library": library, "file": str(path), "bytes": path.stat().st_size,
               "groups": [dict(zip(head, row, strict=True)) for row in rows]}  # fmt: skip
     answer(arguments, record, lambda: f"{format_table(head, rows, left=(0,))}\nwritten: {path}")
     return 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fmtsim.gemm.targets.planfile import BLOCK, FIXED, HEAD, MAGIC, VERSION, Book, Family, Runs
-from fmtsim.gemm.targets.question import LARGEST, WINDOW, Choice, Kind, deflate, kind_to_list, pack, planes
+from fmtsim.gemm.targets.planfile import FIXED, HEAD, MAGIC, VERSION, Book, Family, Runs
+from fmtsim.gemm.targets.question import LARGEST, WORDS, Choice, Kind, compress, kind_to_list, planes
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.files import StrPath, write_file
 
@@ -108,17 +108,17 @@ class _Writer:
         self._offsets: dict[bytes, int] = {}
 
     def section(self, group: dict[tuple[int, int], Runs], numbers: dict[Choice | None, int]) -> list[int]:
-        """Add a section; return count, stride, and begin and size of its keys, samples, ends of blocks and blocks."""
+        """Add a section; return its count, and begin and size of its keys and of what ``_Section`` calls packed."""
         keys = sorted(group)
-        runs = [[(start, numbers[choice]) for start, choice in group[key]] for key in keys]
-        stride = -(-len(pack(runs)) // WINDOW)
-        samples = pack(runs[::stride])
-        others = [key_runs for rank, key_runs in enumerate(runs) if rank % stride]
-        blocks = [deflate(pack(others[i : i + BLOCK]), samples) for i in range(0, len(others), BLOCK)]
+        starts, choices = np.array([(start, numbers[choice]) for key in keys for start, choice in group[key]]).T
         firsts = np.diff([first for first, _ in keys], prepend=0)
-        sizes, lengths = planes([*firsts, *(second for _, second in keys)], 4), planes([*map(len, blocks)], 3)
-        pieces = (deflate(sizes), deflate(samples), deflate(lengths), b"".join(blocks))
-        return [len(keys), stride, *(number for piece in pieces for number in (self._add(piece), len(piece)))]
+        pieces = (
+            compress(planes([*firsts, *(second for _, second in keys)], 4)),
+            compress(planes([len(group[key]) for key in keys], 2)),
+            compress(np.stack([starts & 0xFFFF, choices], 1).astype("<u2").tobytes(), WORDS),
+            compress((starts >> 16).astype(np.uint8).tobytes()),
+        )
+        return [len(keys), *(number for piece in pieces for number in (self._add(piece), len(piece)))]
 
     def _add(self, piece: bytes) -> int:
         if piece not in self._offsets:

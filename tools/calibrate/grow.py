@@ -7,14 +7,18 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fmtsim.gemm.targets.cublaslt import plainest, same_order
-from fmtsim.gemm.targets.learned import FEATURES, LEAF, Group, Tree
-from fmtsim.gemm.targets.question import Architecture, Choice, Kind, Question
+from fmtsim.gemm.targets.cublaslt import TILES, plainest, same_order
+from fmtsim.gemm.targets.learned import FEATURES, LEAF, Group, Parts, Ruled, Tree, choice_for
+from fmtsim.gemm.targets.question import CUTLASS, Architecture, Choice, Kind, Question
 
 BRANCHED: Final = 2_500_000  # answers at most that decide where a tree branches; the others count on its leaves
 HELD_OUT: Final = 100_000  # answers at least that choose how many make a leaf certain, and as many that are held out
-DOUBTS: Final = tuple(0.02 * 0.8**step for step in range(40))  # estimates of how often a certain leaf may be wrong
+DOUBTS: Final = tuple(0.02 * 0.9**step for step in range(80))  # estimates of how often a certain leaf may be wrong
 SURE: Final = 0.9998  # of the answers on certain leaves are right, by those that choose
+SURE_SMALL: Final = 0.99995  # the same of small sizes: of layers, less regular than what is drawn, 0.9998 are right
+BLOCKS: Final = (0, 36, 66, 132, 264, 396, 528)  # of tiles of a result that splits fill, on 132 multiprocessors
+WIDTHS: Final = ((0, 0), (32, 0), (56, 0), (64, 0), (72, 0), (128, 0), (64, 63), (72, 71), (64, 32))  # and extras
+FEWEST_ALIKE: Final = 20  # answers of a tile that a rule is named for
 Numbers = NDArray[np.int64]
 
 
@@ -25,12 +29,14 @@ class Topic(NamedTuple):
     batched: They are batched.
     leaves: Leaves that the tree has at most.
     share: Of the questions that are asked about a topic, so many about this one.
+    most: The largest size that is asked about; 0 where all are. Splits of small sizes are named by rules.
     """
 
     kinds: tuple[Kind, ...]
     batched: bool = False
     leaves: int = 25_000
     share: float = 1.0
+    most: int = 0
 
 
 class Nodes(NamedTuple):
@@ -44,8 +50,9 @@ class Nodes(NamedTuple):
 
 
 def grow(
-    topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None
-) -> tuple[Group, Tree]:
+    topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None,
+    tiles: Sequence[int] = (), more: tuple[Numbers, Sequence[Choice]] | None = None,
+) -> tuple[Group, Tree]:  # fmt: skip
     """Return a tree of a topic's answers, and how often it is right about the last of them.
 
     An answer counts as right where its order is the tree's, whatever the choice behind it.
@@ -55,19 +62,50 @@ def grow(
         choices: All answers; None is a call that the library refuses, which is left out.
         labels: int64 [questions], an index of choices.
         architecture: Of the GPU; None where the orders behind choices are not known, and choices alone are compared.
+        tiles: The TILE_ID of each choice, of a topic of small sizes.
+        more: Other questions and their choices, without tiles: none of them is held out.
     """
-    asked, names, labels = _named(topic, asked, choices, labels, architecture)
+    # 1. answers with one name for an order; of small sizes, those held out are about sizes that no other answer has
+    is_known = np.array([choice is not None for choice in choices])[labels]
+    asked, answers = asked[:, is_known], labels[is_known]
+    if topic.most:
+        sizes = np.sort(asked[2:5], axis=0) * np.random.default_rng(0).integers(1 << 62, size=(3, 1))
+        apart = np.argsort(sizes.sum(0), kind="stable")
+        asked, answers = asked[:, apart], answers[apart]
+    names: Sequence[Choice | Ruled]
+    plain, labels = names, labels = _named(topic, asked, choices, answers, architecture)
+    if topic.most:
+        names, labels = _ruled(asked, plain, labels, np.array(tiles)[answers])
+    # 2. a tree from a part of them, and how often its leaves are right about all that are learned from
     held = max(len(labels) // 20, min(HELD_OUT, len(labels) // 4))
     learned = len(labels) - 2 * held
     columns = columns_of(asked)
-    branched = min(learned, BRANCHED)
-    nodes = _rounded(branches(columns[:branched], labels[:branched], topic.leaves), columns[:branched])
+    branched = min(learned * 3 // 4 if topic.most else learned, BRANCHED)
+    taught, taught_labels = columns[:branched], labels[:branched]
+    if more is not None:
+        # of other answers those without a split have names; the rule of a split is not known without its tile
+        others, other_labels = _named(topic, more[0], more[1], np.arange(len(more[1])), architecture)
+        places = np.array([names.index(name) if name in names and name.split == 1 else -1 for name in others], np.int64)
+        whole = places[other_labels] >= 0
+        other_columns = columns_of(more[0])
+        taught = np.concatenate([taught, other_columns[whole]])
+        taught_labels = np.append(taught_labels, places[other_labels][whole])
+    nodes = _rounded(branches(taught, taught_labels, topic.leaves), taught)
     reached = _reached(nodes, columns)
     right = _right(topic, asked, names, labels, nodes.labels[reached], architecture)
-    certain = _certain(reached, right, learned, learned + held, len(nodes.labels))
-    last, sure = right[-held:], certain[reached[-held:]]
-    group = Group(topic.kinds, topic.batched, tuple(names), learned, held, int(last.sum()), int(sure.sum()),
-                  int((last & sure).sum()))  # fmt: skip
+    # 3. the certain leaves; of small sizes, splits of CUTLASS kernels have to be right as often as others
+    kernels = (name.choice if isinstance(name, Ruled) else name for name in names)
+    jumps = np.array([topic.most > 0 and kernel.algorithm in CUTLASS and kernel.split != 1 for kernel in kernels])
+    sure = SURE_SMALL if topic.most else SURE
+    if more is not None:
+        counted = _reached(nodes, other_columns)
+        agrees = [_same(topic, names[nodes.labels[leaf]], choice, row, architecture)
+                  for leaf, choice, row in zip(counted, more[1], more[0].T.tolist(), strict=True)]  # fmt: skip
+        reached, right = np.append(counted, reached), np.append(np.array(agrees, bool), right)
+    certain = _certain(reached, right, len(right) - 2 * held, len(right) - held, jumps[nodes.labels], sure)
+    last, there = right[-held:], certain[reached[-held:]]
+    group = Group(topic.kinds, topic.batched, tuple(names), learned, held, int(last.sum()), int(there.sum()),
+                  int((last & there).sum()), topic.most)  # fmt: skip
     return group, _tree(nodes, certain)
 
 
@@ -92,37 +130,89 @@ def columns_of(asked: Numbers) -> NDArray[np.float32]:
 
 def _named(
     topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None
-) -> tuple[Numbers, list[Choice], Numbers]:
-    """Return the questions that have answers, the names of all, in order, and each answer's; one name for an order."""
-    is_known = np.array([choice is not None for choice in choices])[labels]
-    asked, labels = asked[:, is_known], labels[is_known]
-    named = dict[tuple[int, int, bool], Choice]()
-    codes = (asked[0] * len(choices) + labels) * 2 + (asked[3] == 1)
+) -> tuple[list[Choice], Numbers]:
+    """Return the names of all answers, in order, and each answer's; one name for an order."""
+    named = []
+    codes = ((asked[0] * len(choices) + labels) * 2 + (asked[3] == 1)) * 2 + (asked[4] == 1)
     cases, where = np.unique(codes, return_inverse=True)
     for code in cases.tolist():
-        kind, label, column = code // 2 // len(choices), code // 2 % len(choices), bool(code % 2)
+        kind, label = divmod(code // 4, len(choices))
         choice = choices[label]
         assert choice is not None
-        question = Question(topic.kinds[kind], 0, 2, 1 if column else 2, 2)
-        named[kind, label, column] = choice if architecture is None else plainest(choice, question)
-    names = sorted(set(named.values()))
-    return asked, names, np.array([names.index(name) for name in named.values()], np.int64)[where]
+        question = Question(topic.kinds[kind], 0, 2, 1 if code // 2 % 2 else 2, 1 if code % 2 else 2)
+        named.append(choice if architecture is None else plainest(choice, question))
+    names = sorted(set(named))
+    return names, np.array([names.index(name) for name in named], np.int64)[where]
+
+
+def _ruled(
+    asked: Numbers, names: Sequence[Choice], labels: Numbers, tiles: Numbers
+) -> tuple[list[Choice | Ruled], Numbers]:
+    """Return names whose splits are rules, in order, and each answer's: for each kernel and tile the rule that says
+    most of its splits, then that which says most of the others.
+    """
+    rules = [(blocks, width, extra) for blocks in BLOCKS for width, extra in WIDTHS if blocks or width]
+    splits = np.array([name.split for name in names])[labels]
+    kernels = np.array([names.index(min(n for n in names if n._replace(split=0) == name._replace(split=0)))
+                        for name in names])[labels]  # fmt: skip
+    numbers: dict[Choice | Ruled, int] = {name: number for number, name in enumerate(names)}
+    labels = labels.copy()
+    for kernel, tile in np.unique(np.stack([kernels, tiles])[:, splits > 1], axis=1).T.tolist():
+        rows = np.flatnonzero((kernels == kernel) & (tiles == tile) & (splits > 1))
+        if tile not in TILES:
+            continue
+        said: dict[Parts | int, NDArray[np.bool_]]
+        parts = [Parts(blocks, tile, width, extra) for blocks, width, extra in rules]
+        said = {rule: rule.of(*asked[2:, rows]) == splits[rows] for rule in parts}
+        said |= {split: splits[rows] == split for split in np.unique(splits[rows]).tolist()}
+        remaining = np.ones(len(rows), bool)
+        while remaining.any():
+            rule = max(said, key=lambda rule: (said[rule] & remaining).sum())
+            hit = said[rule] & remaining
+            if hit.sum() < FEWEST_ALIKE:
+                break
+            if isinstance(rule, Parts):
+                name = Ruled(names[kernel]._replace(split=0), rule)
+                labels[rows[hit]] = numbers.setdefault(name, len(numbers))
+            remaining &= ~hit
+    used = np.unique(labels)
+    ruled = list(numbers)
+    order = sorted(used.tolist(), key=lambda number: (isinstance(ruled[number], Ruled), ruled[number]))
+    places = np.zeros(len(ruled), np.int64)
+    places[order] = np.arange(len(order))
+    return [ruled[number] for number in order], places[labels]
 
 
 def _right(
-    topic: Topic, asked: Numbers, names: Sequence[Choice], labels: Numbers, said: Numbers,
+    topic: Topic, asked: Numbers, names: Sequence[Choice | Ruled], labels: Numbers, said: Numbers,
     architecture: Architecture | None,
 ) -> NDArray[np.bool_]:  # fmt: skip
     """Return for each answer whether what a tree said of it has its order."""
     right = labels == said
     for row in np.flatnonzero(~right).tolist() if architecture is not None else ():
-        kind, *rest = asked[:, row].tolist()
-        question = Question(topic.kinds[kind], *rest)
-        right[row] = same_order(names[labels[row]], names[said[row]], question, architecture)  # type: ignore[arg-type]
+        answer = choice_for(names[labels[row]], _question(topic, asked[:, row].tolist()))
+        right[row] = _same(topic, names[said[row]], answer, asked[:, row].tolist(), architecture)
     return right
 
 
-def _certain(reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: int, nodes: int) -> NDArray[np.bool_]:
+def _question(topic: Topic, row: Sequence[int]) -> Question:
+    return Question(topic.kinds[row[0]], *row[1:])  # type: ignore[arg-type]
+
+
+def _same(
+    topic: Topic, name: Choice | Ruled, answer: Choice, row: Sequence[int], architecture: Architecture | None
+) -> bool:
+    """Return True if what a tree says of a question, a row of ``draw``'s, has the order of an answer."""
+    question = _question(topic, row)
+    guess = choice_for(name, question)
+    if architecture is None:
+        return guess == answer
+    return guess == plainest(answer, question) or same_order(answer, guess, question, architecture)
+
+
+def _certain(
+    reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: int, apart: NDArray[np.bool_], sure: float = SURE
+) -> NDArray[np.bool_]:
     """Return the leaves that are wrong seldom enough: as often as keeps the answers after those learned right, none
     where nothing does. How often a leaf is wrong is estimated by Laplace's rule of succession.
 
@@ -131,13 +221,18 @@ def _certain(reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: i
         right: Whether it is right there.
         learned: So many come first.
         chosen: Those from there to this place choose how seldom is enough.
-        nodes: Of the tree.
+        apart: Of each node of the tree, whether it is among those that are chosen apart from the others.
+        sure: So many of those that choose have to be right on certain leaves.
     """
-    wrong = np.bincount(reached[:learned][~right[:learned]], minlength=nodes)
-    doubts = (wrong + 1) / (np.bincount(reached[:learned], minlength=nodes) + 2)
-    there, good = doubts[reached[learned:chosen]], right[learned:chosen]
-    enough = (most for most in DOUBTS if good[there <= most].sum() >= SURE * (there <= most).sum() > 0)
-    return doubts <= next(enough, -1.0)
+    wrong = np.bincount(reached[:learned][~right[:learned]], minlength=len(apart))
+    doubts = (wrong + 1) / (np.bincount(reached[:learned], minlength=len(apart)) + 2)
+    certain = np.zeros(len(apart), bool)
+    for leaves in (apart, ~apart):
+        answers = leaves[reached[learned:chosen]]
+        there, good = doubts[reached[learned:chosen]][answers], right[learned:chosen][answers]
+        enough = (most for most in DOUBTS if good[there <= most].sum() >= sure * (there <= most).sum() > 0)
+        certain |= leaves & (doubts <= next(enough, -1.0))
+    return certain
 
 
 def _tree(nodes: Nodes, certain: NDArray[np.bool_]) -> Tree:

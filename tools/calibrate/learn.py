@@ -3,6 +3,7 @@
 
 import importlib.util
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,16 +13,18 @@ import numpy as np
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.learned import Group
+from fmtsim.gemm.targets.planfile import Book
 from fmtsim.gemm.targets.question import Architecture, Choice, Kind, Question
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.executors import AnyExecutor, open_tasks
 from fmtsim.support.progress import Progress
-from tools.calibrate.book import KINDS, asker, similar_kinds
+from tools.calibrate.book import KINDS, asker, similar_kinds, sizes_of
 from tools.calibrate.grow import Numbers, Topic, grow
 from tools.calibrate.learned_writer import write_learned
 
 FEWEST: Final = 20  # questions about a topic
+OF_A_FAMILY: Final = 24  # sizes
 AT_ONCE: Final = 5_000  # questions that a process is handed
 DIED: Final = (
     "a process that asks the library or grows a tree died, from lack of memory perhaps; nothing was written, and what "
@@ -57,6 +60,20 @@ def _topics() -> tuple[Topic, ...]:
 
 
 TOPICS: Final = _topics()
+SMALL: Final = tuple(
+    Topic((KINDS[name],), batched, 60_000, share, 600 if batched else 1100)
+    for name, batched, share in (
+        ("fp32", False, 1.0), ("bf16", False, 1.0), ("fp16", False, 1.0), ("fp32_bias", False, 0.6),
+        ("bf16_bias", False, 0.6), ("fp16_bias", False, 0.6), ("fp32", True, 0.4), ("bf16", True, 0.4),
+        ("fp16", True, 0.4),
+    )
+)  # fmt: skip
+"""Topics of sizes of small models, which have trees of their own."""
+_FEATURES: Final = (8, 10, 12, 16, 20, 24, 32, 40, 48, 50, 56, 64, 72, 80, 96, 100, 112, 120, 128, 144, 160, 176, 192,
+                    200, 208, 224, 240, 256, 257, 288, 300, 320, 336, 352, 384, 400, 416, 448, 480, 500, 512, 544, 576,
+                    600, 640, 672, 688, 704, 768, 800, 832, 896, 960, 1000, 1001, 1024)  # fmt: skip
+_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 100, 128, 200, 256, 512, 1024)
+_SMALL_HEADS: Final = (4, 8, 12, 16, 19, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 
 
 def check_learner() -> None:
@@ -68,7 +85,7 @@ def check_learner() -> None:
 def learn(
     path: Path, open_library: Callable[[], Asker], *, count: int, architecture: Architecture | None = None,
     topics: Sequence[Topic] = TOPICS, workers: int = 1, progress: Progress | None = None,
-    executor: AnyExecutor = None,
+    executor: AnyExecutor = None, answers: Path | None = None, books: Sequence[Book] = (),
 ) -> list[Group]:  # fmt: skip
     """Ask random questions, grow a tree for each topic that the library has answers about, and write them.
 
@@ -81,6 +98,8 @@ def learn(
         workers: Processes.
         progress: Shows how it comes along.
         executor: Asks and grows instead of processes, as in ``make_book``.
+        answers: A folder that keeps the answers, each topic's in ``answers_file``; what it has is not asked again.
+        books: Of the same library; trees of small sizes learn from them, too.
 
     Raises:
         ArgumentError: There are too few questions to hold any out, or scikit-learn is not installed.
@@ -93,17 +112,30 @@ def learn(
         raise ArgumentError(f"{count} questions are too few to learn from; ask a million or more")
     with open_tasks(open_library, executor, workers=workers, threads=1, died=DIED) as tasks:
         for number, (topic, most) in enumerate(zip(topics, counts, strict=True)):
-            asked = draw(topic, most, number)
-            width = asked.shape[1]
-            progress.stage(f"answers, {number + 1} of {len(topics)}", width)
-            parts = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, width, AT_ONCE)]
-            labels, choices = np.zeros(width, np.int64), dict[Choice | None, int]()
-            for (begin, _, part), (chosen, numbers) in tasks.each_done(_answers, parts, progress, AT_ONCE):
-                choice_labels = np.array([choices.setdefault(choice, len(choices)) for choice in chosen])
-                labels[begin : begin + part.shape[1]] = choice_labels[numbers]
-            if (labels != choices.get(None, -1)).sum() < FEWEST:
+            file = None if answers is None else answers_file(answers, topic)
+            if file is not None and file.is_file():
+                recorded = np.load(file)
+                asked, labels = recorded["asked"].astype(np.int64), recorded["labels"].astype(np.int64)
+                chosen = [(Choice(*row[:5]), row[5]) if row[0] >= 0 else None for row in recorded["answers"].tolist()]
+            else:
+                asked = draw(topic, most, number)
+                width = asked.shape[1]
+                progress.stage(f"answers, {number + 1} of {len(topics)}", width)
+                parts = [(i, topic.kinds, asked[:, i : i + AT_ONCE]) for i in range(0, width, AT_ONCE)]
+                labels, index_of = np.zeros(width, np.int64), dict[tuple[Choice, int] | None, int]()
+                for (begin, _, part), (some, numbers) in tasks.each_done(_answers, parts, progress, AT_ONCE):
+                    places = np.array([index_of.setdefault(answer, len(index_of)) for answer in some])
+                    labels[begin : begin + part.shape[1]] = places[numbers]
+                chosen = list(index_of)
+                if file is not None:
+                    rows = [(-1,) * 6 if answer is None else (*answer[0], answer[1]) for answer in chosen]
+                    np.savez_compressed(file, asked=asked.astype(np.int32), answers=np.array(rows, np.int32),
+                                        labels=labels.astype(np.uint16), architecture=architecture or "")  # fmt: skip
+            choices, tiles = zip(*(answer or (None, 0) for answer in chosen), strict=True)
+            if sum((labels == label).sum() for label, choice in enumerate(choices) if choice is not None) < FEWEST:
                 continue  # the library refuses such calls
-            growing.append(tasks.submit(_grow, (topic, asked, list(choices), labels, architecture)))
+            more = book_answers(books, topic) if topic.most and books else None
+            growing.append(tasks.submit(_grow, (topic, asked, choices, labels, architecture, tiles, more)))
         progress.stage("trees", len(growing))
         grown = []
         for tree in growing:
@@ -117,6 +149,30 @@ def _grow(library: Callable[[], Asker], part: Any) -> Any:
     return grow(*part)
 
 
+def answers_file(folder: Path, topic: Topic) -> Path:
+    """Return where a folder keeps the answers about a topic."""
+    name = next(name for name, kind in KINDS.items() if kind == topic.kinds[0])
+    return folder / f"{name}{'_batched' if topic.batched else ''}{'_small' if topic.most else ''}.npz"
+
+
+def book_answers(books: Sequence[Book], topic: Topic) -> tuple[Numbers, list[Choice]]:
+    """Return questions of a topic of small sizes, as ``draw`` does, and their answers: some of each family of books."""
+    rng, rows, choices = random.Random(0), [], []
+    for book in books:
+        for family in book.families():
+            alike = family.kind in topic.kinds and (family.batch > 1) == topic.batched
+            if not alike or max(*family.sizes, family.batch) > topic.most:
+                continue
+            sizes = [size for size in sizes_of(family)[0] if size <= topic.most]
+            for size in rng.sample(sizes, min(OF_A_FAMILY, len(sizes))):
+                m, n, k = (size, *family.sizes) if family.along == "m" else (*family.sizes, size)
+                run = book.run(Question(family.kind, family.layout, m, n, k, family.batch))
+                if 1 not in (m, n, k) and run is not None:
+                    rows.append((topic.kinds.index(family.kind), family.layout, m, n, k, family.batch))
+                    choices.append(run.choice)
+    return np.array(rows, np.int64).reshape(-1, 6).T, choices
+
+
 def draw(topic: Topic, count: int, seed: int) -> Numbers:
     """Return different random questions, int64 [6, up to count]: the kind's number, layout, m, n, k, batch.
 
@@ -128,12 +184,13 @@ def draw(topic: Topic, count: int, seed: int) -> Numbers:
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     usual = rng.integers(0, 4, count)
-    layout, m, n, k = _products(rng, usual)
+    layout, m, n, k = _small_products(rng, topic, count) if topic.most else _products(rng, usual)
     kind, batch = rng.integers(0, len(topic.kinds), count), np.ones(count, np.int64)
     if topic.batched:
-        any_batch = 1 + _sizes(rng, count, 9)
+        any_batch = 1 + _sizes(rng, count, 8 if topic.most else 9)
+        attention = _small_attention(rng, topic.most, count) if topic.most else _attention(rng, count)
         either = zip(
-            _attention(rng, count), (layout, np.minimum(m, 8192), np.minimum(n, 8192), np.minimum(k, 16384), any_batch),
+            attention, (layout, np.minimum(m, 8192), np.minimum(n, 8192), np.minimum(k, 16384), any_batch),
             strict=True,
         )  # fmt: skip
         layout, m, n, k, batch = (np.where(usual > 0, *pair) for pair in either)
@@ -170,6 +227,47 @@ def _products(rng: np.random.Generator, usual: Numbers) -> tuple[Numbers, Number
     return np.where(layout > 3, 0, layout), m, n, k
 
 
+def _small_products(rng: np.random.Generator, topic: Topic, count: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Return layout, m, n and k of products forward (0.3), of both gradients (0.2 and 0.3), and others."""
+    features = [_mixed(rng, topic.most, count, _FEATURES) for _ in range(2)]
+    tokens, (a, b, c) = _mixed(rng, topic.most, count, _TOKENS), (_any_size(rng, topic.most, count) for _ in range(3))
+    role = rng.integers(0, 10, count)
+    passes = [role < 3, role < 5, role < 8]
+    m = np.select(passes, [tokens, tokens, features[0]], a)
+    n = np.select(passes, [features[0], features[0], features[1]], b)
+    k = np.select(passes, [features[1], features[1], tokens], c)
+    return np.select(passes, [0, 1, 2], rng.integers(0, 4, count)), m, n, k
+
+
+def _small_attention(
+    rng: np.random.Generator, most: int, count: int
+) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    """Return layout, m, n, k and batch of scores, values and gradients, in any layout."""
+    tokens, others = (_mixed(rng, most, count, _TOKENS) for _ in range(2))
+    others, head = np.where(rng.random(count) < 0.6, tokens, others), rng.choice(_SMALL_HEADS, count)
+    form = rng.integers(0, 4, count)
+    m = np.where(form == 3, head, tokens)
+    n = np.select([form == 0, form == 3], [others, others], head)
+    k = np.select([form == 0, form == 3], [head, tokens], others)
+    batch = np.minimum(np.array((2, 3, 5, 1))[rng.integers(0, 4, count)] << rng.integers(0, 8, count), 256)
+    return rng.integers(0, 4, count), m, n, k, np.maximum(batch, 2)
+
+
+def _mixed(rng: np.random.Generator, most: int, count: int, common: Sequence[int]) -> Numbers:
+    """Return sizes: half of them common ones, a fourth multiples of 8, others any."""
+    share = rng.random(count)
+    multiples = 8 * rng.integers(1, most // 8 + 1, count)
+    usual = np.minimum(rng.choice(common, count), most)
+    return np.select([share < 0.5, share < 0.75], [usual, multiples], _any_size(rng, most, count))
+
+
+def _any_size(rng: np.random.Generator, most: int, count: int) -> Numbers:
+    """Return sizes that spread evenly over powers of two, many of them multiples of 4 to 64."""
+    sizes = np.exp(rng.uniform(0, np.log(most + 1), count)).astype(np.int64)
+    step = rng.choice((1, 4, 8, 16, 64), count, p=(0.4, 0.1, 0.25, 0.15, 0.1))
+    return np.clip(np.where(sizes >= step, sizes // step * step, sizes), 1, most)
+
+
 def _attention(rng: np.random.Generator, count: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
     """Return layout, m, n, k and batch of scores, values and gradients, a fourth of them in other layouts or sizes."""
     tokens, others, any_head = (_sizes(rng, count, top) for top in (12, 12, 10))
@@ -197,12 +295,12 @@ def _sizes(rng: np.random.Generator, count: int, top: int | Numbers, least: int 
 
 def _answers(
     library: Callable[[], Asker], part: tuple[int, tuple[Kind, ...], Numbers]
-) -> tuple[list[Choice | None], Numbers]:
-    """Return the choices of some questions, each once, and which of them answers which question."""
-    index_of: dict[Choice | None, int] = {}
+) -> tuple[list[tuple[Choice, int] | None], Numbers]:
+    """Return the answers to some questions, each once, and which of them answers which question."""
+    index_of: dict[tuple[Choice, int] | None, int] = {}
     _, kinds, asked = part
-    choice = asker(library).choice
+    answer = asker(library).answer
     numbers = [
-        index_of.setdefault(choice(Question(kinds[kind], *rest)), len(index_of)) for kind, *rest in asked.T.tolist()
+        index_of.setdefault(answer(Question(kinds[kind], *rest)), len(index_of)) for kind, *rest in asked.T.tolist()
     ]
     return list(index_of), np.array(numbers)

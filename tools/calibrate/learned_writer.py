@@ -2,15 +2,14 @@
 """Write files of decision trees, which ``fmtsim.gemm.targets.learned`` reads."""
 
 import json
-import lzma
 import struct
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from fmtsim.gemm.targets.learned import FILTERS, HEAD, MAGIC, Group, Tree, by_feature
-from fmtsim.gemm.targets.question import kind_to_list
+from fmtsim.gemm.targets.learned import HEAD, MAGIC, Group, Tree, by_feature
+from fmtsim.gemm.targets.question import compress, kind_to_list
 from fmtsim.support.files import StrPath, write_file
 
 
@@ -37,7 +36,7 @@ def _packed(tree: Tree) -> bytes:
     thresholds = tree.thresholds[by_feature(tree.features)].astype("<f4").view(np.uint8).reshape(-1, 4).T
     choices = tree.choices.astype("<u2").view(np.uint8).reshape(-1, 2).T
     pieces = [tree.features.astype(np.uint8), *thresholds, *choices, np.packbits(tree.certain)]
-    packed = [lzma.compress(piece.tobytes(), lzma.FORMAT_RAW, filters=FILTERS) for piece in pieces]
+    packed = [compress(piece.tobytes()) for piece in pieces]
     return struct.pack(f"<II{len(packed)}I", len(tree.features), len(tree.choices), *map(len, packed)) + b"".join(
         packed
     )

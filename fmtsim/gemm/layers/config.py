@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from fmtsim.casts.profile import get_profile
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat, scaled
 from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.formats.registry import get_format
@@ -186,6 +187,14 @@ class Gemm:
                     f"Gemm {name}={shown(getattr(self, name))} is not a Quantizer; pass Quantizer(format=...)"
                 )
         check_types(self)
+        for quantizer in (self.a, self.b, self.out):  # a library that has no such cast
+            if quantizer.like and quantizer.format is not None:
+                profile, fmt = get_profile(quantizer.like, quantizer.format)
+                if self.target is not None and profile.block is not None:
+                    raise ArgumentError(
+                        f"Gemm target={shown(self.target)}: values of {fmt.name} like {profile.like} have scales of "
+                        "their own, which no unit takes; leave target= out"
+                    )
         if self.target is not None:
             target = check_target("Gemm", self.target, self.plan, self.accumulate)
             object.__setattr__(self, "target", target)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.ops import cpu_engine, decode, encode, fused_engine, quantize
+from fmtsim.casts.profile import quantize_like
 from fmtsim.formats.block import Block, BlockFormat, Format, ScaledFormat
 from fmtsim.formats.element import FloatFormat, IntFormat, LogFormat
 from fmtsim.formats.representable import is_representable
@@ -78,7 +79,7 @@ def quantize_operand(
         keys = keys._replace(elements=keys.elements if rounds else None, scales=keys.scales if rounds_scale else None)
     # 3. a GPU's fused kernels, which may update a state themselves unless it is being learned
     on_gpu = is_on_gpu(t)
-    engine = fused_engine(t) if on_gpu else None
+    engine = fused_engine(t) if on_gpu and not quantizer.like else None
     if engine is not None:
         direct = state.direct() if isinstance(state, LearningScale) else state
         usable = direct is not None or not isinstance(state, LearningScale)
@@ -124,6 +125,9 @@ def _transformed(
         values = first.elements if bare else dequantize(first, torch.float32)
         second = quantize_operand(values, quantizer.then, again, folded=folded)
         operand = second._replace(quantizer=quantizer, slope=first.slope)
+    elif quantizer.like:
+        values = quantize_like(x, quantizer.format, quantizer.like, out_dtype=wide_dtype(x.dtype))
+        operand = Operand(values, quantizer)
     elif quantizer.scaling is not None:
         operand = _scaled(x, quantizer, keys, state, folded, on_gpu)
     else:
@@ -236,6 +240,8 @@ def elements_dtype(quantizer: Quantizer, dtype: torch.dtype, on_gpu: bool, folde
     On a GPU it is bfloat16 where that holds them, but for those of plain casts for a unit.
     """
     last = last_cast(quantizer)
+    if last.like:
+        return wide_dtype(dtype)
     fmt, only_cast = last.format, not quantizer.transforms and quantizer.then is None and quantizer.scaling is None
     if fmt is None:
         in_dtype = all(isinstance(t, Clamp | Sparsity) for t in quantizer.transforms)

@@ -134,11 +134,16 @@ class Asker:
         self._functions, self._handle = _Functions(library), c_void_p()
         self._functions.call("cublasLtCreate", byref(self._handle))
         self._products: dict[tuple[Kind, int], _Product | None] = {}
-        self._choices: dict[bytes, Choice] = {}
+        self._answers: dict[bytes, tuple[Choice, int]] = {}
         self._answer, self._count = create_string_buffer(_ANSWER), c_int()
 
     def choice(self, question: Question) -> Choice | None:
-        """Return the library's first answer, None where it refuses the call.
+        """Return the library's first answer, None where it refuses the call; errors as of ``answer``."""
+        answer = self.answer(question)
+        return None if answer is None else answer[0]
+
+    def answer(self, question: Question) -> tuple[Choice, int] | None:
+        """Return the library's first answer and the TILE_ID of its kernel, None where it refuses the call.
 
         Raises:
             DeviceError: The library fails otherwise.
@@ -165,17 +170,17 @@ class Asker:
             raise DeviceError(f"cublasLtMatmulAlgoGetHeuristic fails with status {status} for {question}")
         # 3. the attributes of its algorithm that decide the order
         algorithm = self._answer.raw[:_ALGORITHM]
-        choice = self._choices.get(algorithm)
-        if choice is None:
+        if algorithm not in self._answers:
             values, written = [], c_size_t()
             for attribute in (_ID, _TILE, _SPLIT, _REDUCTION, _CUSTOM, _STAGES):
                 value = c_int32()
                 status = self._functions.config(self._answer, attribute, byref(value), sizeof(value), byref(written))
                 values.append(value.value if status == _SUCCESS else 0)
-            choice = self._choices[algorithm] = normalised(*values)
-        if choice.split != -1:
-            return choice
-        return shared(choice, question, int.from_bytes(self._answer.raw[_WORKSPACE], "little"))
+            self._answers[algorithm] = normalised(*values), values[1]
+        choice, tile = self._answers[algorithm]
+        if choice.split == -1:
+            choice = shared(choice, question, int.from_bytes(self._answer.raw[_WORKSPACE], "little"))
+        return choice, tile
 
 
 def normalised(algorithm: int, tile: int, split: int, reduction: int, custom: int, stages: int) -> Choice:

@@ -11,7 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, kind_from_list
+from fmtsim.gemm.targets.cublaslt import TILES
+from fmtsim.gemm.targets.question import CUTLASS, LARGEST, Choice, Kind, Question, decompress, kind_from_list
 from fmtsim.support.errors import DataError
 from fmtsim.support.files import StrPath
 from fmtsim.support.records import parse_json
@@ -20,7 +21,6 @@ MAGIC: Final = b"fmtsim learned 2"
 HEAD: Final = struct.Struct("<16sII")  # magic, bytes of the header, crc32 of all that follows this
 _DAMAGED = (ValueError, TypeError, LookupError, struct.error, zlib.error, lzma.LZMAError)
 LEAF: Final = 255
-FILTERS: Final = ({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 20, "pb": 0},)  # of bytes without a grid
 Feature = Callable[[Any, Any, Any, Any, Any, Any], Any]
 
 
@@ -47,6 +47,17 @@ def _b_alignment(layout: Any, n: Any, k: Any) -> Any:
     return _alignment(k * (layout % 3 == 0) + n * (layout % 3 > 0))
 
 
+def _waves(rows: int, columns: int, way: str) -> Feature:
+    """Return a feature of the blocks of a kernel whose tile has these rows and columns."""
+    tiles = _tiles(rows, columns)
+    ways: dict[str, Feature] = {
+        "tiles_of_k": lambda *call: tiles(*call) * -(-call[4] // 64),  # tiles of 64 products along K
+        "last_wave": lambda *call: tiles(*call) % _HOPPER,
+        "split": lambda *call: _smaller(_HOPPER // tiles(*call), call[4] // 64),
+    }
+    return ways[way]
+
+
 def _parts(m: Any, n: Any, k: Any) -> Any:
     """Return the parts of 20 tiles of 128 products or more whose sums a workspace of one MiB holds."""
     wanted = -(-k // 2560) - 1
@@ -57,6 +68,9 @@ def _parts(m: Any, n: Any, k: Any) -> Any:
 
 _TILES: Final = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 _NARROW_TILES: Final = ((32, 32), (32, 64), (64, 32), (32, 128), (128, 32))
+_COUNTED_TILES: Final = ((32, 32), (64, 64), (128, 32), (32, 128), (128, 64), (64, 128), (128, 128))
+_HOPPER: Final = 132  # multiprocessors
+SMALL_BATCH: Final = 256  # products of a batch that trees of small sizes answer
 FEATURES_BY_NAME: Final[dict[str, Feature]] = {
     "layout": lambda kind, layout, m, n, k, batch: layout,
     "m": lambda kind, layout, m, n, k, batch: m,
@@ -93,6 +107,21 @@ FEATURES_BY_NAME: Final[dict[str, Feature]] = {
     "k_tiles_128": lambda kind, layout, m, n, k, batch: -(-k // 128),
     "parts": lambda kind, layout, m, n, k, batch: _parts(m, n, k),  # of split-K with one MiB of workspace
     "k_tiles_of_a_part": lambda kind, layout, m, n, k, batch: -(-k // (128 * _parts(m, n, k))),
+    **{
+        f"{way}_{rows}x{columns}": _waves(rows, columns, way)
+        for way in ("tiles_of_k", "last_wave", "split")
+        for rows, columns in _COUNTED_TILES
+    },
+    "m_residue_32": lambda kind, layout, m, n, k, batch: m % 32,
+    "n_residue_32": lambda kind, layout, m, n, k, batch: n % 32,
+    "k_residue_32": lambda kind, layout, m, n, k, batch: k % 32,
+    "m_residue_64": lambda kind, layout, m, n, k, batch: m % 64,
+    "n_residue_64": lambda kind, layout, m, n, k, batch: n % 64,
+    "elements": lambda kind, layout, m, n, k, batch: m * n + m * k + n * k,
+    "intensity": lambda kind, layout, m, n, k, batch: 64 * m * n * k // (m * n + m * k + n * k),
+    "k_over_smaller": lambda kind, layout, m, n, k, batch: 64 * k // _smaller(m, n),
+    "k_over_larger": lambda kind, layout, m, n, k, batch: 1024 * k // (m + n - _smaller(m, n)),
+    "largest": lambda kind, layout, m, n, k, batch: m + n + k - _smaller(m + n - _smaller(m, n), k) - _smaller(m, n),
 }
 """What a tree compares: functions of the kind's number in its group and of a question, for numbers and arrays alike."""
 FEATURES: Final = tuple(FEATURES_BY_NAME.values())  # files of trees have their indices: further ones come last
@@ -113,6 +142,42 @@ class Tree(NamedTuple):
     certain: "np.ndarray[Any, Any]"
 
 
+class Parts(NamedTuple):
+    """A rule for the number of parts of K, by which the library names it: the fewer of two numbers, one at least.
+
+    blocks, tile: As many parts as give all tiles of the result, of a TILE_ID, so many blocks at most; 0: no limit.
+    width, extra: A part for every ``width`` of K's products and ``extra`` ones; a width of 0: no limit.
+    """
+
+    blocks: int
+    tile: int
+    width: int = 0
+    extra: int = 0
+
+    def of(self, m: Any, n: Any, k: Any, batch: Any) -> Any:
+        """Return the parts, of numbers and of arrays alike."""
+        rows, columns = TILES[self.tile]
+        shares = self.blocks // (-(-n // rows) * -(-m // columns) * batch)
+        widths = (k + self.extra) // self.width if self.width else shares
+        fewer = _smaller(shares, widths) if self.blocks else widths
+        return fewer + (1 - fewer) * (fewer < 1)
+
+
+class Ruled(NamedTuple):
+    """A choice whose split is a rule."""
+
+    choice: Choice
+    parts: Parts
+
+
+def choice_for(name: Choice | Ruled, question: Question) -> Choice:
+    """Return what a tree's choice means for a question."""
+    if isinstance(name, Choice):
+        return name
+    split = name.parts.of(*question[2:])
+    return name.choice._replace(split=split, reduction=name.choice.reduction if split > 1 else 0)
+
+
 class Group(NamedTuple):
     """Kinds of calls with a tree, and how often it was right about answers that it was not learned from.
 
@@ -124,16 +189,19 @@ class Group(NamedTuple):
     learned, held_out: Answers that it was learned from, and others that it was held to.
     right: How many of those held out it gave.
     certain, certain_right: How many of those held out fell on certain leaves, and how many of these it gave.
+    most: The largest size that it answers about, in batches of up to ``SMALL_BATCH``; 0 where there is no such bound.
+        The splits of such a tree are as certain as its other choices.
     """
 
     kinds: tuple[Kind, ...]
     batched: bool
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice | Ruled, ...]
     learned: int
     held_out: int
     right: int
     certain: int
     certain_right: int
+    most: int = 0
 
 
 # The H200's leaves are certain about 8 % (batches with FP16 accumulation) to 100 % (FP8 with scales of rows) of the
@@ -150,8 +218,9 @@ class Guess(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether the order is known: also a certain split of a CUTLASS kernel is not, whose parts jump with sizes."""
-        return self.certain and not (self.choice.split > 1 and self.choice.algorithm in CUTLASS)
+        """Whether the order is known: of trees of all sizes a split of a CUTLASS kernel is not, whose parts jump."""
+        jumps = self.choice.split > 1 and self.choice.algorithm in CUTLASS and not self.group.most
+        return self.certain and not jumps
 
     def describe(self) -> str:
         """Return how often the tree was right."""
@@ -198,7 +267,7 @@ class Learned:
         return tuple(group for group, _, _ in self._contents[0])
 
     def find(self, question: Question) -> Guess | None:
-        """Return what the library most likely chooses, None for kinds of calls without a tree.
+        """Return what the library most likely chooses, None for kinds and sizes of calls without a tree.
 
         Raises:
             DataError: The file is damaged, or cannot be read.
@@ -211,6 +280,11 @@ class Learned:
             return None
         index, number = place
         group, begin, size = groups[index]
+        if group.most:
+            # those of small sizes were not learned from vectors whose layouts torch names so in bmm alone
+            vectors = batch == 1 and ((1 in (m, k) and layout > 1) or (1 in (n, k) and layout % 3 == 0))
+            if vectors or max(m, n, k) > group.most or batch > SMALL_BATCH:
+                return None
         # 2. its tree: of each node feature, threshold and right child; of a leaf whether it is certain, and its choice
         walk = self._walks.get(index)
         if walk is None:
@@ -247,7 +321,7 @@ class Learned:
             if value is None:
                 value = answers[feature] = FEATURES[feature](number, layout, m, n, k, batch)
             node = node + 1 if value <= thresholds[node] else rights[node]
-        return Guess(group.choices[rights[node]], bool(thresholds[node]), group)
+        return Guess(choice_for(group.choices[rights[node]], question), bool(thresholds[node]), group)
 
     def _damaged(self, error: object) -> DataError:
         return DataError(
@@ -267,7 +341,8 @@ class Learned:
             # 2. groups, each with the place of its tree behind the header
             groups = []
             for kinds, batched, choices, *counts, begin, size in parse_json(text.decode()):
-                record = Group(tuple(map(kind_from_list, kinds)), batched, tuple(Choice(*c) for c in choices), *counts)
+                names = (Ruled(Choice(*c[0]), Parts(*c[1])) if isinstance(c[0], list) else Choice(*c) for c in choices)
+                record = Group(tuple(map(kind_from_list, kinds)), batched, tuple(names), *counts)
                 groups.append((record, begin, size))
         except OSError as error:
             raise DataError(f"cannot read {self.name}: {error.strerror}") from None
@@ -286,9 +361,7 @@ def _unpacked(packed: bytes) -> Tree:
     nodes, leaves, *sizes = struct.unpack_from("<II8I", packed)  # bytes of features, 4 planes, 2 planes, certain bits
     pieces, begin = [], 40
     for size in sizes:
-        inflater = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS)
-        piece = inflater.decompress(packed[begin : begin + size], LARGEST)
-        pieces.append(np.frombuffer(piece, np.uint8))
+        pieces.append(np.frombuffer(decompress(packed[begin : begin + size]), np.uint8))
         begin += size
     features = pieces[0]
     sorted_thresholds = np.stack(pieces[1:5], 1).reshape(-1).view("<f4")

@@ -3,6 +3,7 @@
 
 import bisect
 import json
+import lzma
 import struct
 import zlib
 from array import array
@@ -27,11 +28,10 @@ from fmtsim.gemm.targets.question import (
     Kind,
     Question,
     Settings,
+    decompress,
     find_settings,
     from_planes,
-    inflate,
     kind_from_list,
-    unpack,
 )
 from fmtsim.gemm.units.unit import PLANS, get_unit
 from fmtsim.support.errors import ArgumentError, DataError, shown
@@ -42,12 +42,11 @@ Along = Literal["m", "k"]
 Runs = tuple[tuple[int, Choice | None], ...]
 
 MAGIC: Final = b"fmtsim plan book"
-VERSION: Final = 1
+VERSION: Final = 2
 HEAD: Final = struct.Struct("<16sHIII")  # magic, version, bytes of the header and of the body, crc32 of both
-BLOCK = 64  # families that are decompressed for a lookup
 FIXED: dict[str, tuple[str, str]] = {"m": ("n", "k"), "k": ("m", "n")}
-_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, zlib.error, MemoryError,
-            RecursionError)  # fmt: skip
+_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, struct.error, zlib.error,
+            lzma.LZMAError, MemoryError, RecursionError)  # fmt: skip
 
 EVERY_K: Final = 512  # along K all sizes up to this one are asked, larger ones lie apart
 ROWS: Final = ((64, 1), (512, 4), (2048, 16), (16384, 64))
@@ -261,19 +260,18 @@ class Book:
             record = json.loads(zlib.decompressobj().decompress(content[HEAD.size : HEAD.size + header], LARGEST))
             choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
             sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
-            for kind, layout, batch, along, step, count, stride, *pieces in record["sections"]:
-                keys, samples, lengths, blocks = (
+            for kind, layout, batch, along, step, count, *pieces in record["sections"]:
+                keys, *packed = (
                     memoryview(content[HEAD.size + header :])[begin : begin + size]
                     for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
                 )
                 # 3. a section: the fixed sizes of its families as one key of 64 bits, the first size as differences
-                first, second = from_planes(inflate(keys), 4).reshape(2, count)
-                ends = [0, *np.cumsum(from_planes(inflate(lengths), 3)).tolist()]  # of the blocks, in bytes
+                first, second = from_planes(decompress(keys), 4).reshape(2, count)
                 packed_keys = array("Q", (np.cumsum(first) << np.uint64(32) | second).tobytes())
-                if along not in FIXED or index(step) < 1 or index(stride) < 1:
+                if along not in FIXED or index(step) < 1 or len(packed) != 3:
                     raise ValueError("a section is not possible")
                 sections[kind_from_list(kind), index(layout), index(batch)].append(
-                    _Section(along, step, stride, packed_keys, inflate(samples), ends, blocks)
+                    _Section(along, step, packed_keys, packed)
                 )
             aliases = {kind_from_list(a): kind_from_list(b) for a, b in record["aliases"]}
             contents = _Contents(
@@ -303,35 +301,37 @@ class _Contents(NamedTuple):
     base: Book | None = None
 
 
-class _Section(NamedTuple):
-    """Families of one kind, layout, batch and varying size, in the order of their fixed sizes.
+class _Section:
+    """Families of one kind, layout, batch and varying size, in the order of their fixed sizes, ``keys``.
 
-    Every ``stride``-th lies in ``samples``, which are the dictionary of the blocks that hold the others.
+    ``packed``: compressed, how many runs each family has; words of the low 16 bits of a run's first size and of its
+    choice's number; the high bits of the sizes.
     """
 
-    along: Along
-    step: int
-    stride: int
-    keys: "array[int]"
-    samples: bytes
-    ends: list[int]
-    blocks: memoryview
+    def __init__(self, along: Along, step: int, keys: "array[int]", packed: list[memoryview]) -> None:
+        self.along, self.step, self.keys, self._packed = along, step, keys, packed
 
     def rank(self, first: int, second: int) -> int | None:
         key = first << 32 | second
         rank = bisect.bisect_left(self.keys, key)
         return rank if rank < len(self.keys) and self.keys[rank] == key and second < 1 << 32 else None
 
+    @cached_property
+    def _columns(self) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+        """Where the runs of each family end, and of all runs the first sizes and the numbers of choices."""
+        lengths, words, highs = map(decompress, self._packed)
+        low, numbers = np.frombuffer(words, "<u2").reshape(-1, 2).T
+        starts = low | np.frombuffer(highs, np.uint8).astype(np.uint32) << np.uint32(16)
+        ends = np.cumsum(np.append(0, from_planes(lengths, 2).astype(np.int64)))
+        if len(ends) != len(self.keys) + 1 or ends[-1] != len(starts):
+            raise ValueError("a section has another size than its families")
+        return ends, starts, numbers
+
     def unpacked(self, rank: int) -> tuple[list[int], list[int]]:
         """Return the first sizes and the numbers of the choices of a family's runs."""
-        sampled, place = divmod(rank, self.stride)
-        samples = -(-len(self.keys) // self.stride)  # the first of every stride families
-        if not place:
-            return unpack(self.samples, samples, sampled)
-        others = len(self.keys) - samples
-        block, place = divmod(rank - sampled - 1, BLOCK)
-        packed = self.blocks[self.ends[block] : self.ends[block + 1]]
-        return unpack(inflate(packed, self.samples), min(BLOCK, others - block * BLOCK), place)
+        ends, starts, numbers = self._columns
+        runs = slice(*ends[rank : rank + 2])
+        return starts[runs].tolist(), numbers[runs].tolist()
 
     def entry(self, size: int, runs: Runs) -> Run | None:
         place = bisect.bisect_right(runs, size, key=lambda run: run[0]) - 1

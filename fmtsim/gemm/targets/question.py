@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions to cuBLASLt about a call and its answers, which decide the accumulation order; their form in files."""
 
-import zlib
+import lzma
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -214,33 +213,9 @@ def question_call(question: Question) -> GemmCall:
     )  # fmt: skip
 
 
-WINDOW: Final = 1 << 15  # bytes that deflate looks back
 LARGEST: Final = 1 << 24  # bytes of a decompressed piece, and the largest size in a run
-
-
-def pack(families: Sequence[Sequence[tuple[int, int]]]) -> bytes:
-    """Return runs as planes of bytes: how many a family has, where each begins after the one before, its choice."""
-    starts = [start - before for runs in families for start, before in zip(
-        (s for s, _ in runs), (0, *(s for s, _ in runs)), strict=False)]  # fmt: skip
-    choices = [number for runs in families for _, number in runs]
-    return planes([len(runs) for runs in families], 2) + planes(starts, 3) + planes(choices, 2)
-
-
-def unpack(packed: bytes, families: int, place: int) -> tuple[list[int], list[int]]:
-    """Return where the runs of one of so many families begin, and their choices.
-
-    Raises:
-        ValueError: The bytes are others.
-    """
-    runs, remainder = divmod(len(packed) - 2 * families, 5)
-    if remainder or runs < 0:
-        raise ValueError("a block has another size than its families")
-    low, high = packed[:families], packed[families : 2 * families]
-    begin = sum(low[:place]) + (sum(high[:place]) << 8)
-    end = begin + low[place] + (high[place] << 8)
-    a, b, c, d, e = (packed[2 * families + plane * runs :][begin:end] for plane in range(5))
-    starts = accumulate(x | y << 8 | z << 16 for x, y, z in zip(a, b, c, strict=True))
-    return list(starts), [x | y << 8 for x, y in zip(d, e, strict=True)]
+FILTERS: Final = ({"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 22, "pb": 0},)  # of bytes without a grid
+WORDS: Final = ({**FILTERS[0], "lc": 0, "lp": 2, "pb": 2},)  # of words of 4 bytes
 
 
 def planes(numbers: Sequence[int] | np.ndarray[Any, Any], width: int) -> bytes:
@@ -255,19 +230,18 @@ def from_planes(packed: bytes, width: int) -> np.ndarray[Any, Any]:
     return wide.view("<u4")[:, 0].astype(np.uint64)
 
 
-def deflate(content: bytes, dictionary: bytes = b"") -> bytes:
-    """Return bytes compressed, by a dictionary of bytes like them."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, dictionary[-WINDOW:])
-    return packer.compress(content) + packer.flush()
+def compress(content: bytes, filters: Any = FILTERS) -> bytes:
+    """Return bytes compressed."""
+    return lzma.compress(content, lzma.FORMAT_RAW, filters=filters)
 
 
-def inflate(content: bytes | memoryview, dictionary: bytes = b"") -> bytes:
-    """Return what ``deflate`` was given; ValueError or zlib.error where it was not."""
-    packer = zlib.decompressobj(-15, dictionary[-WINDOW:])
-    inflated = packer.decompress(content, LARGEST)
-    if not packer.eof:
-        raise ValueError("a block does not end")
-    return inflated
+def decompress(packed: bytes | memoryview) -> bytes:
+    """Return what ``compress`` was given; ValueError or LZMAError where it was not."""
+    unpacker = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS)
+    content = unpacker.decompress(packed, LARGEST)
+    if not unpacker.eof:
+        raise ValueError("a piece does not end")
+    return content
 
 
 def kind_to_list(kind: Kind) -> list[Any]:

@@ -167,9 +167,10 @@ class Target(PlanFile):
         ruled = self._ruled(call, others)
         if ruled is not None and ruled.basis != "guess":
             return ruled
-        # 5. its most likely choice, by the first decision trees that know the kind of calls; 6. a rule's guess
+        # 5. its most likely choice, by the first decision trees that know the kind of calls, of which those of small
+        # sizes count where they are certain; 6. a rule's guess
         guesses = (tree.find(book_question(question)) for tree in self.trees) if question is not None else ()
-        likely = next((guess for guess in guesses if guess is not None), None)
+        likely = next((guess for guess in guesses if guess is not None and (guess.known or not guess.group.most)), None)
         if question is None or likely is None:
             return ruled or TargetPlan(_UNCOVERED, "guess")
         answers = self._library_under(question, "answers")

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """audit: recompute operators of a trace that a GPU left, each from its recorded inputs, and compare bits."""
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+import fmtsim
 from fmtsim.gemm.products.matmul import linear, mm
 from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.lab.analysis.fingerprint import Fingerprints
-from fmtsim.lab.analysis.trace import CALL, Operation, Trace, read_call
+from fmtsim.lab.analysis.trace import CALL, GIVEN, Operation, Trace, call_arguments, read_call, written_by
 from fmtsim.machine.simulate import RECORDED, TARGETS, simulate
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, first_line
@@ -21,6 +24,9 @@ from fmtsim.support.progress import make_progress
 _ATEN = torch.ops.aten
 _HEADS = 4  # heads of attention that are recomputed
 _APART = 1_000_003  # seeds of operators
+_SHOWN = 20  # broken links in a text
+_VERSIONS = {"fmtsim": fmtsim.__version__, "torch": RECORDED, "cuda": "13.0", "cudnn": "91900"}  # of the record
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +51,13 @@ class Audit(table.Result):
     device: str  # device, versions: what the trace says of where it was recorded
     versions: tuple[tuple[str, str], ...]
     rows: int  # of each product that were recomputed, at most
+    links: int  # tensors that operators read, and that were held to what was written before
+    broken: tuple[str, ...]  # of these, what else was read; operations that are missing or in another order
 
     @property
     def equal(self) -> bool:
-        """Whether no element differs."""
-        return not any(layer.different for layer in self.layers)
+        """Whether no element differs, and every operator read what was written before it, or given."""
+        return not self.broken and not any(layer.different for layer in self.layers)
 
     def _content(self) -> Iterable[table.Rows | str]:
         columns = [
@@ -61,11 +69,26 @@ class Audit(table.Result):
         yield table.table_of(columns, self.layers, filled=True)
         versions = ", ".join(f"{name} {version}" for name, version in self.versions)
         yield f"recorded on {self.device} ({versions}), held to {self.target}, {self.rows} rows of each product"
-        version = dict(self.versions).get("torch")
-        if version != RECORDED:
-            yield f"torch {version} may order sums otherwise than torch {RECORDED}, whose bits were recorded"
+        if self.target not in self.device.lower():
+            yield f"{self.device} is not {self.target}, whose bits were recorded"
+        for name, version in self.versions:
+            if version != (expected := _VERSIONS[name]):
+                may = "record operators otherwise" if name == "fmtsim" else "order sums otherwise"
+                yield f"{name} {version} may {may} than {name} {expected}, " + (
+                    "which audits" if name == "fmtsim" else "whose bits were recorded"
+                )
+        yield from self.broken[:_SHOWN]
+        yield (
+            f"{self.links:,} tensors that operators read were written before, or given"
+            if self.links
+            else (
+                "recorded without links between operators: what is cut or reordered shows by operations' numbers alone"
+            )
+        )
         bad = [x for x in self.layers if x.different]
         yield f"bits differ in {len(bad)} of {len(self.layers)} layers and passes" if bad else "all compared bits agree"
+        if self.broken:
+            yield f"{len(self.broken)} operations or tensors are not what they were when the trace was recorded"
 
 
 def audit(
@@ -76,7 +99,8 @@ def audit(
 
     Of matrix products randomly chosen rows are recomputed, in the order of the whole product's plan; of attention some
     heads; all else whole, but what draws random numbers, of which a trace has no seed. Stored tensors are held to their
-    hashes, too.
+    hashes, and what an operator read to what the operators before it wrote to the same memory, in their order: an
+    operator that is missing, exchanged, or was fed another tensor is named.
 
     Args:
         trace: Of level ``"aten"`` with ``tensors=True``.
@@ -120,7 +144,89 @@ def audit(
                      unchecked=tuple(unknown), first=first)
         for (layer, direction), (n, compared, different, unknown, first) in layers.items()
     )  # fmt: skip
-    return Audit(layers=audited, target=name, device=trace.device, versions=trace.versions, rows=rows)
+    links, broken = _follow(trace)
+    return Audit(
+        layers=audited, target=name, device=trace.device, versions=trace.versions, rows=rows, links=links,
+        broken=tuple(broken),
+    )  # fmt: skip
+
+
+class _Memory:
+    """The words of storages that a trace's operators wrote or read, and which operation wrote to each one last."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, tuple[Tensor, Tensor]] = {}  # and a byte of ones for each that is known
+        self.writers: dict[int, int] = {}
+
+    def words(self, place: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a tensor's words, those of its place, and there ones in the bits of words that are known."""
+        (number, offset, _), size = place["storage"], x.element_size()
+        # 1. A storage grows to the last word that was asked for; 2. where a stride is 0 one index has all numbers.
+        last = offset + sum((n - 1) * stride for n, stride in zip(x.shape, place["stride"], strict=True))
+        missing = -(-(last + 1) * size // 8) * 8 - len(self._bytes.get(number, ((), ()))[0])
+        if missing > 0:
+            old = self._bytes.get(number, (torch.empty(0, dtype=torch.uint8),) * 2)
+            both = tuple(torch.cat([y, y.new_zeros(missing)]) for y in old)
+            self._bytes[number] = both[0], both[1]
+        for dim, stride in enumerate(place["stride"]):
+            x = x if stride else x.narrow(dim, 0, 1)
+        data, known = (y.view(_WORDS[size]).as_strided(x.shape, place["stride"], offset) for y in self._bytes[number])
+        return x.contiguous().view(_WORDS[size]), data, known
+
+    def write(self, place: dict[str, Any], x: Tensor) -> None:
+        """Put a tensor into its place."""
+        words, data, known = self.words(place, x)
+        data.copy_(words)
+        known.copy_(~torch.zeros_like(known))
+
+    def forget(self, number: int) -> None:
+        """Know nothing of a storage."""
+        self._bytes.pop(number, None)
+
+
+def _follow(trace: Trace) -> tuple[int, list[str]]:
+    """Return how many tensors operators read that were written before or given, and what else they read, by name."""
+    calls = {one.index: json.loads(text) for one in trace.operations for name, text in one.facts if name == CALL}
+    reads = {i: [x for x in call_arguments(call) if x.get("storage")] for i, call in calls.items()}
+    last = {x["storage"][0]: i for i, places in reads.items() for x in places}  # operation that reads a storage last
+    memory, ended, links, broken = _Memory(), set[int](), 0, list[str]()
+    if trace.recorded not in (0, len(trace.operations)):
+        broken.append(f"{len(trace.operations):,} of {trace.recorded:,} recorded operations are in the trace")
+    for place, one in enumerate(trace.operations):
+        what, stored = f"operation {one.index}, {one}", trace.tensors.get(one.index, {})
+        # 1. Operations are numbered as they ended.
+        if one.index != place and one.index - 1 not in ended:
+            broken.append(f"{what}: operation {one.index - 1} does not stand before it")
+        # 2. What it read is what was there, as the operation wrote it that wrote to that storage last.
+        for x in reads.get(one.index, ()):
+            (number, _, writer), value = x["storage"], stored[x["tensor"]]
+            if writer not in calls and (writer in ended or writer == GIVEN) and number not in memory.writers:
+                memory.writers[number] = writer  # of an operator whose call could not be stored, all that is read
+            if memory.writers.get(number) != writer:
+                broken.append(
+                    f"{what}: operation {writer}, which wrote its {x['tensor']}, did not write it last before"
+                )
+            elif value.numel() and value.element_size() in _WORDS:
+                words, data, known = memory.words(x, value)
+                links += 1
+                if bool(((words != data) & (~known == 0)).any()):
+                    by = "was given before" if writer == GIVEN else f"operation {writer} wrote"
+                    broken.append(f"{what}: its {x['tensor']} is not what {by}")
+                else:
+                    memory.write(x, value)
+        # 3. What it writes; of an argument that it changes and does not return nothing is known.
+        for x in calls.get(one.index, {}).get("writes", ()):
+            number, y = x["storage"][0], stored.get(x["tensor"])
+            memory.writers[number] = one.index
+            if y is None or y.element_size() not in _WORDS or last.get(number, -1) <= one.index:
+                memory.forget(number)
+            elif y.numel():
+                memory.write(x, y)
+        ended.add(one.index)
+        for x in reads.get(one.index, ()):
+            if last[x["storage"][0]] == one.index:
+                memory.forget(x["storage"][0])
+    return links, broken
 
 
 def _audit_operator(
@@ -130,15 +236,17 @@ def _audit_operator(
     (target, rows, seed, batch), (one, call, stored) = how, recorded
     generator = torch.Generator().manual_seed(seed + _APART * one.index)  # whatever runs in this process before
     try:
-        # 1. Hold what was stored to the hashes.
-        damaged = 0  # elements of stored outputs whose bits are not those of their hashes
-        for bits in one.outputs:
+        # 1. Hold what was stored to the hashes: outputs, and arguments where all have bits.
+        named, damaged = [(bits, bits.name) for bits in one.outputs], 0  # elements of tensors with other hashes
+        arguments = [x["tensor"] for x in call_arguments(json.loads(call))]
+        named += zip(one.inputs, arguments, strict=True) if len(arguments) == len(one.inputs) else ()
+        for bits, name in named:
             prints = Fingerprints()
             prints.batch = batch
-            place = prints.add(stored[bits.name]) if bits.name in stored else None
+            place = prints.add(stored[name]) if name in stored else None
             if place is not None and prints.finish()[place[0]].hash != bits.hash:
-                damaged += stored[bits.name].numel()
-        # 2. Of sound outputs, the operator itself.
+                damaged += stored[name].numel()
+        # 2. Of sound tensors, the operator itself.
         result = None if damaged else _recompute(one, call, stored, target, rows, generator)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, FmtsimError):
@@ -156,6 +264,8 @@ def _recompute(
     """Return how many elements were compared and how many differ; None where the GPU's bits are not known."""
     overload, args, kwargs = read_call(call, stored)
     outputs: list[Any] = [stored.get(bits.name) for bits in one.outputs]
+    if "empty" in one.operation:
+        return 0, 0  # memory as it was there
     packet = getattr(_ATEN, one.operation.removeprefix("aten::"), None)
     if packet is None or not one.operation.startswith("aten::"):
         return None
@@ -173,6 +283,8 @@ def _recompute(
         function, pairs = getattr(packet, overload or "default"), []
         if torch.Tag.nondeterministic_seeded in function.tags and "_scaled_dot_product_" not in one.operation:
             return None  # a trace holds no seed of the numbers that were drawn
+        if written_by(function, args, kwargs):  # the trace's own tensors stay as they are
+            calls = tree_map_only(Tensor, Tensor.clone, calls)
         try:
             with run:
                 for arguments, options, results in calls:

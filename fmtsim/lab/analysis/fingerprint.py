@@ -131,9 +131,14 @@ class Fingerprints:
         self._buffers[device] = numbers, first + count
         return numbers, first
 
-    def forget(self) -> None:
-        """Read every tensor anew from here on."""
-        self._earlier.clear()
+    def forget(self, *tensors: Tensor) -> None:
+        """Read these tensors anew from here on; without any, all."""
+        if not tensors:
+            self._earlier.clear()
+        for x in tensors:
+            layout = self._layouts.get((x.shape, x.dtype, x.device, self.batch)) or self._layout(x)
+            self._earlier.pop((x.data_ptr(), layout.rows), None)
+            self._earlier.pop(id(x), None)
 
     def finish(self) -> list[Fingerprint]:
         """Return all fingerprints; they are computed where the tensors lie, and copied at once."""

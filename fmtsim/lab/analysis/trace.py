@@ -6,14 +6,18 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.packing import tensor_of_bytes
 from fmtsim.formats.tensor_file import read_tensors, stored_tensor, write_tensors
+from fmtsim.lab.analysis.fingerprint import has_bits
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DataError
 from fmtsim.support.records import check_types, parse_json, record_of
@@ -23,6 +27,7 @@ Level = Literal["modules", "aten"]
 Direction = Literal["forward", "backward"]
 AGAIN = "recomputed "  # what names of modules' calls begin with that activation checkpointing repeats
 CALL = "stored call"  # heading of an operator's arguments, as JSON for audit, among the facts of an operation
+GIVEN = -1  # the writer of what no operation of the trace wrote: parameters, inputs, constants
 
 _SHOWN = 60  # operations in a text
 _KEY = "fmtsim_trace"
@@ -98,9 +103,10 @@ class Trace(table.Result):
         parameters: Name, shape and dtype of each.
         batch: Size of the first dimension of the first input.
         device: What it ran on.
-        versions: Of fmtsim and torch.
+        versions: Of fmtsim and torch; of a trace on a GPU of CUDA and cuDNN, too.
         loss: The loss as ``float.hex`` writes it, empty where no number was differentiated.
         gradients: Of parameters, at the end.
+        recorded: Number of operations; 0 in files of older versions.
         version: Of the file's layout.
 
     Attributes:
@@ -116,6 +122,7 @@ class Trace(table.Result):
     versions: tuple[tuple[str, str], ...] = ()
     loss: str = ""
     gradients: tuple[TensorBits, ...] = ()
+    recorded: int = 0
     version: int = VERSION
     tensors: dict[int, dict[str, Tensor]] = field(default_factory=dict, compare=False, init=False)
 
@@ -237,8 +244,57 @@ def _plain(value: Any) -> Any:
 Facts = Callable[[], list[tuple[str, str]]]
 
 
-def stored_call(func: Any, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], Facts]:
-    """Return copies of a call's tensors by name, and the fact that describes the call."""
+class Storages:
+    """Number the storages of tensors, and remember which operation wrote to each last: views share their base's."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}  # a reference keeps an address from being used again
+        self._writers: dict[int, int] = {}
+        self._fresh = count()
+
+    def place(self, x: Tensor) -> list[int]:
+        """Return [number of a tensor's storage, offset in it, index of the last operation that wrote to it or -1]."""
+        if not has_bits(x) or x.is_neg() or x.is_conj():
+            return []
+        reference = StorageWeakRef(x.untyped_storage())
+        if reference.cdata not in self._numbers:
+            self._numbers[reference.cdata] = next(self._fresh), reference
+        number, _ = self._numbers[reference.cdata]
+        return [number, int(x.storage_offset()), self._writers.get(number, GIVEN)]
+
+    def write(self, index: int, outputs: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+        """Take note of what an operation wrote, and return it: names, places and strides of its tensors."""
+        places = [(name, self.place(x), x) for name, x in outputs]
+        returned = {at[0] for name, at, _ in places if name and at}
+        places = [one for one in places if one[1] and (one[0] or one[1][0] not in returned)]
+        self._writers.update((at[0], index) for _, at, _ in places)
+        return [{"tensor": name, "stride": list(x.stride()), "storage": at} for name, at, x in places]
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors for given ones from here on: what no trace names wrote to them."""
+        for x in tensors:
+            if self.place(x):
+                self._numbers.pop(StorageWeakRef(x.untyped_storage()).cdata)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
+    """Return the arguments that an operator writes to, each with an empty name: batch_norm's schema hides two."""
+    arguments = func._schema.arguments
+    values = dict(zip((one.name for one in arguments), args, strict=False)) | kwargs
+    writes = (one.name for one in arguments if (one.alias_info and one.alias_info.is_write) or "running_" in one.name)
+    return [("", x) for name in writes for x in tree_leaves(values.get(name)) if isinstance(x, Tensor)]
+
+
+def stored_call(
+    func: Any, args: Any, kwargs: Any, storages: Storages | None = None, writes: list[Any] | None = None
+) -> tuple[dict[str, Tensor], Facts]:
+    """Return copies of a call's tensors by name, and the fact that describes the call.
+
+    Args:
+        func: The operator, called with ``args`` and ``kwargs``.
+        storages: Those of the trace.
+        writes: What ``storages.write`` returns of the operation: it is read once the trace is complete.
+    """
     tensors: dict[str, Tensor] = {}
 
     def plain(x: Any) -> Any:
@@ -246,7 +302,8 @@ def stored_call(func: Any, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], F
             name = f"argument {len(tensors)}"
             with torch._C._DisableTorchDispatch():  # a copy is no operation of the model
                 tensors[name] = x.detach().clone()
-            return {"tensor": name, "stride": list(x.stride())}
+            place = {} if storages is None else {"storage": storages.place(x)}
+            return {"tensor": name, "stride": list(x.stride()), **place}
         if isinstance(x, list | tuple):
             return [plain(item) for item in x]
         if isinstance(x, torch.dtype | torch.device | torch.layout | torch.memory_format):
@@ -255,10 +312,16 @@ def stored_call(func: Any, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], F
 
     record = {"overload": func._overloadname, "args": plain(args), "kwargs": {k: plain(x) for k, x in kwargs.items()}}
     try:
-        text = json.dumps(record)
+        json.dumps(record)
     except TypeError:  # a generator, or a symbol
         return {}, list
-    return tensors, lambda: [(CALL, text)]
+    return tensors, lambda: [(CALL, json.dumps(record if writes is None else {**record, "writes": writes}))]
+
+
+def call_arguments(call: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a stored call says of its tensors, in order."""
+    is_tensor = lambda x: isinstance(x, dict) and "tensor" in x  # noqa: E731
+    return [x for x in tree_leaves([call["args"], call["kwargs"]], is_leaf=is_tensor) if is_tensor(x)]
 
 
 def read_call(text: str, tensors: dict[str, Tensor]) -> tuple[str, list[Any], dict[str, Any]]:
@@ -270,11 +333,13 @@ def read_call(text: str, tensors: dict[str, Tensor]) -> tuple[str, list[Any], di
         if not isinstance(x, dict):
             return x
         if "tensor" in x:
-            # A tensor with a stride of 0 cannot be written to, and stays as it was stored.
-            tensor = tensors[x["tensor"]]
-            if min(x["stride"], default=1) == 0 or list(tensor.stride()) == x["stride"]:
+            # Of a dimension with a stride of 0 one index has all numbers.
+            tensor, shape = tensors[x["tensor"]], tensors[x["tensor"]].shape
+            if list(tensor.stride()) == x["stride"] or not tensor.numel():
                 return tensor
-            return torch.empty_strided(tensor.shape, x["stride"], dtype=tensor.dtype).copy_(tensor)
+            for dim, stride in enumerate(x["stride"]):
+                tensor = tensor if stride else tensor.narrow(dim, 0, 1)
+            return torch.empty_strided(tensor.shape, x["stride"], dtype=tensor.dtype).copy_(tensor).expand(shape)
         ((kind, name),) = x.items()
         return torch.device("cpu") if kind == "device" else getattr(torch, name)  # audits run on a CPU
 

@@ -23,7 +23,17 @@ from fmtsim.gemm.products.resolver import seen_calls
 from fmtsim.gemm.units.unit import describe
 from fmtsim.lab.analysis.fingerprint import Fingerprints, has_bits
 from fmtsim.lab.analysis.one_step import check_loss, run_step, split_arguments, unchanged
-from fmtsim.lab.analysis.trace import AGAIN, Direction, Level, Operation, TensorBits, Trace, stored_call
+from fmtsim.lab.analysis.trace import (
+    AGAIN,
+    Direction,
+    Level,
+    Operation,
+    Storages,
+    TensorBits,
+    Trace,
+    stored_call,
+    written_by,
+)
 from fmtsim.machine.simulate import simulate
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.operations import OperatorMode
@@ -123,8 +133,11 @@ class Recorder(Watcher):
         else:
             where = next((p.device for p in self._model.parameters()), torch.device("cpu"))
             device = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
+        versions = [("fmtsim", fmtsim.__version__), ("torch", torch.__version__)]
+        if target is None and where.type == "cuda":
+            versions += [("cuda", str(torch.version.cuda)), ("cudnn", str(torch.backends.cudnn.version()))]
         about = {
-            "level": level, "model": type(self._model).__name__, "device": device,
+            "level": level, "model": type(self._model).__name__, "device": device, "versions": tuple(versions),
             "parameters": tuple(
                 (name, "x".join(map(str, p.shape)), _name_of(p.dtype)) for name, p in self._model.named_parameters()
             ),
@@ -156,8 +169,7 @@ class Recorder(Watcher):
             for index, event in enumerate(self._events)
         )  # fmt: skip
         trace = Trace(
-            operations=operations, batch=self._prints.batch, gradients=bits(gradients),
-            versions=(("fmtsim", fmtsim.__version__), ("torch", torch.__version__)),
+            operations=operations, batch=self._prints.batch, gradients=bits(gradients), recorded=len(operations),
             loss="" if loss is None else float(loss.double().reshape(())).hex(), **about,
         )  # fmt: skip
         trace.tensors.update(self._kept)
@@ -166,8 +178,8 @@ class Recorder(Watcher):
     def record(
         self, layer: str, direction: Direction, operation: str, inputs: Named, outputs: Sequence[tuple[str, Any]],
         facts: Callable[[], Any] = tuple, call: int | None = None, stored: dict[str, Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """Add an event; ``call`` counts itself where it is None."""
+    ) -> int:  # fmt: skip
+        """Add an event, and return its index; ``call`` counts itself where it is None."""
         key = (layer, direction, operation)
         if call is None:
             call = self._counts[key] = self._counts.get(key, -1) + 1
@@ -177,6 +189,13 @@ class Recorder(Watcher):
             with torch._C._DisableTorchDispatch():  # copies are no operations of the model
                 self._kept[index] = {name: x.detach().clone() for name, x in outputs if has_bits(x)} | (stored or {})
         self._events.append(_Event(layer, direction, operation, call, inputs, self.read(outputs), facts))
+        return index
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Read tensors anew that an operator changed: their versions count it once the operator has returned."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if dense := [x for x in tensors if has_bits(x)]:
+                self._prints.forget(*dense)
 
     def read(self, tensors: Iterable[tuple[str, Any]]) -> Named:
         """Take the fingerprints of those that are tensors with bits, unseen by modes of torch."""
@@ -521,7 +540,7 @@ class _Operators(OperatorMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._storages = recorder, Storages()
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
@@ -534,12 +553,19 @@ class _Operators(OperatorMode):
             inputs = self._recorder.read(name_arguments((), roles | arguments))
         else:
             inputs = self._recorder.read(name_arguments(args, kwargs))
-        stored, facts = ({}, tuple) if not self._recorder.stores_all else stored_call(func, args, kwargs)
+        stores_all, writes = self._recorder.stores_all, list[Any]()
+        stored, facts = stored_call(func, args, kwargs, self._storages, writes) if stores_all else ({}, tuple)
         y = func(*args, **kwargs)
+        changed = written_by(func, args, kwargs)
+        self._recorder.forget(x for _, x in changed)
         outputs = [pair for pair in name_tensors("output", y) if has_bits(pair[1])]
         if outputs:
             if name == "fmtsim::gemm":
                 spec = gemm_spec_from_json(args[1])
                 facts = lambda: [("datapath", describe(spec.datapath)), ("plan", str(spec.plan))]  # noqa: E731
-            self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts, stored=stored)
+            index = self._recorder.record(*self._recorder.where(), name, inputs, outputs, facts, stored=stored)
+            if stores_all:
+                writes += self._storages.write(index, [*changed, *outputs])
+        elif stores_all:
+            self._storages.forget(x for _, x in changed)
         return y

@@ -23,6 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "formats": "list number formats with their width and range, or every code of one",
         "cast": "round numbers to a format, with codes, errors and neighbours",
         "explain": "explain how a number, or a block of numbers, got its bits",
+        "identify-cast": "name every cast that gives the bits of a result: format, scale rule, rounding, library",
         "convert-checkpoint": "write the quantised weights of a checkpoint in another format, or say what is lost",
         "vectors": "write inputs on which kernels go wrong, for any format, and compare what a kernel gave for them",
     },
@@ -61,7 +62,7 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 # and check_NAME there, if any, refuses what is wrong with them before torch is imported.
 RUNS = {
     "checkpoints": ("convert-checkpoint",),
-    "number_commands": ("formats", "cast", "explain", "vectors"),
+    "number_commands": ("formats", "cast", "explain", "identify-cast", "vectors"),
     "products": ("mm", "identify", "invariance"),
     "model_commands": ("observe", "attribute", "mismatch", "ptq", "search"),
     "training_commands": ("train", "report", "sweep", "memory"),

@@ -118,6 +118,7 @@ formats = Catalogue(("formats.registry:list_formats",), metavar="FORMAT")
 roundings = Catalogue(("rounding.modes:MODES", "rounding.modes:ALIASES"), others=("all",), metavar="MODE")
 overflows = Catalogue(("formats.element:OVERFLOWS",), metavar="RULE")
 scale_rules = Catalogue(("formats.scaling:SCALE_RULES",), metavar="RULE")
+profiles = Catalogue(("profiles",), "docs/profiles.md has the names", metavar="LIBRARY")
 models = Catalogue(("gemm.model_layers:list_models",), "fmtsim memory --model list has the names", others=("list",))
 _ANY = ("recipes", "recipe_aliases", "schemes", "scheme_aliases", "widths", "list")
 _RECIPES = "fmtsim train --recipe list has the names; a file ends in .json"

@@ -3,6 +3,7 @@
 
 import argparse
 import fnmatch
+import io
 import math
 from typing import Any
 
@@ -16,8 +17,9 @@ from fmtsim.lab.cli.arguments.numbers import ALL_BITS
 from fmtsim.lab.cli.options import parse_int, parse_numbers
 from fmtsim.lab.cli.output import MISMATCH, answer, format_table, print_text
 from fmtsim.rounding.modes import MODES, Mode, get_rounding
+from fmtsim.rounding.oracle import encode_value
 from fmtsim.support.errors import ArgumentError, CodeError, FmtsimError, FormatError, did_you_mean
-from fmtsim.support.files import check_folder, write_folder
+from fmtsim.support.files import check_folder, write_file, write_folder
 from fmtsim.support.table import aligned, number_text
 
 
@@ -211,6 +213,7 @@ def run_cast(arguments: argparse.Namespace) -> int:
         for mode in modes
         for result in cast(numbers, fmt, mode, arguments.overflow, arguments.random_bits, arguments.seed)
     ]
+    results += [result for fmt in formats for like in arguments.like for result in cast_like(numbers, fmt, like)]
     # By number first: the formats and roundings of one number are what one compares.
     count = len(numbers)
     ordered = [results[start] for index in range(count) for start in range(index, len(results), count)]
@@ -238,6 +241,26 @@ def cast(
         }
         for element in explanation.elements
     ]  # fmt: skip
+
+
+def cast_like(numbers: list[float], fmt: ElementFormat, like: str) -> list[dict[str, Any]]:
+    """Round numbers as another library does, and return a record for each as ``cast`` does; NaN has no error."""
+    import torch
+
+    from fmtsim.casts.profile import get_profile
+
+    # Python's numbers are float64, which some libraries do not take
+    dtype = torch.float64 if "fp64" in get_profile(like, fmt)[0].inputs else torch.float32
+    values = fmtsim.quantize(torch.tensor(numbers, dtype=dtype), fmt, like=like).tolist()
+    records = []
+    for x, value, record in zip(numbers, values, cast(numbers, fmt, "nearest_even", None, None, 0), strict=True):
+        code = encode_value(value, fmt, get_rounding("nearest_even"), "ieee" if fmt.has_nan else "saturate")
+        error = value - x if math.isfinite(value) and math.isfinite(x) else None
+        relative = None if error is None or x == 0 else error / abs(x)
+        code_facts = {"code": code, "hex": code_text(code, fmt), "bits": bit_fields(code, fmt)}
+        records.append(record | code_facts | {"value": value, "error": error, "relative_error": relative,
+                                              "rounding": f"like {like}"})  # fmt: skip
+    return records
 
 
 def _cast_row(record: dict[str, Any]) -> tuple[str, ...]:
@@ -271,11 +294,35 @@ def run_explain(arguments: argparse.Namespace) -> int:
     import torch
 
     numbers = parse_numbers(arguments.numbers)
+    if arguments.like:
+        x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
+        steps = fmtsim.explain(x, arguments.format, block_size=arguments.block_size, like=arguments.like)
+        answer(arguments, steps.to_dict(), lambda: str(steps))
+        return 0
     options = {name: getattr(arguments, name) for name in _EXPLAIN_OPTIONS}
     x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
     explanation = fmtsim.explain(x, arguments.format, generator=arguments.seed, **options)
     answer(arguments, explanation.to_dict(), lambda: str(explanation))
     return 0 if explanation.engine_agrees else DEFECT
+
+
+def run_identify_cast(arguments: argparse.Namespace) -> int:
+    """Name what fits and print it; 1 where nothing fits."""
+    import torch
+
+    from fmtsim.lab.cli.products import read_tensor
+
+    x, y = read_tensor(arguments.x, arguments.dtype), read_tensor(arguments.result, None, codes=True)
+    scale = None if arguments.scale is None else read_tensor(arguments.scale, None, codes=True)
+    result = fmtsim.identify_cast(x, y, scale=scale, format=arguments.format)
+    for run in arguments.refine:
+        result = result.refine(read_tensor(run[0], arguments.dtype), read_tensor(run[1], None, codes=True))
+    if arguments.probe:
+        content = io.BytesIO()
+        torch.save({"x": result.probe()}, content)
+        write_file(arguments.probe, content.getvalue())
+    answer(arguments, result.to_dict(), lambda: str(result).replace(".explanations", "--json"))
+    return 0 if result.groups else MISMATCH
 
 
 def run_vectors(arguments: argparse.Namespace) -> int:

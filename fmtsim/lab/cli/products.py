@@ -299,11 +299,11 @@ _IN_OPTIONS = {
 
 def run_identify(arguments: argparse.Namespace) -> int:
     """Name what fits and print it; 1 where nothing fits."""
-    extras = {name: _tensor(text, None) for name in ("bias", "scale_a", "scale_b")
+    extras = {name: read_tensor(text, None) for name in ("bias", "scale_a", "scale_b")
               if (text := getattr(arguments, name)) is not None}  # fmt: skip
     runs = [(arguments.a, arguments.b, arguments.y), *arguments.refine]
     dtypes = (arguments.dtype, arguments.dtype, arguments.out_dtype)
-    first, *others = [[_tensor(text, dtype) for text, dtype in zip(run, dtypes, strict=True)] for run in runs]
+    first, *others = [[read_tensor(text, dtype) for text, dtype in zip(run, dtypes, strict=True)] for run in runs]
     result = identify(*first, **extras, target=arguments.target, thorough=arguments.thorough)
     for run in others:
         result = result.refine(*run)
@@ -317,13 +317,13 @@ def run_identify(arguments: argparse.Namespace) -> int:
     return 0 if result.groups else MISMATCH
 
 
-def _tensor(text: str, dtype: str | None) -> torch.Tensor:
-    """Return the one tensor of a file; codes in integers become values of a dtype."""
+def read_tensor(text: str, dtype: str | None, *, codes: bool = False) -> torch.Tensor:
+    """Return the one tensor of a file; integers become values of a dtype, or stay with ``codes``."""
     tensors = load_tensors(text)
     if len(tensors) != 1:
         raise ArgumentError(f"{text} has {len(tensors)} tensors, {', '.join(tensors)}; pick one with {text}:NAME")
     content = next(iter(tensors.values()))()
-    if isinstance(content, numpy.ndarray) and content.dtype.kind in "uV" and dtype is None:
+    if isinstance(content, numpy.ndarray) and content.dtype.kind in "uV" and dtype is None and not codes:
         raise ArgumentError(f"{text} holds {content.dtype}, codes of some dtype; pass --dtype or --out-dtype, bfloat16")
     if isinstance(content, numpy.ndarray):
         content = torch.from_numpy(content.view(f"i{content.itemsize}") if content.dtype.kind in "uV" else content)

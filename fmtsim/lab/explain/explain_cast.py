@@ -7,13 +7,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, overload
 
 import numpy
 import torch
 
 from fmtsim.casts import numpy_arrays
 from fmtsim.casts.arguments import check_dense, drawn_key
+from fmtsim.casts.profile import check_alone
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.block import FP32, Block, BlockFormat, Format, LogTileFormat, PackedFormat, with_block
 from fmtsim.formats.display import code_text, count_of
@@ -22,6 +23,7 @@ from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.formats.scaling import ScaleRule
+from fmtsim.lab.explain.explain_like import LikeExplanation, explain_like
 from fmtsim.lab.explain.explanations import Decision, Element, Explanation, Number, Scale
 from fmtsim.rounding.elementary import exp
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
@@ -358,6 +360,16 @@ LIMIT = 65536
 """Most numbers that one call explains: the oracle takes tens of microseconds for each."""
 
 
+@overload
+def explain(
+    x: Any, format: str | Format | torch.dtype, *, rounding: RoundingName | Rounding = ...,
+    overflow: Overflow | None = ..., generator: int | RandomKey = ..., random_bits: int | None = ...,
+    block_size: int | Block | None = ..., scale_rule: ScaleRule | None = ..., like: None = ...,
+) -> Explanation: ...  # fmt: skip
+@overload
+def explain(
+    x: Any, format: str | Format | torch.dtype, *, block_size: int | Block | None = ..., like: str
+) -> LikeExplanation: ...
 def explain(
     x: "float | Sequence[float] | torch.Tensor | numpy.ndarray[Any, Any]",
     format: str | Format | torch.dtype,
@@ -368,7 +380,8 @@ def explain(
     random_bits: int | None = None,
     block_size: int | Block | None = None,
     scale_rule: ScaleRule | None = None,
-) -> Explanation:
+    like: str | None = None,
+) -> "Explanation | LikeExplanation":
     """Say how numbers get their bits: scale, neighbours, exact distances, and the rule that decided.
 
     Args:
@@ -382,6 +395,7 @@ def explain(
         random_bits: Random bits of stochastic rounding.
         block_size: Elements that share a scale, as in ``quantize``.
         scale_rule: How scales are made, as in ``quantize``.
+        like: Another library whose cast is explained, step by step (``fmtsim.list_profiles()``).
 
     Returns:
         A record; ``print`` shows it as text, ``to_dict`` gives it as plain types. NaN and infinities are explained
@@ -419,6 +433,9 @@ def explain(
     if tensor.numel() > LIMIT:
         raise ArgumentError(f"x has {tensor.numel()} numbers; pass at most {LIMIT}, the oracle is slow")
     tensor = tensor.reshape(-1)
+    if like is not None:
+        check_alone(like, rounding, overflow, None, random_bits, None, scale_rule, None)
+        return explain_like(tensor, get_format(format), like, block_size)
     fmt = with_block(get_format(format), block_size, scale_rule)
     if isinstance(fmt, PackedFormat):
         raise FormatError(

@@ -46,7 +46,7 @@ class Nearest:
         first: The first difference: ``actual`` is the result, ``expected`` the explanation.
     """
 
-    explanation: Accumulation
+    explanation: Any
     mismatches: int
     compared: int
     first: Difference
@@ -133,10 +133,10 @@ class Identification(Result):
         sizes = factors(*self.product.sizes, *names)
         count, groups = len(self.explanations), len(self.groups)
         every = "all" if self.compared == self.outputs else f"of {self.outputs:,}"
-        fits = _plural(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
+        fits = plural(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
         yield Facts([
             ("product", f"{sizes} -> {dtype_name(self.product.y.dtype)}"),
-            ("tried", _plural(self.tried, "explanation")),
+            ("tried", plural(self.tried, "explanation")),
             ("fits", fits), ("compared", f"{self.compared:,} results, {every}" if count else "every explanation"),
         ])  # fmt: skip
         rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
@@ -163,7 +163,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

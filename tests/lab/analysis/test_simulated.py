@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fmtsim
-from fmtsim.lab.analysis.audit import _attention_heads, audit
+from fmtsim.lab.analysis.audit import _attention_heads, _follow, audit
 from fmtsim.lab.analysis.fingerprint import Fingerprints
 from fmtsim.lab.analysis.trace import CALL, Trace
 from fmtsim.lab.cli.main import main
@@ -160,8 +160,11 @@ def test_an_audit_draws_rows_by_seed_and_operator():
     forged.tensors.update(trace.tensors)
     alone = dataclasses.replace(forged, operations=(operations[place],))
     alone.tensors.update(trace.tensors)
-    found = [audit(forged, rows=1, seed=seed).equal for seed in range(12)]
-    assert found == [audit(alone, rows=1, seed=seed).equal for seed in range(12)] and len(set(found)) == 2
+    counts = [
+        [sum(x.different for x in audit(t, rows=1, seed=seed).layers) for t in (forged, alone)] for seed in range(12)
+    ]
+    assert all(whole == part for whole, part in counts) and len({whole > 0 for whole, _ in counts}) == 2
+    assert audit(forged, rows=1).broken[0].endswith(f"its argument 0 is not what operation {one.index} wrote")
 
 
 def test_an_audit_sees_one_bit():
@@ -296,3 +299,105 @@ def test_an_audit_names_the_operator_whose_call_is_damaged(damage, said):
     damaged.tensors.update(trace.tensors)
     with pytest.raises(DataError, match=rf"operation {one.index} of the trace, aten::addmm, .*\({said}.*; trace again"):
         audit(damaged, target="h200")
+
+
+class Memory(nn.Module):
+    """Operators in place, views, a cache that is written by parts, batch_norm's statistics, shared weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.norm = nn.Embedding(20, 16), nn.Linear(16, 32), nn.BatchNorm1d(32)
+        self.register_buffer("cache", torch.zeros(2, 8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a number to differentiate."""
+        h = self.table(x)
+        self.cache[:, :4] = h.detach()[:, :4]
+        self.cache[:, 4:].add_(1)
+        y = torch.relu_(self.up(h + self.cache.mT.mT))
+        q, k = self.norm(y.mT).mT.chunk(2, -1)
+        y = torch.cat([q * k, k.flip(-1)], -1)
+        return (y[..., :16] @ self.table.weight.t()).square().mean() + y.expand(3, *y.shape).sum()
+
+
+def steps() -> Trace:
+    with torch.random.fork_rng(), fmtsim.simulate():
+        torch.manual_seed(0)
+        model, x = Memory(), torch.arange(16).view(2, 8)
+        with fmtsim.trace(model, level="aten", tensors=True) as run:
+            for optimizer in (torch.optim.AdamW(model.parameters(), fused=True), torch.optim.SGD(model.parameters())):
+                for _ in range(2):
+                    model(x).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    return run.trace
+
+
+def changed(trace: Trace, operations: list, tensors: dict | None = None, numbered: bool = False) -> Trace:
+    """Return a trace of other operations; ``numbered`` gives these their places as indices."""
+    places = {one.index: place if numbered else one.index for place, one in enumerate(operations)}
+    operations = [dataclasses.replace(one, index=places[one.index]) for one in operations]
+    other = dataclasses.replace(trace, operations=tuple(operations))
+    other.tensors.update({places[i]: x for i, x in (tensors or trace.tensors).items() if i in places})
+    return other
+
+
+def test_an_audit_follows_memory_through_operators_in_place_and_views(tmp_path):
+    trace = steps()
+    trace.save(tmp_path / "steps.safetensors")
+    for _ in range(2):  # what it computes anew leaves the trace as it was
+        result = audit(trace, target="h200")
+        assert result.equal and result.links > 300 and "tensors that operators read were written" in str(result)
+    assert audit(Trace.load(tmp_path / "steps.safetensors"), target="h200") == result
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_an_audit_names_an_operator_that_is_missing_or_exchanged(numbered):
+    trace = steps()
+    every = list(trace.operations)
+    called = [place for place, one in enumerate(every) if CALL in dict(one.facts)]
+    for place in called[3::23]:
+        cut = _follow(changed(trace, every[:place] + every[place + 1 :], numbered=numbered))[1]
+        assert "recorded operations are in the trace" in cut[0]
+        if not numbered:
+            assert (
+                cut[1].startswith(f"operation {place + 1}, ") and f"operation {place} does not stand before" in cut[1]
+            )
+        other = called[called.index(place) + 1]
+        swapped = every.copy()
+        swapped[place], swapped[other] = every[other], every[place]
+        broken = _follow(changed(trace, swapped, numbered=numbered))[1]
+        assert broken and (
+            numbered or broken[0].startswith(f"operation {other}, {every[other]}: operation {other - 1} d")
+        )
+    assert "recorded operations are in the trace" in _follow(changed(trace, every[:-9]))[1][0]  # cut at the end
+
+
+def test_an_audit_names_an_input_that_is_another_tensor():
+    trace = recorded(model_and_batch()[1])
+    one = next(one for one in trace.operations if one.operation == "aten::gelu")
+    (bits,), y = one.inputs, trace.tensors[one.index]["argument 0"]
+    other = y.flip(0)
+    prints = Fingerprints()
+    prints.batch = trace.batch
+    at, _ = prints.add(other)
+    hashed = dataclasses.replace(one, inputs=(dataclasses.replace(bits, hash=prints.finish()[at].hash),))
+    tensors = trace.tensors | {one.index: trace.tensors[one.index] | {"argument 0": other}}
+    operations = [hashed if x is one else x for x in trace.operations]
+    found = audit(changed(trace, list(trace.operations), tensors))  # with the hash of what was read
+    assert [x.first for x in found.layers if x.different] == ["gelu"] and not found.equal
+    found = audit(changed(trace, operations, tensors))
+    writer = next(x.index for x in trace.operations if x.operation == "aten::native_layer_norm")
+    assert found.broken[0] == f"operation {one.index}, {one}: its argument 0 is not what operation {writer} wrote"
+
+
+def test_an_audit_compares_versions():
+    trace = recorded(model_and_batch()[1])
+    versions = {"fmtsim": "0.0.1", "torch": "2.11.0+cu130", "cuda": "12.8", "cudnn": "91900"}
+    other = dataclasses.replace(trace, versions=tuple(versions.items()), device="NVIDIA H100 80GB HBM3")
+    other.tensors.update(trace.tensors)
+    text = str(audit(other, target="h200"))
+    assert "NVIDIA H100 80GB HBM3 is not h200, whose bits were recorded" in text
+    assert f"fmtsim 0.0.1 may record operators otherwise than fmtsim {fmtsim.__version__}, which audits" in text
+    assert "cuda 12.8 may order sums otherwise than cuda 13.0" in text and "cudnn 91900 may" not in text

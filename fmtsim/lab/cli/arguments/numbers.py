@@ -51,6 +51,7 @@ def declare_cast(parser: argparse.ArgumentParser) -> None:
         "numbers", nargs="+", metavar="NUMBER", help="0.1, -3e-5, 0x1.8p-3, inf or nan; - reads standard input"
     )
     repeated(parser, "--to", "the element format", "FORMAT", names.formats, required=True, dest="formats", default=None)
+    repeated(parser, "--like", "another library's cast beside fmtsim's own", "LIBRARY", names.profiles, default=[])
     add_rounding(parser)
     add_json(parser)
 
@@ -71,6 +72,8 @@ def declare_explain(parser: argparse.ArgumentParser) -> None:
     option(parser, "--dtype", "dtype in which the numbers are stored before the cast", "float64", choices=DTYPES)
     count(parser, "--block-size", "numbers that share a scale")
     option(parser, "--scale-rule", f"one of {', '.join(SCALE_RULES)}", names=names.scale_rules)
+    option(parser, "--like", "another library, such as onnxruntime: the steps of its cast", metavar="LIBRARY",
+           names=names.profiles)  # fmt: skip
     add_rounding(parser)
     add_json(parser)
 
@@ -160,6 +163,28 @@ def check_identify(arguments: argparse.Namespace) -> None:
         tensor_file(text)
     if (arguments.scale_a is None) != (arguments.scale_b is None):
         raise ArgumentError("--scale-a and --scale-b belong together; pass both, a file with 1.0 for the other")
+    if arguments.probe:
+        check_file("--probe", Path(arguments.probe))
+
+
+def declare_identify_cast(parser: argparse.ArgumentParser) -> None:
+    files = ".npy, .npz, .pt or .safetensors; FILE:NAME picks one tensor of a file"
+    parser.add_argument("x", metavar="X", help=f"what was cast: {files}")
+    parser.add_argument("result", metavar="RESULT", help="what came out: values, float8, or codes as integers")
+    option(parser, "--scale", "the scales beside codes; bytes are E8M0 codes", metavar="FILE")
+    option(parser, "--format", "look at this format alone", names=names.formats)
+    option(parser, "--dtype", "of x, where a .npy file holds integer codes of it, such as bfloat16", metavar="DTYPE")
+    option(parser, "--probe", "write numbers that tell the explanations apart", metavar="FILE.pt")
+    again = "numbers and result of another run, such as that of --probe, which have to fit too"
+    repeated(parser, "--refine", again, default=[], metavar=("X", "RESULT"), nargs=2)
+    add_json(parser)
+
+
+def check_identify_cast(arguments: argparse.Namespace) -> None:
+    """Refuse files that are not there or of no kind that is read, and one that cannot be written."""
+    refined = (text for run in arguments.refine for text in run)
+    for text in filter(None, (arguments.x, arguments.result, arguments.scale, *refined)):
+        tensor_file(text)
     if arguments.probe:
         check_file("--probe", Path(arguments.probe))
 

@@ -1,0 +1,25 @@
+# pip: faiss-cpu==1.15.1 numpy
+"""faiss: ScalarQuantizer, trained on the tensor that it encodes; a row of the tensor is a dimension of the vectors."""
+
+import faiss
+import numpy as np
+from peer import answer
+
+TYPES = {"uint8": "QT_8bit", "uint8_channel_zp": "QT_8bit", "uint6": "QT_6bit", "uint4": "QT_4bit", "fp16": "QT_fp16",
+         "bf16": "QT_bf16", "int8_full": "QT_8bit_direct_signed"}  # fmt: skip
+
+
+def cast(x, request):
+    name = "QT_8bit_direct" if request["profile"] == "direct" else TYPES[request["format"]]
+    if request["profile"] == "uniform":
+        name += "_uniform"
+    vectors = np.ascontiguousarray(x.T) if x.ndim == 2 and request["block"] == "row" else x.reshape(-1)
+    if vectors.ndim == 1:  # vectors of 16 dimensions
+        vectors = np.concatenate([vectors, np.zeros(-vectors.size % 16, np.float32)]).reshape(-1, 16)
+    quantizer = faiss.ScalarQuantizer(vectors.shape[1], getattr(faiss.ScalarQuantizer, name))
+    quantizer.train(vectors)
+    value = quantizer.decode(quantizer.compute_codes(vectors))
+    return {"value": np.ascontiguousarray(value.T) if request["block"] == "row" else value.reshape(-1)[: x.size]}
+
+
+answer(cast, "faiss-cpu", "numpy")
