@@ -193,7 +193,8 @@ def main() -> int:
         for row in hold(library, variant if slash else None, options, done):
             rows.append(row)
             print(f"{' '.join(row[:4])}: {row[5]:,} values, {row[6]:,} differ {row[7]}", flush=True)
-            kept.write_text(json.dumps(done))
+            others = json.loads(kept.read_text()) if kept.exists() else {}  # of commands that run beside this one
+            kept.write_text(json.dumps(others | done))
             failed += row[6]
     print(format_table(HEAD, [(*row[:5], f"{row[5]:,}", f"{row[6]:,}") for row in rows], left=(0, 1, 2, 3, 4)))
     refused = tomllib.loads((HERE / "not_reproduced.toml").read_text()).get("cast", [])
