@@ -1,8 +1,8 @@
 # pip: brevitas==0.13.4 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """brevitas on the CPU: quant_weight() of a QuantLinear layer."""
 
 import brevitas.nn as qnn
-import torch
 from brevitas.quant import Int8WeightPerChannelFloat, Int8WeightPerTensorFloat
 from brevitas.quant.experimental.float_quant_ocp import Fp8e4m3OCPWeightPerTensorFloat, Fp8e5m2OCPWeightPerTensorFloat
 from peer import answer, arrays, torch_tensor

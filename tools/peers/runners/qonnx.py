@@ -1,4 +1,5 @@
 # pip: qonnx==1.0.0 onnx numpy
+# SPDX-License-Identifier: Apache-2.0
 """qonnx: the numpy functions of its IntQuant and FloatQuant nodes, scale 1."""
 
 import numpy as np
@@ -6,7 +7,13 @@ from peer import answer
 from qonnx.custom_op.general.floatquant import float_quant
 from qonnx.custom_op.general.intquant import int_quant
 
-FLOATS = {"e4m3": (4, 3, 448.0), "e5m2": (5, 2, 57344.0), "e2m1": (2, 1, 6.0), "e2m3": (2, 3, 7.5), "e3m2": (3, 2, 28.0)}
+FLOATS = {
+    "e4m3": (4, 3, 448.0),
+    "e5m2": (5, 2, 57344.0),
+    "e2m1": (2, 1, 6.0),
+    "e2m3": (2, 3, 7.5),
+    "e3m2": (3, 2, 28.0),
+}
 
 
 def cast(x, request):
