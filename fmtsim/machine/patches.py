@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``simulate`` changes in torch: functions for which a GPU has one kernel and a CPU several, and autocast."""
+"""What ``simulate`` changes in torch: functions for which a GPU has one kernel and a CPU several, and autocast.
+
+Forks are kernels of the dispatcher at a key that no device has here. A thread that simulates includes the key, so that
+other threads do not see them. Functions of Python, which no dispatcher calls, ask which thread runs.
+"""
 
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import _ops
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,7 +46,10 @@ linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 """Operators that run in the widest dtype among their arguments, autocast's at least."""
 _REFUSED = "binary_cross_entropy"
-_KEY = torch._C.DispatchKey.AutocastCPU
+_KEY: Any = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
+_AUTOCAST = torch._C.DispatchKey.AutocastCPU  # asked behind the key of forks
+_BELOW = torch._C._dispatch_keyset_full_after(_AUTOCAST)
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 
 
 def _is_cast(x: Any) -> bool:
@@ -109,98 +116,89 @@ def kernels(device: str) -> set[str]:
     return {name[6:] for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}")}
 
 
-def _kernel(name: str, policy: Callable) -> Callable:
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+def _autocasts() -> bool:
+    """Return True where autocast is on."""
+    return not _is_excluded(_AUTOCAST)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST))
+
+
+def _cast(name: str, policy: Callable) -> Callable:
+    """Return a fork that does to an operator's arguments what a GPU's autocast does."""
+    operator = _overload(name)
+
+    def call(host: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not _autocasts():
+            return host(*args, **kwargs)
+        with _without_autocast():
             return policy(operator, args, kwargs)
 
-    return kernel
+    return call
 
 
-def registered(kernels_by_name: dict[str, Any], key: str) -> torch.library.Library:
-    """Put kernels in the place of ATen's at a dispatch key, until the library is destroyed."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of kernels that are put in the place of others
-        for name, kernel in kernels_by_name.items():
-            library.impl(name, kernel, key)
-    return library
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _lists() -> dict[str, Any]:
-    """Return the kernels that make a CPU's autocast a GPU's."""
+def _kernel(fork: Callable, operator: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a fork with the host's own function in front, which goes on below the key and below autocast."""
+    return fork(partial(operator.redispatch, keys & _BELOW), *args, **kwargs)
+
+
+@cache
+def _register() -> tuple[torch.library.Library, ...]:
+    """Put the forks' kernels at their key, for good: threads that do not include it are not touched."""
     policies = {name: policy for policy, names in POLICIES.items() for name in names.split()}
-    plain = dict.fromkeys(kernels("CPU") - set(policies) - set(SHARED.split()), torch.library.fallthrough_kernel)
-    return plain | {name: _kernel(name, policy) for name, policy in policies.items()}
+    # 1. A CPU's autocast has kernels that a GPU's has not: they are passed over.
+    others = kernels("CPU") - set(policies) - set(SHARED.split())
+    table: dict[str, Callable] = dict.fromkeys(others, lambda host, *args, **kwargs: host(*args, **kwargs))
+    table |= {name: _cast(name, policy) for name, policy in policies.items()} | _OPERATORS
+    for packet in _RECURRENT:
+        table |= {name: partial(_recurrent, packet) for name in _overloads(packet)}
+    # 2. Operators without a fork have no kernel at the key, higher-order operators of now and later among them.
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
+    for operator in _ops._higher_order_ops.values():
+        operator.fallthrough(_KEY)
+    fallback, forks_of_aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    fallback.fallback(torch.library.fallthrough_kernel, _KEY.name)
+    for name, fork in table.items():
+        forks_of_aten.impl(name, partial(_kernel, fork, _overload(name)), _KEY.name, with_keyset=True)
+    return fallback, forks_of_aten
 
 
-@contextmanager
-def gpu_autocast(simulates: Callable[[], bool]) -> Iterator[None]:
-    """Give ``torch.autocast`` and ``GradScaler`` for ``"cuda"`` and ``"cpu"`` what they do on a GPU.
-
-    Args:
-        simulates: Returns True in a thread whose autocast it is; in others it does what it did.
-    """
-    libraries: list[torch.library.Library] = []
-    autocast, scaler = torch.autocast.__init__, torch.amp.GradScaler.__init__
-
-    def start(self: Any, device_type: str, dtype: Any = None, *options: Any, **named: Any) -> None:
-        if device_type == "cuda" and simulates():
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        if not libraries and simulates():
-            libraries.append(registered(_lists(), "AutocastCPU"))
-        autocast(self, device_type, dtype, *options, **named)
-
-    def start_scaler(self: Any, device: str = "cuda", *options: Any, **named: Any) -> None:
-        scaler(self, "cpu" if device == "cuda" and simulates() else device, *options, **named)
-
-    with (
-        mock.patch.object(torch.autocast, "__init__", start),
-        mock.patch.object(torch.amp.GradScaler, "__init__", start_scaler),
-    ):
-        try:
-            yield
-        finally:
-            for library in libraries:
-                library._destroy()
+def _overloads(packet: str) -> list[str]:
+    return [packet if x == "default" else f"{packet}.{x}" for x in getattr(torch.ops.aten, packet).overloads()]
 
 
 _OPTIMIZERS = sys.modules[torch.optim.Optimizer.__module__]
-_HOST_DROPOUT, _HOST_RMS_NORM = functional.dropout, torch.rms_norm
-_HOST_ATTENTION = functional.scaled_dot_product_attention
-_HOST_DEVICES = _OPTIMIZERS._get_foreach_kernels_supported_devices
-_SOFTMAX = ("softmax", "log_softmax")
 _thread = threading.local()  # its ``run`` is the simulation that a thread is in
 
 
-def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Return functional.dropout by one operator, as on a GPU; on a CPU torch takes three."""
-    if training and 0 < p < 1 and not inplace and x.numel():
-        return torch.native_dropout(x, p, True)[0]
-    with torch._C.DisableTorchFunction():
-        return _HOST_DROPOUT(x, p, training, inplace)
+def _dropout(host: Callable, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Return dropout by one operator, as on a GPU; on a CPU torch takes three."""
+    return torch.native_dropout(x, p, True)[0] if train and 0 < p < 1 and x.numel() else host(x, p, train)
 
 
 def _rms_norm(
-    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+    host: Callable, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """Return torch.rms_norm by one operator, as on a GPU; torch's operators remain for mixed dtypes and a nested x."""
+    """Return rms_norm by one operator, as on a GPU; torch's operators remain for mixed dtypes and a nested x."""
     if x.is_nested or (weight is not None and weight.dtype != x.dtype):
-        with torch._C.DisableTorchFunction():
-            return _HOST_RMS_NORM(x, shape, weight, eps)
+        return host(x, shape, weight, eps)  # type: ignore[no-any-return]
     return torch.ops.fmtsim.rms_norm(x, list(shape), weight, eps)[0]
 
 
 def _softmax(operator: Callable) -> Callable:
     """Return softmax of float16 in float32 by one operator, as on a GPU; on a CPU torch converts first."""
 
-    def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if x.dtype == torch.float16 and dtype == torch.float32 and _running():
+    def call(host: Callable, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = torch.float32 if dtype is None and _is_cast(x) and _autocasts() else dtype
+        if x.dtype == torch.float16 and dtype == torch.float32:
             return operator(x, dim, True)  # type: ignore[no-any-return]
-        return operator(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+        return host(x, dim, dtype)  # type: ignore[no-any-return]
 
     return call
 
@@ -241,8 +239,9 @@ def _aligned(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    host: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Return attention; unknown where the host takes the math path and a GPU one kernel that is not known.
 
@@ -251,7 +250,7 @@ def _attention(
     """
     from fmtsim.machine import attention  # with numba, which takes a second
 
-    if torch.is_autocast_enabled("cpu"):
+    if _autocasts():
         query, key, value, attn_mask = _to(torch.get_autocast_dtype("cpu"), query, key, value, attn_mask)
     backends = torch.backends.cuda
     kernels = backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.cudnn_sdp_enabled
@@ -283,9 +282,21 @@ def _attention(
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None and query.ndim == 4 and any(enabled() for enabled in kernels):
         _thread.run._note("scaled_dot_product_attention", UnknownOrder(f"attention with {reason}"))
-    # a nested tensor's attention is a torch function of its own
-    with nullcontext() if query.is_nested else torch._C.DisableTorchFunction():
-        return _HOST_ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    with _without_autocast():  # of the math path's operators
+        return host(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)  # type: ignore[no-any-return]
+
+
+def _recurrent(name: str, host: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return a recurrent network's results by the host, for which a GPU has a kernel of its own."""
+    _thread.run._note(name, UnknownOrder("a recurrent network by a GPU's own kernel"))
+    return host(*args, **kwargs)
+
+
+_OPERATORS: dict[str, Callable] = {
+    "dropout": _dropout, "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention,
+    **{f"{name}.int": _softmax(getattr(torch.ops.aten, f"_{name}")) for name in ("softmax", "log_softmax")},
+}  # fmt: skip
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")
 
 
 def _running() -> bool:
@@ -298,7 +309,8 @@ def outside() -> Iterator[None]:
     """Give this thread the host's functions again, for what traces them."""
     run, _thread.run = getattr(_thread, "run", None), None
     try:
-        yield
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+            yield
     finally:
         _thread.run = run
 
@@ -308,16 +320,6 @@ def _fork(host: Callable, gpu: Callable) -> Callable:
     return lambda *args, **kwargs: (gpu if _running() else host)(*args, **kwargs)
 
 
-_FORKS = {
-    _HOST_DROPOUT: (functional, _fork(_HOST_DROPOUT, _dropout)),
-    _HOST_RMS_NORM: (torch, _fork(_HOST_RMS_NORM, _rms_norm)),
-    _HOST_ATTENTION: (functional, _fork(_HOST_ATTENTION, _attention)),
-    _HOST_DEVICES: (_OPTIMIZERS, _fork(_HOST_DEVICES, lambda: [*_HOST_DEVICES(), "cpu"])),
-}
-
-
-# Functions for which a GPU has kernels of cuDNN or its own, where the host's are made of operators that are known.
-_RECURRENT = {getattr(torch, name): name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell")}
 _FACTORIES = (torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal)
 
 
@@ -326,8 +328,8 @@ def draws_on_host() -> bool:
     return getattr(_thread, "host_draws", False)
 
 
-class _Forks(TorchFunctionMode):
-    """Take a fork's function, too, where a module imported torch's own by name before the simulation began."""
+class _Functions(TorchFunctionMode):
+    """Take functions of torch that ask for a device, or draw without one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, or what stands for it."""
@@ -340,14 +342,30 @@ class _Forks(TorchFunctionMode):
         on_host = func in _FACTORIES and kwargs.get("device") is None and not any(map(torch.is_tensor, args))
         on_host = on_host and torch.get_default_device().type == "cpu"
         func, args, kwargs = on_gpu(func, args, kwargs, sys._getframe(1))
-        function = _FORKS[func][1] if func in _FORKS else func
-        if func in _RECURRENT and _running():
-            _thread.run._note(_RECURRENT[func], UnknownOrder("a recurrent network by a GPU's own kernel"))
         _thread.host_draws = on_host
         try:
-            return function(*args, **kwargs)
+            return func(*args, **kwargs)
         finally:
             _thread.host_draws = False
+
+
+def _functions() -> Iterator[tuple[Any, str, Callable]]:
+    """Yield functions of Python that a simulation replaces: owner, name, and what gets the host's own first."""
+    yield _OPTIMIZERS, "_get_foreach_kernels_supported_devices", lambda host: [*host(), "cpu"]
+
+    def start(host: Callable, self: Any, device_type: str, dtype: Any = None, *options: Any, **named: Any) -> None:
+        dtype = dtype or torch.get_autocast_dtype("cuda") if device_type == "cuda" else dtype
+        host(self, "cpu" if device_type == "cuda" else device_type, dtype, *options, **named)
+
+    yield torch.autocast, "__init__", start
+    yield (
+        torch.amp.GradScaler,
+        "__init__",
+        lambda host, self, device="cuda", *options, **named: host(
+            self, "cpu" if device == "cuda" else device, *options, **named
+        ),
+    )
+    yield from forks(lambda: _thread.run)
 
 
 _lock, _simulations, _undo = threading.Lock(), list[Any](), ExitStack()
@@ -357,32 +375,29 @@ _lock, _simulations, _undo = threading.Lock(), list[Any](), ExitStack()
 def patched(run: Any) -> Iterator[None]:
     """Give this thread torch as a simulation needs it.
 
-    ``torch.nn``'s own functions call each other without a function mode, and the dispatcher holds one kernel of
-    softmax and one of each operator under autocast: the patches are the process's, from the first simulation that is
-    entered in any thread to the last that is left, and a lock counts them. They act in threads that simulate; others
-    take the host's functions. An exception is ``torch.autocast("cpu")``: once a simulation has switched autocast on,
-    other threads cast by the GPU's lists, too, until the last simulation is left.
+    Kernels of the dispatcher are this thread's, by their key. Functions of Python are replaced in the process, from the
+    first simulation that is entered in any thread to the last that is left, and a lock counts them: they ask whether
+    their thread simulates, and are the host's own elsewhere.
     """
     with _lock, ExitStack() as stack:
+        _register()
         if not _simulations:
-            for host, (module, fork) in _FORKS.items():
-                stack.enter_context(mock.patch.object(module, host.__name__, fork))
-            for owner, name, gpu in forks(lambda: _thread.run):
+            for owner, name, gpu in _functions():
                 known: Any = inspect.getattr_static(owner, name, None)  # a torch without CUDA lacks some
                 own: Any = known.fget if isinstance(known, property) else known
                 both: Any = _fork(own, partial(gpu, own))
                 both = property(both) if own is not known else both
                 stack.enter_context(mock.patch.object(owner, name, both, create=known is None))
-            stack.enter_context(gpu_autocast(_running))
-            softmax = {f"{name}.int": _softmax(getattr(torch.ops.aten, f"_{name}")) for name in _SOFTMAX}
-            stack.callback(registered(softmax, "CompositeImplicitAutograd")._destroy)
             _undo.push(stack.pop_all())
         _simulations.append(run)
     outer, _thread.run = getattr(_thread, "run", None), run  # a kernel of the math path enters again
+    excluded = _is_excluded(_KEY)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
     try:
-        with _Forks():
+        with torch._C._IncludeDispatchKeyGuard(_KEY), _Functions():
             yield
     finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
         _thread.run = outer
         with _lock:
             _simulations.remove(run)

@@ -161,6 +161,11 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 f"{packet}{_place()} is not an operator of PyTorch, and its kernel on {self.target} is not known; run "
                 "the model without it (eager attention, or the operator's own formula in torch)"
             )
+        with torch._C.DisableTorchFunction():  # handlers ask tensors for their sizes a thousand times
+            return self._compute(operator, func, types, args, kwargs)
+
+    def _compute(self, operator: "_Operator", func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator of PyTorch."""
         name, handler, kind = operator.name, operator.handler, operator.kind
         out = kwargs.get("out")
         if torch.is_tensor(out) and operator.plain is not None and out.is_contiguous():

@@ -111,10 +111,6 @@ def test_a_profile_says_where_it_is_from_and_runs(profile):
             results = profile.results(x, fmt)
             assert results["value"].shape == x.shape and results["value"].is_floating_point()
             assert "code" not in results or results["code"].shape == x.shape
-            # another library's cast is a cast: near x
-            if fmt.bits > 1 and not bool(results["value"].isnan().any()):
-                wide = fmt.name.startswith("e8m0") or results["value"].abs().max() == 0
-                assert wide or (results["value"].double() - x.double()).abs().max() < 2.01
 
 
 def test_a_format_has_one_profile_of_a_name():

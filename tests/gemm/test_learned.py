@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees that say what cuBLASLt most likely chooses: the file, walking it, and targets that follow it."""
 
+import math
 import struct
 import zlib
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets import learned
-from fmtsim.gemm.targets.learned import FEATURES, MAGIC, Group, Learned, Tree
+from fmtsim.gemm.targets.learned import FEATURES, MAGIC, Group, Learned, Parts, Ruled, Tree
 from fmtsim.gemm.targets.question import Choice, Kind, Question, library_question
 from fmtsim.gemm.targets.target import Target, get_target
 from fmtsim.support.errors import ArgumentError, DataError
@@ -96,7 +97,7 @@ def test_features_keep_their_places():
     """Trees that were written name features by number: one that changes, or moves, makes them say something else."""
     columns = np.array([[1, 3, 77, 1000, 5200, 3], [0, 1, 4096, 48, 64, 1], [2, 2, 8, 24, 20480, 1]]).T
     known = [np.broadcast_to(feature(*columns), 3).tolist() for feature in FEATURES]
-    assert len(known) == 40 and zlib.crc32(repr(known).encode()) == 2035395985
+    assert [zlib.crc32(repr(part).encode()) for part in (known[:40], known[40:])] == [2035395985, 3279826405]
 
 
 @pytest.mark.parametrize("damage", [slice(0, 10), slice(0, 100), slice(1, None)])
@@ -165,6 +166,38 @@ def test_parts_of_cutlass_kernels_are_guesses(tmp_path):
     assert [(each.basis, each.plan.split) for each in found] == [("rule", 3), ("rule", 1), ("guess", 3)]
 
 
+def test_splits_by_a_rule():
+    """As many blocks as share the tiles, or a part for every so many products: the fewer, one at least."""
+    for m, n, k, batch in np.random.default_rng(6).integers(1, 1200, (300, 4)).tolist():
+        tiles = math.ceil(n / 64) * math.ceil(m / 128) * batch
+        shares, widths = math.floor(264 / tiles), math.floor((k + 63) / 64)
+        rules = Parts(264, 17, 64, 63), Parts(264, 17), Parts(0, 17, 64, 63)
+        assert [rule.of(m, n, k, batch) for rule in rules] == [max(min(shares, widths), 1), max(shares, 1), widths]
+
+
+def test_trees_of_small_sizes(tmp_path):
+    """Their splits follow the sizes and are known, CUTLASS's as well; what they do not know is asked of the next."""
+    ruled = Ruled(Choice(24, 0, 2, 0, 13), Parts(132, 15, 64))
+    small = GROUP._replace(choices=(ruled, ruled, Choice(66)), most=4096)
+    write_learned(tmp_path / "small.trees", [(small, TREE)])
+    rule = Learned.open(tmp_path / "small.trees")
+    assert rule.groups() == (small,)
+    asked = [Question(BF16, 0, 64, n, k) for n, k in ((64, 640), (64, 32), (704, 2560), (4097, 64), (64, 2564))]
+    found = [rule.find(each) for each in asked]
+    assert [each and (each.choice, each.known) for each in found] == [
+        (Choice(24, 10, 2, 0, 13), True), (Choice(24, 1, 0, 0, 13), True), (Choice(24, 12, 2, 0, 13), True),
+        None, (Choice(66), False),
+    ]  # fmt: skip
+    for layout, m, n, batch in ((2, 1, 64, 1), (0, 64, 1, 1), (3, 64, 1, 1), (0, 64, 64, 257)):
+        assert rule.find(Question(BF16, layout, m, n, 64, batch)) is None  # as bmm alone asks, and large batches
+    assert rule.find(Question(BF16, 1, 1, 1, 64)) is not None
+    write_learned(tmp_path / "all.trees", [(GROUP, TREE._replace(certain=np.ones(4, bool)))])
+    record = get_target("h200").to_dict() | {"book": None, "trees": ["small.trees", "all.trees"], "rules": []}
+    target = Target.from_dict(record, folder=tmp_path)
+    plans = [target.find(mm(64, 64, k, out=torch.bfloat16)) for k in (640, 2568)]
+    assert [(each.basis, each.plan.split, each.plan.k_tile) for each in plans] == [("rule", 10, 64), ("rule", 3, 64)]
+
+
 def test_single_products_without_tensor_cores_are_guesses(tmp_path):
     """The signs of their zeros are not those of a chain on an H200."""
     found = found_by(tmp_path, (Choice(12), Choice(20), Choice(12)), (1, 2))
@@ -172,8 +205,9 @@ def test_single_products_without_tensor_cores_are_guesses(tmp_path):
 
 
 def test_trees_that_come_with_fmtsim():
-    rule, *_ = get_target("h200").trees
+    small, rule, *_ = get_target("h200").trees
     assert all(group.held_out >= 100_000 for group in rule.groups())
+    assert all(0 < group.most <= 1100 and group.certain_right / group.certain > 0.9998 for group in small.groups())
     for trees in {each.name: each for name in ("h100", "h200") for each in get_target(name).trees}.values():
         for group in trees.groups():
             assert group.held_out >= 8_000 and group.right / group.held_out > 0.87

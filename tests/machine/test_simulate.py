@@ -116,6 +116,47 @@ def test_other_threads_have_the_host_s_functions():
     assert after == host
 
 
+def host_calls() -> list[torch.Tensor]:
+    """Return results of what a simulation forks: softmax, attention, norms, recurrent networks, foreach, autocast."""
+    x, mask = numbers(1, 4, 64, 32).float(), torch.eye(64, dtype=torch.bool)
+    mask[3] = False  # a row of NaN on the host
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        network, weight = nn.GRU(32, 32), nn.Parameter(torch.rand(8))
+    weight.grad = weight.detach() * 2
+    torch.optim.AdamW([weight]).step()
+    results = [x.half().softmax(-1, torch.float32), functional.rms_norm(x, (32,)), network(x[0])[0], weight]
+    results += [functional.scaled_dot_product_attention(x, x, x, mask), functional.dropout(x, 0.0)]
+    with torch.autocast("cpu"):
+        results += [functional.layer_norm(x, (32,)), x @ x.mT, functional.linear(x, x[0, 0]), (x @ x.mT).exp()]
+        results += [x.softmax(-1), (x @ x.mT).sum(), functional.mse_loss(x, x + 1), (x @ x.mT).log_softmax(-1)]
+    return results
+
+
+def test_other_threads_compute_what_they_compute_alone():
+    entered, others_done, expected = threading.Event(), threading.Event(), host_calls()
+
+    def simulates():
+        with fmtsim.simulate(), torch.autocast("cuda"):
+            entered.set()
+            assert others_done.wait(60)
+            return host_calls()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(simulates)
+        assert entered.wait(60)
+        results = host_calls()
+        names = "dropout", "scaled_dot_product_attention"
+        assert [getattr(functional, name) for name in names] == [imported_dropout, imported_attention]
+        others_done.set()
+        inside = waiting.result()
+    same, forked = (
+        [x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(xs, expected, strict=True)]
+        for xs in (results, inside)
+    )
+    assert all(same) and sum(forked) < len(forked) / 2  # a GPU computes most of them otherwise
+
+
 def test_autocast_around_it_is_refused():
     message = "autocast was entered before simulate, and casts what it does on a CPU; enter it inside"
     with torch.autocast("cpu"), pytest.raises(ArgumentError, match=message), fmtsim.simulate():

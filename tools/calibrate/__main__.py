@@ -84,7 +84,8 @@ def declare_calibrate(parser: argparse.ArgumentParser) -> None:
     add_layers(what, ",".join(DTYPES), "gpt2, llama-8b, ...")
     add_tokens(what)
     flag(what, "--quick", f"at most {QUICK} of these calls, evenly chosen, and one set of data each")
-    base = "try this target's plans first, and append its rules to the new ones; with --book, write the difference"
+    base = "try this target's plans first, and append its rules to the new ones; with --book, write the difference; "
+    base += "with --learn --small, learn from its books, too"
     option(parser, "--base", base, metavar="TARGET", names=names.targets)
     option(parser, "--out", f"file to write, {PLAN} or {EVIDENCE} unless given", metavar="FILE")
     check = parser.add_argument_group("comparing a GPU with its emulation, instead of measuring it")
@@ -430,11 +431,12 @@ def run_learn(arguments: argparse.Namespace) -> int:
     else:
         gpu, index = open_card(arguments.device)
         library, architecture = gpu.library, architecture_of(index)
+    books = () if arguments.base is None else get_target(arguments.base).books
     known = cast(Architecture, architecture) if architecture in get_args(Architecture) else None
     with make_progress(None, transient=True) as progress:
         groups = learn(path, partial(open_library, arguments.device, library), count=arguments.questions,
                        workers=workers, architecture=known, progress=progress, topics=topics,
-                       executor=arguments.executor, answers=folder)  # fmt: skip
+                       executor=arguments.executor, answers=folder, books=books)  # fmt: skip
     rows = [
         (kind_name(group), f"{group.learned:,}", f"{group.held_out:,}", f"{group.right / group.held_out:.2%}",
          f"{group.certain / group.held_out:.1%}", f"{group.certain_right / max(group.certain, 1):.3%}")

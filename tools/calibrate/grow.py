@@ -13,8 +13,9 @@ from fmtsim.gemm.targets.question import CUTLASS, Architecture, Choice, Kind, Qu
 
 BRANCHED: Final = 2_500_000  # answers at most that decide where a tree branches; the others count on its leaves
 HELD_OUT: Final = 100_000  # answers at least that choose how many make a leaf certain, and as many that are held out
-DOUBTS: Final = tuple(0.02 * 0.8**step for step in range(40))  # estimates of how often a certain leaf may be wrong
+DOUBTS: Final = tuple(0.02 * 0.9**step for step in range(80))  # estimates of how often a certain leaf may be wrong
 SURE: Final = 0.9998  # of the answers on certain leaves are right, by those that choose
+SURE_SMALL: Final = 0.99995  # the same of small sizes: of layers, less regular than what is drawn, 0.9998 are right
 BLOCKS: Final = (0, 36, 66, 132, 264, 396, 528)  # of tiles of a result that splits fill, on 132 multiprocessors
 WIDTHS: Final = ((0, 0), (32, 0), (56, 0), (64, 0), (72, 0), (128, 0), (64, 63), (72, 71), (64, 32))  # and extras
 FEWEST_ALIKE: Final = 20  # answers of a tile that a rule is named for
@@ -50,7 +51,7 @@ class Nodes(NamedTuple):
 
 def grow(
     topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None,
-    tiles: Sequence[int] = (),
+    tiles: Sequence[int] = (), more: tuple[Numbers, Sequence[Choice]] | None = None,
 ) -> tuple[Group, Tree]:  # fmt: skip
     """Return a tree of a topic's answers, and how often it is right about the last of them.
 
@@ -62,6 +63,7 @@ def grow(
         labels: int64 [questions], an index of choices.
         architecture: Of the GPU; None where the orders behind choices are not known, and choices alone are compared.
         tiles: The TILE_ID of each choice, of a topic of small sizes.
+        more: Other questions and their choices, without tiles: none of them is held out.
     """
     # 1. answers with one name for an order; of small sizes, those held out are about sizes that no other answer has
     is_known = np.array([choice is not None for choice in choices])[labels]
@@ -79,16 +81,31 @@ def grow(
     learned = len(labels) - 2 * held
     columns = columns_of(asked)
     branched = min(learned * 3 // 4 if topic.most else learned, BRANCHED)
-    nodes = _rounded(branches(columns[:branched], labels[:branched], topic.leaves), columns[:branched])
+    taught, taught_labels = columns[:branched], labels[:branched]
+    if more is not None:
+        # of other answers those without a split have names; the rule of a split is not known without its tile
+        others, other_labels = _named(topic, more[0], more[1], np.arange(len(more[1])), architecture)
+        places = np.array([names.index(name) if name in names and name.split == 1 else -1 for name in others], np.int64)
+        whole = places[other_labels] >= 0
+        other_columns = columns_of(more[0])
+        taught = np.concatenate([taught, other_columns[whole]])
+        taught_labels = np.append(taught_labels, places[other_labels][whole])
+    nodes = _rounded(branches(taught, taught_labels, topic.leaves), taught)
     reached = _reached(nodes, columns)
     right = _right(topic, asked, names, labels, nodes.labels[reached], architecture)
     # 3. the certain leaves; of small sizes, splits of CUTLASS kernels have to be right as often as others
     kernels = (name.choice if isinstance(name, Ruled) else name for name in names)
     jumps = np.array([topic.most > 0 and kernel.algorithm in CUTLASS and kernel.split != 1 for kernel in kernels])
-    certain = _certain(reached, right, learned, learned + held, jumps[nodes.labels])
-    last, sure = right[-held:], certain[reached[-held:]]
-    group = Group(topic.kinds, topic.batched, tuple(names), learned, held, int(last.sum()), int(sure.sum()),
-                  int((last & sure).sum()), topic.most)  # fmt: skip
+    sure = SURE_SMALL if topic.most else SURE
+    if more is not None:
+        counted = _reached(nodes, other_columns)
+        agrees = [_same(topic, names[nodes.labels[leaf]], choice, row, architecture)
+                  for leaf, choice, row in zip(counted, more[1], more[0].T.tolist(), strict=True)]  # fmt: skip
+        reached, right = np.append(counted, reached), np.append(np.array(agrees, bool), right)
+    certain = _certain(reached, right, len(right) - 2 * held, len(right) - held, jumps[nodes.labels], sure)
+    last, there = right[-held:], certain[reached[-held:]]
+    group = Group(topic.kinds, topic.batched, tuple(names), learned, held, int(last.sum()), int(there.sum()),
+                  int((last & there).sum()), topic.most)  # fmt: skip
     return group, _tree(nodes, certain)
 
 
@@ -115,17 +132,17 @@ def _named(
     topic: Topic, asked: Numbers, choices: Sequence[Choice | None], labels: Numbers, architecture: Architecture | None
 ) -> tuple[list[Choice], Numbers]:
     """Return the names of all answers, in order, and each answer's; one name for an order."""
-    named = dict[tuple[int, int, bool], Choice]()
-    codes = (asked[0] * len(choices) + labels) * 2 + (asked[3] == 1)
+    named = []
+    codes = ((asked[0] * len(choices) + labels) * 2 + (asked[3] == 1)) * 2 + (asked[4] == 1)
     cases, where = np.unique(codes, return_inverse=True)
     for code in cases.tolist():
-        kind, label, column = code // 2 // len(choices), code // 2 % len(choices), bool(code % 2)
+        kind, label = divmod(code // 4, len(choices))
         choice = choices[label]
         assert choice is not None
-        question = Question(topic.kinds[kind], 0, 2, 1 if column else 2, 2)
-        named[kind, label, column] = choice if architecture is None else plainest(choice, question)
-    names = sorted(set(named.values()))
-    return names, np.array([names.index(name) for name in named.values()], np.int64)[where]
+        question = Question(topic.kinds[kind], 0, 2, 1 if code // 2 % 2 else 2, 1 if code % 2 else 2)
+        named.append(choice if architecture is None else plainest(choice, question))
+    names = sorted(set(named))
+    return names, np.array([names.index(name) for name in named], np.int64)[where]
 
 
 def _ruled(
@@ -173,15 +190,28 @@ def _right(
     """Return for each answer whether what a tree said of it has its order."""
     right = labels == said
     for row in np.flatnonzero(~right).tolist() if architecture is not None else ():
-        kind, *rest = asked[:, row].tolist()
-        question = Question(topic.kinds[kind], *rest)
-        answer, guess = (choice_for(names[number], question) for number in (labels[row], said[row]))
-        right[row] = same_order(answer, guess, question, architecture)  # type: ignore[arg-type]
+        answer = choice_for(names[labels[row]], _question(topic, asked[:, row].tolist()))
+        right[row] = _same(topic, names[said[row]], answer, asked[:, row].tolist(), architecture)
     return right
 
 
+def _question(topic: Topic, row: Sequence[int]) -> Question:
+    return Question(topic.kinds[row[0]], *row[1:])  # type: ignore[arg-type]
+
+
+def _same(
+    topic: Topic, name: Choice | Ruled, answer: Choice, row: Sequence[int], architecture: Architecture | None
+) -> bool:
+    """Return True if what a tree says of a question, a row of ``draw``'s, has the order of an answer."""
+    question = _question(topic, row)
+    guess = choice_for(name, question)
+    if architecture is None:
+        return guess == answer
+    return guess == plainest(answer, question) or same_order(answer, guess, question, architecture)
+
+
 def _certain(
-    reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: int, apart: NDArray[np.bool_]
+    reached: Numbers, right: NDArray[np.bool_], learned: int, chosen: int, apart: NDArray[np.bool_], sure: float = SURE
 ) -> NDArray[np.bool_]:
     """Return the leaves that are wrong seldom enough: as often as keeps the answers after those learned right, none
     where nothing does. How often a leaf is wrong is estimated by Laplace's rule of succession.
@@ -192,6 +222,7 @@ def _certain(
         learned: So many come first.
         chosen: Those from there to this place choose how seldom is enough.
         apart: Of each node of the tree, whether it is among those that are chosen apart from the others.
+        sure: So many of those that choose have to be right on certain leaves.
     """
     wrong = np.bincount(reached[:learned][~right[:learned]], minlength=len(apart))
     doubts = (wrong + 1) / (np.bincount(reached[:learned], minlength=len(apart)) + 2)
@@ -199,7 +230,7 @@ def _certain(
     for leaves in (apart, ~apart):
         answers = leaves[reached[learned:chosen]]
         there, good = doubts[reached[learned:chosen]][answers], right[learned:chosen][answers]
-        enough = (most for most in DOUBTS if good[there <= most].sum() >= SURE * (there <= most).sum() > 0)
+        enough = (most for most in DOUBTS if good[there <= most].sum() >= sure * (there <= most).sum() > 0)
         certain |= leaves & (doubts <= next(enough, -1.0))
     return certain
 

@@ -3,6 +3,7 @@
 
 import importlib.util
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,16 +13,18 @@ import numpy as np
 from fmtsim.gemm.model_calls import FP8_STEP
 from fmtsim.gemm.targets.ask import Asker
 from fmtsim.gemm.targets.learned import Group
+from fmtsim.gemm.targets.planfile import Book
 from fmtsim.gemm.targets.question import Architecture, Choice, Kind, Question
 from fmtsim.spec.call import LARGE_BLOCKS
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.executors import AnyExecutor, open_tasks
 from fmtsim.support.progress import Progress
-from tools.calibrate.book import KINDS, asker, similar_kinds
+from tools.calibrate.book import KINDS, asker, similar_kinds, sizes_of
 from tools.calibrate.grow import Numbers, Topic, grow
 from tools.calibrate.learned_writer import write_learned
 
 FEWEST: Final = 20  # questions about a topic
+OF_A_FAMILY: Final = 24  # sizes
 AT_ONCE: Final = 5_000  # questions that a process is handed
 DIED: Final = (
     "a process that asks the library or grows a tree died, from lack of memory perhaps; nothing was written, and what "
@@ -82,7 +85,7 @@ def check_learner() -> None:
 def learn(
     path: Path, open_library: Callable[[], Asker], *, count: int, architecture: Architecture | None = None,
     topics: Sequence[Topic] = TOPICS, workers: int = 1, progress: Progress | None = None,
-    executor: AnyExecutor = None, answers: Path | None = None,
+    executor: AnyExecutor = None, answers: Path | None = None, books: Sequence[Book] = (),
 ) -> list[Group]:  # fmt: skip
     """Ask random questions, grow a tree for each topic that the library has answers about, and write them.
 
@@ -96,6 +99,7 @@ def learn(
         progress: Shows how it comes along.
         executor: Asks and grows instead of processes, as in ``make_book``.
         answers: A folder that keeps the answers, each topic's in ``answers_file``; what it has is not asked again.
+        books: Of the same library; trees of small sizes learn from them, too.
 
     Raises:
         ArgumentError: There are too few questions to hold any out, or scikit-learn is not installed.
@@ -130,7 +134,8 @@ def learn(
             choices, tiles = zip(*(answer or (None, 0) for answer in chosen), strict=True)
             if sum((labels == label).sum() for label, choice in enumerate(choices) if choice is not None) < FEWEST:
                 continue  # the library refuses such calls
-            growing.append(tasks.submit(_grow, (topic, asked, choices, labels, architecture, tiles)))
+            more = book_answers(books, topic) if topic.most and books else None
+            growing.append(tasks.submit(_grow, (topic, asked, choices, labels, architecture, tiles, more)))
         progress.stage("trees", len(growing))
         grown = []
         for tree in growing:
@@ -148,6 +153,24 @@ def answers_file(folder: Path, topic: Topic) -> Path:
     """Return where a folder keeps the answers about a topic."""
     name = next(name for name, kind in KINDS.items() if kind == topic.kinds[0])
     return folder / f"{name}{'_batched' if topic.batched else ''}{'_small' if topic.most else ''}.npz"
+
+
+def book_answers(books: Sequence[Book], topic: Topic) -> tuple[Numbers, list[Choice]]:
+    """Return questions of a topic of small sizes, as ``draw`` does, and their answers: some of each family of books."""
+    rng, rows, choices = random.Random(0), [], []
+    for book in books:
+        for family in book.families():
+            alike = family.kind in topic.kinds and (family.batch > 1) == topic.batched
+            if not alike or max(*family.sizes, family.batch) > topic.most:
+                continue
+            sizes = [size for size in sizes_of(family)[0] if size <= topic.most]
+            for size in rng.sample(sizes, min(OF_A_FAMILY, len(sizes))):
+                m, n, k = (size, *family.sizes) if family.along == "m" else (*family.sizes, size)
+                run = book.run(Question(family.kind, family.layout, m, n, k, family.batch))
+                if 1 not in (m, n, k) and run is not None:
+                    rows.append((topic.kinds.index(family.kind), family.layout, m, n, k, family.batch))
+                    choices.append(run.choice)
+    return np.array(rows, np.int64).reshape(-1, 6).T, choices
 
 
 def draw(topic: Topic, count: int, seed: int) -> Numbers:

@@ -12,8 +12,10 @@ from fmtsim.formats.registry import get_format
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
 COLUMNS = 256  # of rows that are cut into blocks
 # NaN of both signs, quiet and signalling, with payloads; Inf, zeros, subnormals, the largest number
-BITS = (0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FA00000, 0x7F800000, 0xFF800000,
-        0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF)  # fmt: skip
+BITS = (
+    0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FA00000, 0x7F800000, 0xFF800000,
+    0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF,
+)  # fmt: skip
 
 
 def all_patterns(dtype: torch.dtype) -> Tensor:

@@ -2,10 +2,10 @@
 """compare: state bit for bit how one tensor differs from another, and by how many units of the last place."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from fmtsim.lab.analysis.compare_ways import WaysComparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +201,16 @@ _EDGES = (0, *(1 << power for power in range(63)), ulp.FARTHEST)  # a bucket end
 _BINS = 1 << 16  # of one step of the search for the median
 
 
-def compare(actual: Any, expected: Any) -> Comparison:
+@overload
+def compare(actual: Any, expected: Any, *, like: None = ...) -> Comparison: ...
+@overload
+def compare(actual: Callable[..., Any], expected: Sequence[Any], *, like: Sequence[str]) -> "WaysComparison": ...
+def compare(actual: Any, expected: Any, *, like: Any = None) -> "Comparison | WaysComparison":
     """Compare two tensors bit for bit and measure how far apart they are.
+
+    With ``like=("torch", "torch.compile")``, ``actual`` is a function of pointwise operations and ``expected`` the
+    tuple of its inputs: the result says how compiled code on a GPU differs from eager code, and names the operations
+    whose rounding vanished (``WaysComparison``).
 
     The distance of two numbers in units of the last place (ulp) is that of their codes in the total order of the
     dtype: neighbours are 1 apart, -0 and +0 too, the largest value and Inf too. A NaN has a distance, 0, only to the
@@ -212,6 +222,7 @@ def compare(actual: Any, expected: Any) -> Comparison:
         actual, expected: Torch tensors or numpy arrays of one shape and one dtype: any floating-point type with
             eight bits or more (and ml_dtypes' smaller ones, one code a byte), integers, bool. They may be on
             different devices.
+        like: A pair of ways to run a function, or None for two tensors.
 
     Returns:
         The comparison; ``.equal`` says whether all bits agree.
@@ -235,6 +246,10 @@ def compare(actual: Any, expected: Any) -> Comparison:
           0      2  66.7  ################
           1      1  33.3  ########
     """
+    if like is not None:
+        from fmtsim.lab.analysis.compare_ways import compare_ways  # which compares tensors
+
+        return compare_ways(actual, expected, like)
     first, second = ulp.read_codes(actual, "actual"), ulp.read_codes(expected, "expected")
     if first.kind.name != second.kind.name:
         raise DtypeError(

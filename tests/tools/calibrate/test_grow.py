@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fmtsim.gemm.targets.cublaslt import choice_order, unsigned
-from fmtsim.gemm.targets.learned import FEATURES, Learned
+from fmtsim.gemm.targets.learned import FEATURES, Learned, Parts, Ruled, choice_for
 from fmtsim.gemm.targets.question import Choice, Question, question_call
 from tools.calibrate import grow as module
 from tools.calibrate.book import KINDS
@@ -103,7 +103,8 @@ def test_leaves_are_certain_by_answers_that_no_branch_was_made_for():
     reached = np.repeat([2, 3, 4], [150, 400, 6000])
     right = np.ones(6550, bool)
     certain = lambda there, good: module._certain(  # noqa: E731
-        np.concatenate([reached, there]), np.concatenate([right, good]), len(reached), len(reached) + len(there), 6
+        np.concatenate([reached, there]), np.concatenate([right, good]), len(reached), len(reached) + len(there),
+        np.zeros(6, bool),
     ).nonzero()[0].tolist()  # fmt: skip
     all_right, many = np.ones(1000, bool), np.repeat([2, 4], 500)
     assert certain(many, all_right) == [2, 3, 4]
@@ -164,3 +165,50 @@ def test_chains_are_told_apart_where_a_bias_would():
     assert not module.same_order(Choice(66), Choice(39), question, "sm_90")
     assert module.same_order(Choice(66), Choice(39), question._replace(n=2), "sm_90")
     assert torch.bfloat16 == question.kind.out
+
+
+SMALL = Topic((KINDS["fp32"],), leaves=40, most=1100)
+
+
+def small_answers(count):
+    """Return questions of small sizes, and answers that share 132 blocks, have 64 products a part, or five parts."""
+    asked = draw(SMALL, count, 0)
+    _, _, m, n, k, batch = asked
+    by_rule = (Parts(132, 15).of(m, n, k, batch), Parts(0, 15, 64).of(m, n, k, batch), np.full(len(m), 5))
+    splits = np.select([k < 200, m < 300], by_rule[:2], by_rule[2])
+    numbers = np.unique(splits)
+    choices = [Choice(20, split, 2 * (split > 1), 0, 28) for split in numbers.tolist()]
+    return asked, choices, np.searchsorted(numbers, splits)
+
+
+def test_splits_are_named_by_rules():
+    asked, choices, labels = small_answers(4000)
+    names, plain = module._named(SMALL, asked, choices, labels, "sm_90")
+    ruled, numbers = module._ruled(asked, names, plain, np.full(len(labels), 15))
+    rules = {(name.parts[0], *name.parts[2:]) for name in ruled if isinstance(name, Ruled)}
+    assert {(132, 0, 0), (0, 64, 0)} <= rules and len(ruled) < 12 < len(choices)
+    for row, (number, label) in enumerate(zip(numbers.tolist(), labels.tolist(), strict=True)):
+        question = Question(SMALL.kinds[0], *asked[1:, row].tolist())
+        assert choice_for(ruled[number], question) == module.plainest(choices[label], question)
+    unknown, _ = module._ruled(asked, names, plain, np.full(len(labels), 99))  # of a tile without known sides
+    assert unknown == names
+
+
+def test_trees_of_small_sizes(monkeypatch):
+    """Sizes held out are no others'; what books say counts against leaves; the file says what was measured."""
+    monkeypatch.setattr(module, "branches", random_branches)
+    monkeypatch.setattr(module, "HELD_OUT", 1500)
+    monkeypatch.setattr(module, "SURE_SMALL", 0.5)
+    asked, choices, labels = small_answers(9000)
+    args = SMALL, asked, choices, labels, "sm_90", [15] * len(choices)
+    group, tree = grow(*args)
+    assert group.most == 1100 and group.held_out == 1500 and 0 < group.certain_right <= group.certain
+    others = asked[:, ::9], [choices[label] for label in labels[::9]]
+    alike, _ = grow(*args, others)
+    wrong, _ = grow(*args, (others[0], [Choice(99, 7, 2)] * len(others[1])))
+    assert alike.certain >= group.certain > wrong.certain
+    file = Learned(learned_bytes([(group, tree)]), "grown")
+    said = [file.find(Question(SMALL.kinds[0], *row[1:])) for row in asked.T.tolist()]
+    good = [same(guess.choice, choices[label], Question(SMALL.kinds[0], *row[1:]))
+            for guess, label, row in zip(said, labels.tolist(), asked.T.tolist(), strict=True) if guess]  # fmt: skip
+    assert abs(np.mean(good) - group.right / 1500) < 0.05

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from fmtsim.gemm.targets.learned import Learned
-from fmtsim.gemm.targets.question import Question, library_question, question_call
+from fmtsim.gemm.targets.learned import SMALL_BATCH, Learned
+from fmtsim.gemm.targets.planfile import Book, Family
+from fmtsim.gemm.targets.question import Choice, Question, library_question, question_call
 from fmtsim.lab.cli.main import BAD_INPUT
 from fmtsim.support.errors import ArgumentError, DeviceError
 from fmtsim.support.executors import open_tasks
@@ -27,13 +28,14 @@ from tests.support.refusals import refused
 from tools.calibrate import __main__ as calibration
 from tools.calibrate import grow, learn
 from tools.calibrate.__main__ import main
+from tools.calibrate.book_writer import book_bytes
 from tools.calibrate.grow import Nodes, Topic
-from tools.calibrate.learn import TOPICS, draw
+from tools.calibrate.learn import SMALL, TOPICS, answers_file, book_answers, draw
 
 BF16 = next(topic for topic in TOPICS if topic.kinds[0].a == "bf16" and not topic.batched)
 
 
-@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: f"{topic.kinds[0].a} {topic.batched} {len(topic.kinds)}")
+@pytest.mark.parametrize("topic", (*TOPICS, *SMALL), ids=lambda topic: f"{topic.kinds[0]} {topic.batched} {topic.most}")
 def test_questions_are_calls_that_torch_makes(topic):
     asked = draw(topic, 3000, 5)
     assert np.array_equal(asked, draw(topic, 3000, 5)) and not np.array_equal(
@@ -43,6 +45,7 @@ def test_questions_are_calls_that_torch_makes(topic):
     kind, layout, m, n, k, batch = asked
     assert set(kind.tolist()) == set(range(len(topic.kinds))) and asked[1:].min() == 0 and asked[2:].min() == 1
     assert (batch > 1).all() if topic.batched else (batch == 1).all()
+    assert not topic.most or (asked[2:5].max() <= topic.most and batch.max() <= SMALL_BATCH)
     assert max((m * n * batch).max(), (n * k * batch).max(), (m * k * batch).max()) <= 1 << 33
     for number, *rest in asked[:, ::20].T.tolist():
         question = Question(topic.kinds[number], *rest)
@@ -75,7 +78,7 @@ def card(monkeypatch):
     monkeypatch.setattr(grow, "branches", one_leaf)
     monkeypatch.setattr(calibration, "check_learner", lambda: None)
     monkeypatch.setattr(learn, "check_learner", lambda: None)
-    monkeypatch.setattr(calibration, "learn", partial(learn.learn, topics=[BF16, BF16._replace(share=0.5)]))
+    monkeypatch.setattr(calibration, "TOPICS", [BF16, BF16._replace(share=0.5)])
     monkeypatch.setattr(calibration, "open_gpu", lambda device: GPU)
     monkeypatch.setattr(calibration, "open_asker", lambda index, cached: opened())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -109,11 +112,36 @@ def test_the_command_writes_trees(card, tmp_path, monkeypatch, capsys):
 
 def test_calls_that_the_library_refuses_have_no_tree(card, tmp_path):
     class NoFP8:
-        def choice(self, question):
-            return None if question.kind.scaling != "none" else chosen(question)
+        def answer(self, question):
+            return None if question.kind.scaling != "none" else (chosen(question), 15)
 
     groups = learn.learn(tmp_path / "a.trees", NoFP8, count=100, topics=[TOPICS[-1]._replace(share=1.0), BF16])
     assert [group.kinds for group in groups] == [BF16.kinds]
+
+
+def test_answers_that_are_kept_are_not_asked_again(card, tmp_path, monkeypatch, capsys):
+    """Trees of small sizes grow from a folder without a GPU, and are the same."""
+    monkeypatch.chdir(tmp_path)
+    topics = [BF16._replace(kinds=BF16.kinds[:1], most=1100)]
+    monkeypatch.setattr(calibration, "SMALL", topics)
+    words = [*WORDS, "--small", "--answers", str(tmp_path)]
+    assert main(words) == 0
+    first = (tmp_path / "a.trees").read_bytes()
+    assert answers_file(tmp_path, topics[0]).is_file() and Learned.open("a.trees").groups()[0].most == 1100
+    monkeypatch.setattr(calibration, "open_card", None)
+    monkeypatch.setattr(calibration, "open_asker", None)
+    assert main(words) == 0 and (tmp_path / "a.trees").read_bytes() == first
+    assert f"answers in {tmp_path}" not in capsys.readouterr().err
+
+
+def test_answers_of_books_are_about_small_sizes():
+    runs = ((1, Choice(66)), (65, Choice(24, 3, 2, 0, 13)), (1153, None))
+    family = Family(BF16.kinds[0], 0, "m", (96, 64), runs)
+    book = Book(book_bytes([family, family._replace(sizes=(2000, 64))], library="a GPU"), "a book")
+    asked, choices = book_answers([book], BF16._replace(kinds=BF16.kinds[:1], most=1100))
+    assert len(choices) == asked.shape[1] == learn.OF_A_FAMILY and (asked[3:].T == [96, 64, 1]).all()
+    for row, choice in zip(asked.T.tolist(), choices, strict=True):
+        assert choice == book.find(Question(BF16.kinds[0], *row[1:]))
 
 
 def test_too_few_questions(card, capsys, tmp_path, monkeypatch):
@@ -167,8 +195,9 @@ def test_ctrl_c_ends_growing_trees(tmp_path):
         "class GPU: library, device = 'a GPU', torch.device('cuda', 0)\n"
         "if __name__ == '__main__':\n"
         "    calibration.open_gpu = lambda device: GPU\n"
+        "    calibration.TOPICS = learn.TOPICS[1:2]\n"
         "    calibration.learn = lambda path, asker, **rest: learn.learn(\n"
-        "        path, partial(open_stand_in, library_file()), topics=learn.TOPICS[1:2], **rest)\n"
+        "        path, partial(open_stand_in, library_file()), **rest)\n"
         "    torch.cuda.get_device_capability = lambda device: (9, 0)\n"
         "    sys.exit(main(['--learn', 'a.trees', '--questions', '400', '--workers', '2']))\n"
     )

@@ -8,12 +8,8 @@ from qonnx.custom_op.general.floatquant import float_quant
 from qonnx.custom_op.general.intquant import int_quant
 
 FLOATS = {
-    "e4m3": (4, 3, 448.0),
-    "e5m2": (5, 2, 57344.0),
-    "e2m1": (2, 1, 6.0),
-    "e2m3": (2, 3, 7.5),
-    "e3m2": (3, 2, 28.0),
-}
+    "e4m3": (4, 3, 448.0), "e5m2": (5, 2, 57344.0), "e2m1": (2, 1, 6.0), "e2m3": (2, 3, 7.5), "e3m2": (3, 2, 28.0),
+}  # fmt: skip
 
 
 def cast(x, request):
