@@ -9,7 +9,7 @@ set -euo pipefail
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 python3 -m venv "$room/env"
-"$room/env/bin/pip" install -q torch==2.13.0 numpy "setuptools<82" wheel ninja packaging psutil
+"$room/env/bin/pip" install -q torch==2.13.0 transformers==5.23.0 numpy "setuptools<82" wheel ninja packaging psutil
 SKIP_CUDA_BUILD=1 "$room/env/bin/pip" install -q --no-deps --no-build-isolation fouroversix==1.0.5
 "$room/env/bin/python" - <<'PYTHON'
 from importlib.metadata import version
