@@ -2,8 +2,8 @@
 # faiss-cpu 1.15.1: ScalarQuantizer's float16 and bfloat16 round ties away from zero, and make -0 or Inf of some NaN.
 #
 # Expected: the nearest-even rounding of numpy's astype(float16), of F16C and of torch.
-# Seen: 1 + 2**-11 becomes 1 + 2**-10 in QT_fp16 (numpy: 1); 1 + 2**-8 becomes 1 + 2**-7 in QT_bf16. QT_bf16 adds half a step
-# to the bits of any number, so that the NaN 0x7FFFFFFF decodes as -0 and 0x7F800001 as Inf: finite, comparable distances.
+# Seen: 1 + 2**-11 becomes 1 + 2**-10 in QT_fp16 (numpy: 1); 1 + 2**-8 becomes 1 + 2**-7 in QT_bf16. QT_bf16 adds half a
+# step to the bits of any number, so that the NaN 0x7FFFFFFF decodes as -0 and 0x7F800001 as Inf.
 set -euo pipefail
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT

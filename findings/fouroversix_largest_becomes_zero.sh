@@ -3,13 +3,13 @@
 #
 # Expected: of all numbers of a block the largest stays the largest; NVFP4 saturates at 6.
 # Seen: where a block's scale is between 1 and 1.5 times the least E4M3 number it is rounded down, and elements rise to
-# 9 times that scale. The rounding has no clamp: they round to 8, which is no E2M1 number, and 8's bits are the code of -0.
-# Here a block of numbers between 0 and 8e-6, next to ones: the largest is lost, those beside it stay. No error.
+# 9 times that scale. The rounding has no clamp: they round to 8, which is no E2M1 number; its bits are the code of -0.
+# Here a block of numbers up to 6.2e-6, next to ones: the largest is lost, those beside it stay. No error.
 set -euo pipefail
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 python3 -m venv "$room/env"
-"$room/env/bin/pip" install -q torch==2.13.0 numpy "setuptools<82" wheel ninja packaging psutil
+"$room/env/bin/pip" install -q torch==2.13.0 transformers==5.23.0 numpy "setuptools<82" wheel ninja packaging psutil
 SKIP_CUDA_BUILD=1 "$room/env/bin/pip" install -q --no-deps --no-build-isolation fouroversix==1.0.5
 "$room/env/bin/python" - <<'PYTHON'
 from importlib.metadata import version

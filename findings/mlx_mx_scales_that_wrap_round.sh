@@ -2,8 +2,8 @@
 # mlx 0.32.4 (CPU): MXFP4 and MXFP8 blocks of very small numbers decode as very large ones.
 #
 # Expected: a scale below 2**-127 becomes 2**-127 (or the block zeros): E8M0 holds 2**-127 to 2**127.
-# Seen: the exponent plus 127 is negative and goes to a byte modulo 256: a block whose largest number is 1e-40 decodes as
-# numbers above 1e34 in both modes. No error, no warning; with 1e-30 all is well.
+# Seen: the exponent plus 127 is negative and goes to a byte modulo 256: a block whose largest number is 1e-40 decodes
+# as numbers above 1e34 in both modes. No error, no warning; with 1e-30 all is well.
 set -euo pipefail
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT

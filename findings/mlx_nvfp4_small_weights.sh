@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # mlx 0.32.4 (CPU): mode "nvfp4" turns blocks of ordinary small weights into zeros.
 #
-# Expected: NVFP4 has a float32 scale for the tensor beside its E4M3 scales, so that the size of weights does not matter.
-# Seen: mx.quantize without a global scale has none: the scale of a block is amax / 6 in E4M3, whose least number is 2**-9.
+# Expected: NVFP4 has a float32 scale of the tensor beside its E4M3 scales: the size of weights does not matter.
+# Seen: mx.quantize by default has none: the scale of a block is amax / 6 in E4M3, whose least number is 2**-9.
 # Blocks up to amax 0.0058 decode as zeros, and from there to 0.09 scales have less than 4 bits: of weights of
 # standard deviation 0.002 nearly all vanish; modes "mxfp4" and "affine" keep them. No error, no warning.
 set -euo pipefail
@@ -25,7 +25,8 @@ for mode, group in (("nvfp4", 16), ("mxfp4", 32), ("affine", 32)):
         weights = normal * np.float32(size)
         decoded = np.array(mx.dequantize(*mx.quantize(mx.array(weights), **how), **how).astype(mx.float32))
         errors[mode, size] = float(np.linalg.norm(decoded - weights) / np.linalg.norm(weights))
-        print(mode, "deviation", size, "relative error", round(errors[mode, size], 3), "zeros:", f"{(decoded == 0).mean():.0%}")
+        zeros = f"{(decoded == 0).mean():.0%}"
+        print(mode, "deviation", size, "relative error", round(errors[mode, size], 3), "zeros:", zeros)
 assert errors["nvfp4", 0.002] > 0.8 and errors["mxfp4", 0.002] < 0.2 > errors["affine", 0.002], "another behaviour"
 PYTHON
 echo "as described"

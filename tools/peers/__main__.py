@@ -72,9 +72,10 @@ def run_library(python: Path, library: str, requests: list[dict[str, Any]], tens
         numpy.save(folder / request["x"], stored(x))
     (folder / "requests.json").write_text(json.dumps(requests))
     quiet = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    # the runner's own folder, where other runners have libraries' names, is no part of its path
-    code = "import runpy, sys; sys.path.pop(0); sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [python, "-c", code, str(runner_of(library)), str(folder)]
+    # the path begins with what runners share (peer), not with their folder, whose files have libraries' names
+    code = "import runpy, sys; sys.path[0] = sys.argv.pop(1); sys.argv.pop(0); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [python, "-c", code, str(HERE), str(runner_of(library)), str(folder)]
     subprocess.run(command, check=True, env=os.environ | quiet, cwd=folder)
     return json.loads((folder / "versions.json").read_text())
 
@@ -126,7 +127,12 @@ def drawn(profile: CastProfile, format: str, dtype: str, count: int) -> Iterator
     """Yield the tensors of one profile, format and dtype."""
     if profile.block is None:
         return inputs.elements(format, dtype, count)
-    return inputs.blocks(format, dtype, profile.block, count)
+    whole = inputs.blocks(format, dtype, profile.block, count)
+    if not isinstance(profile.block, int) or '"tensor"' not in profile.steps:
+        return whole
+    # a scale of the whole tensor as well: many tensors, few of them with NaN or Inf
+    parts = ((*inputs.beside_each_other(x, profile.block)[:4096].split(16), x[:64]) for x in whole)
+    return (part for tensors in parts for part in tensors)
 
 
 def hold(library: str, variant: str | None, options: argparse.Namespace, done: dict[str, Any]) -> Iterator[list[Any]]:

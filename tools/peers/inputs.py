@@ -26,7 +26,8 @@ def all_patterns(dtype: torch.dtype) -> Tensor:
 def boundaries(format: str) -> Tensor:
     """Return values, midpoints, and where overflow may begin, as float64: exact for formats of 16 bits or fewer."""
     fmt = get_format(format)
-    element = fmt if isinstance(fmt, ElementFormat) else fmt.element
+    # packed formats have no element of their own
+    element = fmt if isinstance(fmt, ElementFormat) else getattr(fmt, "element", get_format("int8"))
     values = torch.tensor(element.values, dtype=torch.float64)
     top, step = values[-1], values[-1] - values[-2]
     # the next value of an unbounded format, its midpoint, powers of two above, beyond an integer's range
@@ -68,6 +69,14 @@ def random_numbers(count: int, dtype: torch.dtype, points: Tensor, generator: to
     within = torch.exp2(low + (high - low) * torch.rand(count - half, dtype=torch.float64, generator=generator))
     within *= torch.randint(2, (count - half,), generator=generator) * 2 - 1
     return torch.cat([bits, within.to(dtype)])
+
+
+def beside_each_other(x: Tensor, block: int) -> Tensor:
+    """Return finite blocks whose largest numbers are 2**-10 to 2**10: one scale of the tensor reaches all of them."""
+    blocks = x.where(x.isfinite(), 0.5).reshape(-1, block)
+    exponents = torch.frexp(blocks.abs().amax(1, keepdim=True).float())[1]
+    wanted = torch.arange(len(blocks))[:, None] * 7 % 21 - 10
+    return torch.ldexp(blocks.double(), wanted - exponents).to(x.dtype).reshape(x.shape)
 
 
 def elements(format: str, dtype_name: str, count: int, seed: int = 0) -> Iterator[Tensor]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every runner does: read the requests of a folder, hand each array to the library, write what it returned."""
 
 import json
@@ -6,8 +7,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def answer(cast, *packages):

@@ -1,4 +1,5 @@
 # pip: bitsandbytes==0.50.2 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """bitsandbytes on the CPU: quantize_4bit and quantize_blockwise, and their inverses into float32."""
 
 import bitsandbytes.functional as F

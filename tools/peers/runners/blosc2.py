@@ -1,4 +1,5 @@
 # pip: blosc2==4.14.1 numpy
+# SPDX-License-Identifier: Apache-2.0
 """blosc2: the filter TRUNC_PREC, which keeps some bits of the mantissa."""
 
 import blosc2

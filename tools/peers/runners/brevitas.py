@@ -1,4 +1,5 @@
 # pip: brevitas==0.13.4 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """brevitas on the CPU: quant_weight() of a QuantLinear layer."""
 
 import brevitas.nn as qnn

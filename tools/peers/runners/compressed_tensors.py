@@ -1,4 +1,5 @@
 # pip: compressed-tensors==0.20.1 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """compressed-tensors on the CPU: calculate_qparams, then quantize and dequantize, as llm-compressor calls them."""
 
 import torch

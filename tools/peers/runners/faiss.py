@@ -1,4 +1,5 @@
 # pip: faiss-cpu==1.15.1 numpy
+# SPDX-License-Identifier: Apache-2.0
 """faiss: ScalarQuantizer, trained on the tensor that it encodes; a row of the tensor is a dimension of the vectors."""
 
 import faiss
@@ -11,8 +12,6 @@ TYPES = {"uint8": "QT_8bit", "uint8_channel_zp": "QT_8bit", "uint6": "QT_6bit", 
 
 def cast(x, request):
     name = "QT_8bit_direct" if request["profile"] == "direct" else TYPES[request["format"]]
-    if request["profile"] == "uniform":
-        name += "_uniform"
     vectors = np.ascontiguousarray(x.T) if x.ndim == 2 and request["block"] == "row" else x.reshape(-1)
     if vectors.ndim == 1:  # vectors of 16 dimensions
         vectors = np.concatenate([vectors, np.zeros(-vectors.size % 16, np.float32)]).reshape(-1, 16)

@@ -1,4 +1,5 @@
-# pip: fouroversix==1.0.5 torch==2.13.0 numpy
+# pip: fouroversix==1.0.5 torch==2.13.0 transformers==5.23.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """fouroversix, its PyTorch backend (installed with SKIP_CUDA_BUILD=1 and --no-build-isolation where torch is)."""
 
 import torch

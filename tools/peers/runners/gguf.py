@@ -1,4 +1,5 @@
 # pip: gguf==0.19.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """gguf-py: quants.quantize and quants.dequantize."""
 
 import numpy as np

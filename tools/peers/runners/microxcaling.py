@@ -1,4 +1,5 @@
 # pip: torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """microxcaling on the CPU: quantize_mx_op without custom_cuda. Not on PyPI: its folder ``mx`` (commit 7bc41952 of
 microsoft/microxcaling) belongs into the environment's site-packages."""
 

@@ -1,4 +1,5 @@
 # pip: mlx==0.32.4 mlx-cpu==0.32.4 numpy
+# SPDX-License-Identifier: Apache-2.0
 """mlx on the CPU: quantize and dequantize of its modes, and to_fp8."""
 
 import mlx.core as mx

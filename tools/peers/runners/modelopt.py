@@ -1,4 +1,5 @@
 # pip: nvidia-modelopt==0.47.0 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """ModelOpt on the CPU: the quantised tensors of compressed weights, and fake quantisation without CUDA extensions."""
 
 import torch

@@ -1,4 +1,5 @@
 # pip: netCDF4==1.7.5.1.post1 cftime numpy
+# SPDX-License-Identifier: Apache-2.0
 """netCDF4: variables with quantize_mode, written to a file and read back."""
 
 import numpy as np

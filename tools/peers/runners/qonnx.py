@@ -1,4 +1,5 @@
 # pip: qonnx==1.0.0 onnx numpy
+# SPDX-License-Identifier: Apache-2.0
 """qonnx: the numpy functions of its IntQuant and FloatQuant nodes, scale 1."""
 
 import numpy as np

@@ -1,4 +1,5 @@
 # pip: optimum-quanto==0.2.7 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """optimum-quanto on the CPU: the optimizers that quantize() and freeze() take by default, then quantize_weight."""
 
 from optimum.quanto import AbsmaxOptimizer, MaxOptimizer, qtypes, quantize_weight

@@ -1,4 +1,5 @@
 # pip: torchao==0.18.0 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """torchao on the CPU: Float8Tensor, Int8Tensor, IntxUnpackedToInt8Tensor, MXTensor, NVFP4Tensor, float8 training."""
 
 import torch

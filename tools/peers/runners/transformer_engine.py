@@ -1,4 +1,5 @@
 # pip: transformer_engine==2.20.2 torch==2.13.0 numpy
+# SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's reference quantisers in plain torch. The package is installed without its CUDA libraries, so its
 modules are loaded beside stand-ins for what needs them."""
 
