@@ -89,11 +89,10 @@ def _doubt(q: torch.Tensor, keys: int, result: tuple[torch.Tensor, ...]) -> None
         BySource: Only shorter calls of the kernel, or of as many queries as keys, were.
     """
     queries, head = q.shape[2:]
-    what = f"attention by FlashAttention-2 of {queries} x {keys}, heads of {head}"
     if 56 < head <= 96 or head > 120:
-        raise Guess(f"{what}, was not compared", result)
+        raise Guess(f"attention by FlashAttention-2 of {queries} x {keys}, heads of {head}, was not compared", result)
     if queries != keys or keys > 128:
-        raise BySource(what, result)
+        raise BySource("FlashAttention-2 of more than 128 keys, or of more or fewer than queries", result)
 
 
 def forward(

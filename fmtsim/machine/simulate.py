@@ -69,6 +69,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
     """
 
     supports_higher_order_operators = True  # to refuse them by name
+    _should_skip_dynamo = classmethod(lambda cls: False)  # this would import the compiler, which takes 70 MB
 
     def __init__(
         self, *, target: str = "h200", strict: bool = False, compiled: str | os.PathLike[str] | None = None
@@ -280,6 +281,12 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             ) from None
         counts[detail] += 1
         self._places[detail] = place
+
+
+# torch.compile compiles nothing of what an operator runs
+_frames: Any = torch._C._dynamo.eval_frame
+_skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_frames.set_code_exec_strategy(simulate.__torch_dispatch__.__code__, _skip)
 
 
 class _Operator(NamedTuple):

@@ -269,3 +269,13 @@ def test_a_lookup_is_quick():
     for each in asked:
         known.find(each)
     assert (time.perf_counter() - start) / len(asked) < 500e-6  # about 30 us on an idle core
+
+
+def test_sections_are_views_of_one_file_in_memory(tmp_path):
+    families = [
+        Family(Kind(name, name, torch.float32), 0, "m", (8, 8), ((1, Choice(66)),)) for name in ("bf16", "fp16")
+    ]
+    write_book(tmp_path / "a.book", families, library="a")
+    contents = Book.open(tmp_path / "a.book")._contents
+    packed = [piece for sections in contents.sections.values() for section in sections for piece in section._packed]
+    assert len(packed) == 6 and len({id(piece.obj) for piece in packed}) == 1

@@ -2,6 +2,8 @@
 """What ``simulate`` says of what it does not know, and what it refuses."""
 
 import copy
+import subprocess
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -530,3 +532,12 @@ def test_a_product_is_written_to_out():
         torch.mm(x, w, out=y)
         torch.addmm(bias, x, w, out=z)
         assert torch.equal(y, x @ w) and torch.equal(z, torch.addmm(bias, x, w))
+
+
+def test_the_first_operator_does_not_import_torch_s_compiler():
+    code = """import sys, torch, fmtsim
+with fmtsim.simulate():
+    torch.ones(4).tanh()
+print('torch._dynamo' in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -105,7 +105,7 @@ def test_the_table_is_written_and_digests_are_compared(tmp_path, capsys):
 
 
 def test_the_record_of_an_h200_gives_the_table_that_comes_with_fmtsim():
-    record = Path("../shared/h200_convolutions.json.xz")
+    record = Path(__file__).parents[1] / "machine" / "data" / "h200_convolutions.json.xz"
     if not record.is_file():
         pytest.skip("the record is not here")
     assert table(json.loads(lzma.decompress(record.read_bytes()))["calls"]) == SHAPES.read_bytes()

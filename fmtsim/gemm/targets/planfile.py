@@ -260,10 +260,10 @@ class Book:
             record = json.loads(zlib.decompressobj().decompress(content[HEAD.size : HEAD.size + header], LARGEST))
             choices: list[Choice | None] = [None, *(Choice(*map(index, numbers)) for numbers in record["choices"])]
             sections: dict[tuple[Kind, int, int], list[_Section]] = defaultdict(list)
+            data = memoryview(content)[HEAD.size + header :]  # sections keep views of it
             for kind, layout, batch, along, step, count, *pieces in record["sections"]:
                 keys, *packed = (
-                    memoryview(content[HEAD.size + header :])[begin : begin + size]
-                    for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
+                    data[begin : begin + size] for begin, size in zip(pieces[::2], pieces[1::2], strict=True)
                 )
                 # 3. a section: the fixed sizes of its families as one key of 64 bits, the first size as differences
                 first, second = from_planes(decompress(keys), 4).reshape(2, count)
