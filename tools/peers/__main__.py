@@ -139,7 +139,8 @@ def hold(library: str, variant: str | None, options: argparse.Namespace, done: d
     """Yield a row of the table for each profile, format and dtype of a library, and keep it in ``done``."""
     pinned = dict(pair.split("==") for pair in options.versions)
     pythons = dict(pair.split("=", 1) for pair in options.python)
-    profiles = [p for p in library_profiles(library) if variant is None or p.name == variant]
+    on_cpu = [p for p in library_profiles(library) if p.device == "cpu"]  # those of a GPU are recorded elsewhere
+    profiles = [p for p in on_cpu if variant is None or p.name == variant]
     cases = [(p, f, dtype) for p in profiles for f in p.formats for dtype in p.inputs if options.format in ("", f)]
     count = max(FULL // max(len(cases), 1), USUAL) if options.full else options.values
     sources = runner_of(library).read_text() + Path(inputs.__file__).read_text() + str(sorted(pinned.items()))
