@@ -2,8 +2,8 @@
 # optimum-quanto 0.2.7 (torch 2.13.0, CPU): qint4 turns the zeros of pruned weights into other numbers.
 #
 # Expected: zero is exact, as in int8 of the same library and in most 4-bit schemes with zero points.
-# Seen: the shift of a group is minus its least number, not rounded to a step, so that 0 is no value of nearly every group:
-# a layer whose weights are half zeros has almost none after freeze(), and the zeros move by up to half a step.
+# Seen: the shift of a group is minus its least number, not rounded to a step, so that 0 is no value of nearly every
+# group: a layer whose weights are half zeros has almost none after freeze(), and the zeros move by up to half a step.
 set -euo pipefail
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT

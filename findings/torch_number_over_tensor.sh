@@ -2,8 +2,8 @@
 # torch 2.13.0 (CPU): a Python number divided by a tensor is rounded twice, so that n / torch.tensor(n) is not always 1.
 #
 # Expected: 448 / amax is the quotient, rounded once, as torch.div of two tensors, x / 448 and numpy give it.
-# Seen: Tensor.__rtruediv__ multiplies the rounded reciprocal by the number: 41 / torch.tensor(41.0) is 0.99999994, and a
-# quarter of all quotients are off by one ulp. Scales of quantisers are written this way in many libraries.
+# Seen: Tensor.__rtruediv__ multiplies the rounded reciprocal by the number: 41 / torch.tensor(41.0) is 0.99999994, and
+# a quarter of all quotients are off by one ulp. Scales of quantisers are written this way in many libraries.
 set -euo pipefail
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
