@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # onnxruntime 1.32.0 (CPU): Cast of float32 to INT4 rounds, half away from zero; to INT8 and INT32 it truncates.
 #
-# Expected: one rule for all integers. ONNX's Cast says that a fraction is dropped, and the reference evaluator does so.
+# Expected: one rule for all integers; onnx's reference evaluator drops the fraction for each of them.
 # Seen: 0.5 and 1.7 become 1 and 2 as INT4 and UINT4, 0 and 1 as INT8.
 set -euo pipefail
 room=$(mktemp -d)
