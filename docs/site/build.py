@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from tables import ON_SITE
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "build" / "pages"
@@ -24,6 +25,7 @@ OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANG
 TUTORIALS = "tutorials"
 # A picture of the README for dark and for light pages; the theme shows one of two images by their anchors.
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="(.*?)">\s*<img src="(.*?)" alt="(.*?)">\s*</picture>')
+SITE_TABLE = re.compile("<!-- site table: (.*?) -->")
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]["Source"] + "/blob/main"
 
 
@@ -37,7 +39,8 @@ def collect(into: Path) -> None:
         later = "---\nsearch:\n  boost: 0.2\n---\n\n" * page.startswith(
             "api/"
         )  # a search finds prose before the reference
-        path.write_text(later + linked(path.read_text("utf-8"), f"docs/{page}", page), "utf-8")
+        text = SITE_TABLE.sub(lambda marked: ON_SITE[marked[1]](), path.read_text("utf-8"))
+        path.write_text(later + linked(text, f"docs/{page}", page), "utf-8")
     for name, page in OUTSIDE.items():
         (into / page).write_text(linked((ROOT / name).read_text("utf-8"), name, page), "utf-8")
     index, page = "notebooks/README.md", f"{TUTORIALS}/index.md"

@@ -189,14 +189,25 @@ def without_repeats(rows: list[Row]) -> Iterator[Row]:
 
 
 def profile_table() -> str:
-    """Return the casts of other libraries: what like= takes, formats, function, what is compared, what to know."""
+    """Return the libraries whose casts are reproduced: what like= takes, formats, what was compared."""
+    rows = []
+    for library in dict.fromkeys(name.partition("/")[0] for name in list_profiles()):
+        profiles = library_profiles(library)
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(profile.like for profile in profiles))
+        formats = " ".join(dict.fromkeys(fmt for profile in profiles for fmt in profile.formats))
+        versions = ", ".join(dict.fromkeys(f"{profile.versions} ({profile.device})" for profile in profiles))
+        rows.append((names, formats, versions))
+    return markdown([("like=", "formats", "compared with"), *rows])
+
+
+def profile_details() -> str:
+    """Return every cast of another library: formats, function, what to know, source, what was compared."""
     rows = [
-        (f"`{profile.like}`", " ".join(profile.formats), profile.function.replace("|", "/"), profile.notes,
-         f"{profile.package} {profile.versions}, {profile.device}")
+        (f"`{profile.like}`", " ".join(profile.formats), profile.function, profile.notes, profile.source, profile.verified)
         for library in dict.fromkeys(name.partition("/")[0] for name in list_profiles())
         for profile in library_profiles(library)
     ]  # fmt: skip
-    return markdown([("like=", "formats", "function", "what to know", "compared with"), *rows])
+    return markdown([("like=", "formats", "function", "what to know", "source", "compared"), *rows])
 
 
 def not_reproduced_table() -> str:
@@ -206,6 +217,8 @@ def not_reproduced_table() -> str:
     return markdown([("library", "cast", "why not"), *rows])
 
 
+ON_SITE: Final = {"profile_details": profile_details}
+"""Tables that the site alone has, in place of ``<!-- site table: NAME -->``: long ones, which nobody reads in a file."""
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "recipes": recipe_table, "ptq": ptq_table, "schemes": scheme_table, "reductions": reduction_table,
     "cli": command_table, "layouts": layout_table, "profiles": profile_table, "not_reproduced": not_reproduced_table,
