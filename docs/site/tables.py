@@ -203,7 +203,8 @@ def profile_table() -> str:
 def profile_details() -> str:
     """Return every cast of another library: formats, function, what to know, source, what was compared."""
     rows = [
-        (f"`{profile.like}`", " ".join(profile.formats), profile.function, profile.notes, profile.source, profile.verified)
+        (f"`{profile.like}`", " ".join(profile.formats),
+         *(getattr(profile, name) for name in ("function", "notes", "source", "verified")))
         for library in dict.fromkeys(name.partition("/")[0] for name in list_profiles())
         for profile in library_profiles(library)
     ]  # fmt: skip
@@ -218,7 +219,7 @@ def not_reproduced_table() -> str:
 
 
 ON_SITE: Final = {"profile_details": profile_details}
-"""Tables that the site alone has, in place of ``<!-- site table: NAME -->``: long ones, which nobody reads in a file."""
+"""Tables that the site alone has, in place of ``<!-- site table: NAME -->``: nobody reads so long ones in a file."""
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "recipes": recipe_table, "ptq": ptq_table, "schemes": scheme_table, "reductions": reduction_table,
     "cli": command_table, "layouts": layout_table, "profiles": profile_table, "not_reproduced": not_reproduced_table,
