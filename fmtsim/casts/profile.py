@@ -166,7 +166,8 @@ def get_profile(
     """Return the profile of a library for a format, and the format's record.
 
     Args:
-        like: ``"library"`` or ``"library/variant"``, one of ``list_profiles()``.
+        like: ``"library"`` or ``"library/variant"``, one of ``list_profiles()``; ``==version`` behind it asks for a
+            release that was compared.
         format: As in ``quantize``.
         dtype: Of x, where the library has several casts to the format; the first that takes it, or the first of all.
 
@@ -175,7 +176,8 @@ def get_profile(
     """
     if not isinstance(like, str):
         raise FormatError(f"like={shown(like)} is not a name; choose one of fmtsim.list_profiles()")
-    library, _, name = like.lower().partition("/")
+    like, _, version = (part.strip() for part in like.lower().partition("=="))
+    library, _, name = like.partition("/")
     if library not in _libraries():
         close = did_you_mean(library, _libraries())
         raise FormatError(f"like={shown(like)} has no profile{close}; fmtsim.list_profiles() has all")
@@ -185,8 +187,14 @@ def get_profile(
         raise FormatError(f"like={shown(like)} has no profile; {library} has {names}")
     fmt = get_format(format)
     casts = [profile for profile in profiles if fmt in map(get_format, profile.formats)]
+    if casts and not any(not version or version in profile.versions.split() for profile in casts):
+        compared = ", ".join(dict.fromkeys(f"{profile.versions} ({profile.device})" for profile in casts))
+        raise FormatError(
+            f"{like}=={version} has no profile for {fmt.name}; compared were {compared}: {casts[0].notes} Leave the "
+            f"version out, or hold the profile to it with python -m tools.peers {library} --versions in a checkout"
+        )
     if casts:
-        takes = (profile for profile in casts if any(DTYPES[name] == dtype for name in profile.inputs))
+        takes = (one for one in casts if any(DTYPES[each] == dtype for each in one.inputs))
         return next(takes, casts[0]), fmt
     has = ", ".join(dict.fromkeys(each for profile in profiles for each in profile.formats))
     raise FormatError(f"{shown(like)} has no cast to {fmt.name}; it has {has}")

@@ -229,6 +229,10 @@ def test_bad_requests_say_what_there_is():
         fmtsim.quantize(X, "e4m3", like="tornado")
     with pytest.raises(FormatError, match=r"like='torch/cpu' has no profile; torch has 'torch'"):
         fmtsim.quantize(X, "e4m3", like="torch/cpu")
+    release = library_profiles("torch")[0].versions
+    assert fmtsim.quantize(X, "e4m3", like=f"torch=={release}").isnan().sum() == 1
+    with pytest.raises(FormatError, match=r"torch==2.1 has no profile for e4m3; compared were .* \(cpu\): Saturates"):
+        fmtsim.quantize(X, "e4m3", like="torch==2.1")
     with pytest.raises(FormatError, match=r"'numpy' has no cast to e4m3; it has fp16"):
         fmtsim.quantize(X, "e4m3", like="numpy")
     with pytest.raises(ArgumentError, match=r"rounding='up' with like='torch', which says how; leave rounding= out"):
