@@ -20,8 +20,8 @@ from fmtsim.rounding.oracle import round_value
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError
 from tools.peers.card import digest, lists
 
-PROFILES = [profile for library in {name.partition("/")[0] for name in fmtsim.list_profiles()}
-            for profile in library_profiles(library)]  # fmt: skip
+LIBRARIES = dict.fromkeys(name.partition("/")[0] for name in fmtsim.list_profiles())
+PROFILES = [profile for library in LIBRARIES for profile in library_profiles(library)]
 X = torch.tensor([0.1, -450.0, 500.0, 0.0, -0.0, 1e-5, 3.0, math.nan])
 
 
