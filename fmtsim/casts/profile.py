@@ -23,7 +23,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import result_dtype
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.dispatch import constant_in_graphs
+from fmtsim.support.dispatch import constant_in_graphs, is_direct
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, did_you_mean, shown
 from fmtsim.support.records import check_types
 
@@ -266,7 +266,7 @@ _QuantizeLike = define_gradient(
     _keep_dtypes,
     lambda ctx, grad: (grad.to(ctx.dtypes[0]), None, None, None, None, None),
     lambda ctx, tangent, *_: tangent.to(ctx.dtypes[1]),
-    _values,
+    lambda x, *rest: _values(x, *rest) if is_direct(x) else torch.ops.fmtsim.quantize_like(x, *rest),
 )
 
 

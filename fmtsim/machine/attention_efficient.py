@@ -135,7 +135,7 @@ def math_forward(
         Guess: Not causal (one call of one differs from an H200, and why is not known), or not compared with one.
     """
     with enable_reentrant_dispatch(), torch.no_grad():
-        result = _math(run, q, k, v, *options), torch.zeros(q.shape[:3])
+        result = _math(run, q, k, v, *options), q.new_zeros(q.shape[:3], dtype=torch.float32)
     _doubt(q, k, options[2], result)
     return result
 

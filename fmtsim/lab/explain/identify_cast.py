@@ -221,7 +221,7 @@ def identify_cast(
     >>> import fmtsim, torch
     >>> x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     >>> found = fmtsim.identify_cast(x, fmtsim.quantize(x, "mxfp4", scale_rule="even"))
-    >>> {(explanation.format.name, explanation.scale_rule) for explanation in found.groups[0]} >= {("mxfp4", "even")}
+    >>> any(one.format.name == "mxfp4" and one.scale_rule == "even" for one in found.explanations)
     True
     """
     only = None if format is None else get_format(format)
@@ -388,6 +388,9 @@ class _Sample:
 
 def _identify(x: Tensor, result: Tensor, scale: Tensor | None, options: list[CastExplanation]) -> CastIdentification:
     """Compare explanations with few elements, and those that remain with more, up to all."""
+    if result.dtype == x.dtype and not bool(_unequal(x, result).any()):
+        note = "the result is x itself: nothing was rounded here; pass what was cast"
+        return CastIdentification(groups=(), tried=0, elements=x.numel(), notes=(note,), x=x, result=result)
     whole = _Sample(x, result, scale)
     # 1. few elements, the unusual ones first: pieces of rows, or whole rows where scales need them. Ties decide few
     # elements and directions half of them: what differs in most has another scale
@@ -500,8 +503,6 @@ def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | 
 
 def _advice(sample: _Sample) -> tuple[str, ...]:
     """Return what else may explain results that no candidate gives."""
-    if sample.result.dtype == sample.x.dtype and not bool(_unequal(sample.x, sample.result).any()):
-        return ("the result is x itself: nothing was rounded here; pass what was cast",)
     notes = ["is a transform applied first, or are blocks along another dimension? pass dim=, or what was rounded"]
     if sample.result.dtype.is_floating_point and sample.result.dtype not in FLOAT8_DTYPES:
         values = sample.result.double()
