@@ -507,5 +507,5 @@ EVIDENCE: dict[Any, Evidence] = {
     **dict.fromkeys(SAME, "reasoned"),
     **dict.fromkeys([*PRODUCTS, *DRAWS, *KNOWN], "recorded"),
 }
-"""What stands behind an operator's bits: calls recorded on a GPU, or that it has no order of operations. Ranges of shapes
-that no recording covers raise ``BySource``."""
+"""What stands behind an operator's bits: calls recorded on a GPU, or that it has no order of operations. Shapes that no
+recording covers raise ``BySource``."""

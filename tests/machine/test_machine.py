@@ -134,6 +134,7 @@ def test_losses_of_images_are_added_within_warps_of_a_block_first(rows):
     except BySource as reason:
         y, _ = reason.args[1]
     assert y.item() == total[0] + total[1]
+    assert not loss.nll_loss(x, target, None, loss.NONE, 1)[0][target == 1].signbit().any()  # ignored places are +0
 
 
 # Step by step as the unit's multipliers: an oracle of Python's integers, from the file of coefficients alone.
