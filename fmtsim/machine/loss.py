@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fmtsim.machine.arrays import chain, fma, from_f32, to_f32, tree
-from fmtsim.machine.unknown import Nondeterministic, UnknownOrder
+from fmtsim.machine.unknown import BySource, Nondeterministic, UnknownOrder
 
 _FEW_INDICES = 3072  # of an embedding's gradient: more are sorted
 _WARP = 32
@@ -31,14 +31,14 @@ def _picked(
 
 
 def _minus(products: tuple[np.ndarray, np.ndarray], threads: int, dtype: torch.dtype) -> np.ndarray:
-    """Return minus the sum of products along the last axis: a chain a thread, fused in float32; threads by halving."""
+    """Return minus the sums of products along the last axis by thread: a chain each, fused in float32."""
     steps = [np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, -x.shape[-1] % threads)]) for x in products]
     a, b = (x.reshape(*x.shape[:-1], -1, threads) for x in steps)
     total = np.zeros((*a.shape[:-2], threads), np.float32)
     for i in range(a.shape[-2]):
         x, y = a[..., i, :], b[..., i, :]
         total = fma(-x, y, total) if dtype == torch.float32 else total - rounding(dtype)(x * y)
-    return tree(total)
+    return total
 
 
 def nll_loss(
@@ -48,14 +48,16 @@ def nll_loss(
 
     Raises:
         UnknownOrder: Class weights of one row.
-        Nondeterministic: More than two images, whose sums are added by atomics. It holds a result that is possible.
+        Nondeterministic: More than two images, or blocks of 131,072 pixels or more, whose sums are added by atomics.
+            It holds a result that is possible.
+        BySource: Images of more than 1,024 pixels, or class weights of images, none of which was recorded.
     """
     if log_probabilities.ndim == 1 and weight is not None:
         raise UnknownOrder("nll_loss with class weights of one row")
     dtype = log_probabilities.dtype
-    values, weights, _ = _picked(log_probabilities, target, weight, ignore)
+    values, weights, valid = _picked(log_probabilities, target, weight, ignore)
     if reduction == NONE and log_probabilities.ndim > 1:
-        return from_f32(-(values * weights), dtype), torch.zeros((), dtype=dtype)
+        return from_f32(np.where(valid, -(values * weights), np.float32(0.0)), dtype), torch.zeros((), dtype=dtype)
     values, weights = (x.reshape(len(x) if log_probabilities.ndim == 4 else 1, -1) for x in (values, weights))  # noqa: PLR2004
     rows = values.shape[-1]
     # thread t adds rows t, t + T, ...
@@ -64,14 +66,20 @@ def nll_loss(
         threads = 1024 * max(-(-rows // 1024) // 128, 1)
     totals = _minus((values, weights), threads, dtype)
     counts = np.float32(0.0) - _minus((weights, np.ones_like(weights)), threads, dtype)
-    if log_probabilities.ndim == 4:  # of several images: sums in the results' dtype  # noqa: PLR2004
-        totals, counts = (rounding(dtype)(chain(rounding(dtype)(x))[None]) for x in (totals, counts))
-    total, count = totals[0], counts[0]
+    if log_probabilities.ndim == 4:  # noqa: PLR2004
+        # blocks of 32 warps, each warp by halving, then the warps' sums; sums of blocks in the results' dtype
+        totals, counts = (tree(tree(x.reshape(-1, 32, 32))) for x in (totals, counts))
+        blocks = len(totals)
+        total, count = (rounding(dtype)(chain(rounding(dtype)(x))[None])[0] for x in (totals, counts))
+    else:
+        (total,), (count,), blocks = tree(totals), tree(counts), 1
     with np.errstate(invalid="ignore", divide="ignore"):
         loss = total / count if reduction == MEAN else total
     result = from_f32(np.asarray(loss, np.float32), dtype, ()), from_f32(np.asarray(count, np.float32), dtype, ())
-    if log_probabilities.ndim == 4 and len(values) > 2:  # noqa: PLR2004
-        raise Nondeterministic("nll_loss2d of more than two images, whose sums are added by atomics", result)
+    if blocks > 2:  # noqa: PLR2004
+        raise Nondeterministic("nll_loss2d of more than two images or blocks, whose sums are added by atomics", result)
+    if log_probabilities.ndim == 4 and (rows > 1024 or weight is not None):  # noqa: PLR2004
+        raise BySource("nll_loss2d of more than 1,024 pixels, or with class weights", result)
     return result
 
 

@@ -502,24 +502,10 @@ PRODUCTS: dict[Any, Callable] = {
 COMPOSED = frozenset(packet for packet in KNOWN if "_scaled_dot_product" in packet.__name__) | _COMPOSITE
 """Operators that may come to others, which the simulation then gets: it is their first argument."""
 
-Evidence = Literal["recorded", "by source", "reasoned"]
-_BY_SOURCE = """
-_safe_softmax amin max min std_mean nll_loss2d_forward nll_loss2d_backward _foreach_mul sort lgamma selu copysign
-nextafter heaviside max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d avg_pool3d _adaptive_avg_pool2d
-max_pool3d_with_indices_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool3d_backward
-_adaptive_avg_pool2d_backward unfold unfold_backward pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d
-reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d diagonal diagonal_backward
-diag_embed masked_select masked_scatter masked_scatter_backward searchsorted bucketize upsample_nearest1d
-upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact3d upsample_nearest1d_backward
-upsample_nearest3d_backward _upsample_nearest_exact1d_backward _upsample_nearest_exact3d_backward upsample_linear1d
-"""
+Evidence = Literal["recorded", "reasoned"]
 EVIDENCE: dict[Any, Evidence] = {
     **dict.fromkeys(SAME, "reasoned"),
     **dict.fromkeys([*PRODUCTS, *DRAWS, *KNOWN], "recorded"),
-    **{
-        getattr(_ATEN, name): "by source"
-        for known in _BY_SOURCE.split() for name in (known, f"{known}_") if hasattr(_ATEN, name)
-    },
-}  # fmt: skip
-"""What stands behind an operator's bits: calls recorded on a GPU, the source of its kernel in PyTorch or CUDA alone, or
-that it has no order of operations. Ranges of shapes that no recording covers raise ``BySource``."""
+}
+"""What stands behind an operator's bits: calls recorded on a GPU, or that it has no order of operations. Shapes that no
+recording covers raise ``BySource``."""

@@ -214,7 +214,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         except (UnknownOrder, Nondeterministic, Guess, BySource) as reason:
             self._note(name, reason)
             return reason.args[1] if len(reason.args) > 1 else func(*args, **kwargs)
-        self._count(operator)
+        self.exact[operator.name] += 1
         searched = not operator.writes and (kind != "kernel" or empty)
         for x in _tensors((result,)) if searched else ():
             if x.is_cpu and x.layout == torch.strided and not x.is_nested:
@@ -225,7 +225,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         """Compute an operator that draws random numbers."""
         try:
             if draws_on_host():
-                self._count(operator)
+                self.exact[operator.name] += 1
                 return self._generator.on_host(lambda: func(*args, **kwargs))
             if isinstance(args[0] if args else None, nn.Parameter):
                 raise UnknownOrder("a parameter that is filled: on the GPU, or before it is moved there")
@@ -237,7 +237,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             if len(reason.args) > 1:
                 return reason.args[1]
             return self._generator.on_host(lambda: func(*args, **kwargs))
-        self._count(operator)
+        self.exact[operator.name] += 1
         return result
 
     def compile(self, function: Callable, **options: Any) -> Callable:
@@ -260,16 +260,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
             reason = "; ".join(launch.reasons)
             self._note(name, Nondeterministic(reason) if "atomic sums" in reason else Guess(reason))
 
-    def _count(self, operator: "_Operator") -> None:
-        """Count an operator that was computed, by the evidence for its bits."""
-        if operator.evidence == "by source":
-            self._note(operator.name, BySource(operator.name))
-        else:
-            self.exact[operator.name] += 1
-
     def _note(self, name: str, reason: Exception) -> None:
         """Count an operator that is not exact; with ``strict`` refuse it, unless its order was read in the source."""
-        detail = name if reason.args[0] == name else f"{name}: {reason.args[0]}"
+        detail = f"{name}: {reason.args[0]}"
         kinds = {Nondeterministic: self.nondeterministic, Guess: self.guess, BySource: self.by_source}
         counts, place = kinds.get(type(reason), self.unknown), self._places.get(detail) or _place()
         if self.strict and counts is not self.by_source:
@@ -299,7 +292,6 @@ class _Operator(NamedTuple):
     plain: Any  # the overload without out=, of one whose handler or product is known
     takes_integers: bool  # the handler is for tensors of integers, too
     writes: bool  # it returns tensors that it was given, or views of them
-    evidence: str  # of ``operators.EVIDENCE``, empty for an operator without a handler
 
 
 @cache
@@ -328,9 +320,8 @@ def _operator(func: Any) -> _Operator | None:
         read = [(x.name, str(x.type)) for x in schema.arguments if not x.is_out]
         others = [getattr(packet, overload) for overload in packet.overloads()]
         plain = next((x for x in others if [(y.name, str(y.type)) for y in x._schema.arguments] == read), None)
-    evidence = operators.EVIDENCE.get(packet, "")
     writes = any(returned.alias_info is not None for returned in schema.returns)
-    return _Operator(name, kind, handler, unknown, plain, packet in operators.STABLE, writes, evidence)
+    return _Operator(name, kind, handler, unknown, plain, packet in operators.STABLE, writes)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

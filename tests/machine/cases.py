@@ -285,6 +285,7 @@ def all_cases() -> Iterator[Case]:
     from tests.machine.element_cases import element_cases
     from tests.machine.masked_cases import masked_attention_cases, masked_gradient_cases
     from tests.machine.reduction_cases import reduced_cases
+    from tests.machine.source_cases import source_cases
     from tests.machine.training_cases import training_cases
 
     yield from function_cases()
@@ -304,3 +305,4 @@ def all_cases() -> Iterator[Case]:
     yield from bias_cases()
     yield from reduced_cases()
     yield from element_cases()
+    yield from source_cases()

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.cpu.runtime.kernel_numbers import philox
-from fmtsim.machine import attention_efficient, attention_rows, mufu, norm, softmax
+from fmtsim.machine import attention_efficient, attention_rows, loss, mufu, norm, softmax
 from fmtsim.machine.arrays import STRIDED, apply, fma
 from fmtsim.machine.simulate import simulate
+from fmtsim.machine.unknown import BySource
 from fmtsim.support.mufu_tables import approximate_reciprocal
 from tests.machine.cases import FUNCTIONS, all_cases, digest, numbers
 
@@ -114,6 +115,26 @@ def test_gradients_of_norms_weights_are_dealt_to_threads_by_eight_rows(rows, hei
     assert np.array_equal(found[1].numpy(), scaled[:, 0]) and np.array_equal(found[2].numpy(), added[:, 0])
     one = norm.layer_norm_backward(g, x, [8], mean if centred else None, rstd, None, [True, False, False])
     assert torch.equal(one[0], found[0]) and one[1] is one[2] is None
+
+
+@pytest.mark.parametrize("rows", [150, 3000])
+def test_losses_of_images_are_added_within_warps_of_a_block_first(rows):
+    """A block of 1,024 threads for each image, a chain in each thread; the warps' 32 sums by halving, as theirs."""
+    x, target = numbers(1, (2, 3, rows, 1), "wide", torch.float32), torch.arange(2 * rows).view(2, rows, 1) % 3
+    total = np.zeros((2, 32, 32), np.float32)
+    for image, row in np.ndindex(2, rows):
+        slot = image, row % 1024 // 32, row % 32
+        total[slot] -= x[image, int(target[image, row, 0]), row, 0].numpy()
+    for _ in range(2):
+        while total.shape[-1] > 1:
+            total = np.add(*np.split(total, 2, -1))
+        total = total[..., 0]
+    try:
+        y, _ = loss.nll_loss(x, target, None, loss.SUM, -100)
+    except BySource as reason:
+        y, _ = reason.args[1]
+    assert y.item() == total[0] + total[1]
+    assert not loss.nll_loss(x, target, None, loss.NONE, 1)[0][target == 1].signbit().any()  # ignored places are +0
 
 
 # Step by step as the unit's multipliers: an oracle of Python's integers, from the file of coefficients alone.
