@@ -152,7 +152,7 @@ def order_of(names: list[str], layer: Layer, which: str, number: int) -> str | N
             return certain if layer.batch <= 4 and layer.dims == 2 else None
         if "conv1D_NCHW_wgrad" in main:
             return "trees" if out <= 128 and layer.stride == 1 else None
-        images = "images" if layer.batch <= 2 else "atomic"
+        images = ("" if out <= 96 else "risky ") + "images" if layer.batch <= 2 else "atomic"
         engines = {"wgrad2d_grouped_direct": "lanes", "wgrad_alg0_engine": images, "wgrad_alg1_engine": "fma"}
         if (engine := next((order for name, order in engines.items() if name in main), None)) is not None:
             return engine
@@ -181,7 +181,8 @@ def order_of(names: list[str], layer: Layer, which: str, number: int) -> str | N
     if re.search(_DIRECT, main):
         return "taps" if which == "forward" else "taps-"
     if "dgrad2d_alg1" in main:
-        return "sums" if layer.kernel == layer.stride or out <= (128, 9)[layer.dims - 1] else None
+        certain = "risky sums" if layer.dims == 1 and 1 in (layer.channels, layer.outputs) else "sums"
+        return certain if layer.kernel == layer.stride or out <= (128, 9)[layer.dims - 1] else None
     if "dgrad_engine" in main:
         apart = (-(-layer.kernel // layer.stride)) ** layer.dims
         return "sums" if (apart if layer.dilation == 1 else taps) <= 2 else "atomic"
