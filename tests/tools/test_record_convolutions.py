@@ -104,8 +104,8 @@ def test_the_table_is_written_and_digests_are_compared(tmp_path, capsys):
     assert out.read_bytes() == table(read["calls"])
 
 
-def test_the_record_of_an_h200_gives_the_table_that_comes_with_fmtsim():
+def test_a_record_of_an_h200_gives_rows_of_the_table_that_comes_with_fmtsim():
+    """A twenty-fifth of the recorded layers."""
     record = Path(__file__).parents[1] / "machine" / "data" / "h200_convolutions.json.xz"
-    if not record.is_file():
-        pytest.skip("the record is not here")
-    assert table(json.loads(lzma.decompress(record.read_bytes()))["calls"]) == SHAPES.read_bytes()
+    rows = lzma.decompress(table(json.loads(lzma.decompress(record.read_bytes()))["calls"])).decode().splitlines()
+    assert len(rows) > 150 and set(rows) <= set(lzma.decompress(SHAPES.read_bytes()).decode().splitlines())
