@@ -224,6 +224,25 @@ def test_a_quantizer_is_like_a_library():
         assert torch.equal(model(x), torch.nn.functional.linear(*operands, layer.bias))
 
 
+def test_blocks_are_those_of_the_format():
+    """int4_g64 has blocks of 64, although the steps stand beside those of int4_g32."""
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    for profile in PROFILES:
+        for name in profile.formats:
+            block = getattr(fmtsim.get_format(name), "block", (1, None))[1]
+            if isinstance(profile.block, int) and block is not None and "fp32" in profile.inputs:
+                alone = fmtsim.quantize(x, name, like=profile.like)
+                assert torch.equal(alone, fmtsim.quantize(x, name, like=profile.like, block_size=block)), name
+                if '"tensor"' not in profile.steps and not profile.like.startswith("fouroversix"):
+                    pieces = [fmtsim.quantize(piece, name, like=profile.like) for piece in x.split(block, 1)]
+                    assert torch.equal(alone, torch.cat(pieces, 1)), (profile.like, name)
+
+
+def test_errors_name_the_variant_that_has_the_format():
+    with pytest.raises(FormatError, match=r"choose like='onnxruntime/quantize_linear'"):
+        fmtsim.quantize(X, "int4_full", like="onnxruntime")
+
+
 def test_bad_requests_say_what_there_is():
     with pytest.raises(FormatError, match=r"like='tornado' has no profile.*list_profiles"):
         fmtsim.quantize(X, "e4m3", like="tornado")
