@@ -37,7 +37,8 @@ class CastProfile:
         name: The variant, ``like="library/name"``; empty for what the library does by default.
         formats: Names of the formats for which the library has this cast.
         steps: The arithmetic, an operation that rounds once after another (``fmtsim.casts.profile_steps``).
-        block: Elements along ``dim`` that share a scale, ``"row"``, ``"tensor"``, or None: each element alone.
+        block: Elements along ``dim`` that share a scale, ``"row"``, ``"tensor"``, or None: each element alone. A block
+            format whose own blocks have another size goes by that (``block_of``).
         inputs: dtypes of x that the library takes.
         function: What a user of the library calls.
         source: The file that says so, with its version.
@@ -72,6 +73,11 @@ class CastProfile:
         """What ``like=`` takes."""
         return f"{self.library}/{self.name}" if self.name else self.library
 
+    def block_of(self, fmt: Format) -> int | str | None:
+        """Return the block of a cast to one of ``formats``: 64 for int4_g64, although other formats share the steps."""
+        inner = fmt.block[1] if isinstance(fmt, BlockFormat) and isinstance(self.block, int) else None
+        return self.block if inner is None else inner
+
     def results(
         self, x: Tensor, fmt: Format, *, dim: int = -1, block_size: Any = None,
         trace: Callable[[str, str, Any], None] | None = None,
@@ -96,7 +102,7 @@ class CastProfile:
         moved = x.detach().reshape(1) if not x.dim() else x.detach().movedim(dim, -1)
         columns = moved.shape[-1]
         if isinstance(self.block, int):
-            size = self.block if block_size is None else block_size
+            size = self.block_of(fmt) if block_size is None else block_size
             if type(size) is not int or size < 1 or columns % size:
                 raise ArgumentError(
                     f"block_size={shown(size)} does not divide {columns} (dim={dim}); {self.like} takes whole blocks"
@@ -196,8 +202,11 @@ def get_profile(
     if casts:
         takes = (one for one in casts if any(DTYPES[each] == dtype for each in one.inputs))
         return next(takes, casts[0]), fmt
+    # the library's other functions may have one
+    others = [each.like for each in library_profiles(library) if fmt in map(get_format, each.formats)]
+    also = "".join(f"; choose like={shown(other)}" for other in dict.fromkeys(others))
     has = ", ".join(dict.fromkeys(each for profile in profiles for each in profile.formats))
-    raise FormatError(f"{shown(like)} has no cast to {fmt.name}; it has {has}")
+    raise FormatError(f"{shown(like)} has no cast to {fmt.name}; it has {has}{also}")
 
 
 def check_alone(like: str, *options: Any) -> None:

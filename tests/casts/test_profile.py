@@ -103,9 +103,9 @@ def test_what_is_no_step_is_refused(steps):
 def test_a_profile_says_where_it_is_from_and_runs(profile):
     assert profile.function and profile.source and profile.versions and profile.verified and profile.package
     assert set(profile.inputs) <= set(DTYPES)
-    size = profile.block if isinstance(profile.block, int) else 8
     for name in profile.formats:
         fmt = fmtsim.get_format(name)
+        size = profile.block_of(fmt) if isinstance(profile.block, int) else 8
         for dtype in profile.inputs:
             x = torch.linspace(-2, 2, 2 * size * 4).reshape(-1, 2 * size).to(DTYPES[dtype])
             results = profile.results(x, fmt)
@@ -222,6 +222,25 @@ def test_a_quantizer_is_like_a_library():
         model[0].load_state_dict(layer.state_dict())
         operands = (fmtsim.quantize(t, format, like=like.like) for t in (x, layer.weight))
         assert torch.equal(model(x), torch.nn.functional.linear(*operands, layer.bias))
+
+
+def test_blocks_are_those_of_the_format():
+    """int4_g64 has blocks of 64, although the steps stand beside those of int4_g32."""
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    for profile in PROFILES:
+        for name in profile.formats:
+            block = getattr(fmtsim.get_format(name), "block", (1, None))[1]
+            if isinstance(profile.block, int) and block is not None and "fp32" in profile.inputs:
+                alone = fmtsim.quantize(x, name, like=profile.like)
+                assert torch.equal(alone, fmtsim.quantize(x, name, like=profile.like, block_size=block)), name
+                if '"tensor"' not in profile.steps and not profile.like.startswith("fouroversix"):
+                    pieces = [fmtsim.quantize(piece, name, like=profile.like) for piece in x.split(block, 1)]
+                    assert torch.equal(alone, torch.cat(pieces, 1)), (profile.like, name)
+
+
+def test_errors_name_the_variant_that_has_the_format():
+    with pytest.raises(FormatError, match=r"choose like='onnxruntime/quantize_linear'"):
+        fmtsim.quantize(X, "int4_full", like="onnxruntime")
 
 
 def test_bad_requests_say_what_there_is():

@@ -125,13 +125,14 @@ def shown(number: Tensor) -> str:
 
 def drawn(profile: CastProfile, format: str, dtype: str, count: int) -> Iterator[Tensor]:
     """Yield the tensors of one profile, format and dtype."""
-    if profile.block is None:
+    block = profile.block_of(get_format(format))
+    if block is None:
         return inputs.elements(format, dtype, count)
-    whole = inputs.blocks(format, dtype, profile.block, count)
-    if not isinstance(profile.block, int) or '"tensor"' not in profile.steps:
+    whole = inputs.blocks(format, dtype, block, count)
+    if not isinstance(block, int) or '"tensor"' not in profile.steps:
         return whole
     # a scale of the whole tensor as well: many tensors, few of them with NaN or Inf
-    parts = ((*inputs.beside_each_other(x, profile.block)[:4096].split(16), x[:64]) for x in whole)
+    parts = ((*inputs.beside_each_other(x, block)[:4096].split(16), x[:64]) for x in whole)
     return (part for tensors in parts for part in tensors)
 
 
@@ -158,7 +159,8 @@ def hold(library: str, variant: str | None, options: argparse.Namespace, done: d
                     with tempfile.TemporaryDirectory() as name:
                         requests = [
                             {"profile": profile.name, "format": format, "x": f"{i}.npy", "dtype": dtype, "dim": -1,
-                             "block": profile.block, "out": f"{i}_out.npz"} for i in range(len(tensors))
+                             "block": profile.block_of(get_format(format)), "out": f"{i}_out.npz"}
+                            for i in range(len(tensors))
                         ]  # fmt: skip
                         versions = run_library(python, library, requests, tensors, Path(name))
                         for request, tensor in zip(requests, tensors, strict=True):

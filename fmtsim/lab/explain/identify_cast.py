@@ -11,11 +11,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fmtsim.casts.arguments import check_dense, check_readable
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.profile import get_profile, library_profiles, list_profiles
 from fmtsim.casts.quantize import decode, encode, quantize
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.element import ElementFormat, FloatFormat
+from fmtsim.formats.floating import E8M0
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.packed import PackedFormat
 from fmtsim.formats.registry import get_format, list_formats
@@ -24,12 +26,13 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.explain.identify import SHOWN, Nearest, plural
 from fmtsim.lab.verify.outcome import boundaries
-from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
 from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
 
 FEW, MANY = 1 << 11, 1 << 18  # elements of the first and the second comparison
 SECONDS = 3.0  # that comparisons of all elements may take; explanations that are left have fewer compared
 CHUNK = 256  # neighbours that a sample takes together: whole blocks of most formats
+TILE = 128  # rows of the tallest block
 ALIKE = 64
 FEW_DIFFER, MOST = 0.25, 0.75  # of the elements: ties and directions change no more, other scales do
 ROUNDINGS: Final = ("nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down")
@@ -49,6 +52,7 @@ ELEMENTS: Final = (
 )
 BLOCKS: Final = ((None, None), (1, None), (1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (128, 128))
 RULES: Final = ("floor", "ceil", "rceil", "even")
+SAME: Final = "the result is x itself: nothing was rounded here; pass what was cast"
 SLOW: Final = ("iq1", "iq2", "iq3")  # formats of ggml that search for each block's codes
 
 
@@ -86,11 +90,12 @@ class CastExplanation:
         return names | {name: value for name, value in pairs if value}
 
     @property
-    def is_whole(self) -> bool:
-        """Whether an element's result depends on elements outside its neighbours: those of its row or the tensor."""
+    def sampled(self) -> str:
+        """What has to stay together for an element's result: "pieces" of rows, whole "rows", or "tiles" of rows."""
         if self.like:
-            return isinstance(get_profile(self.like, self.format)[0].block, str)
-        return isinstance(self.format, BlockFormat) and (None in self.format.block or self.format.block[0] != 1)
+            return "rows" if isinstance(get_profile(self.like, self.format)[0].block, str) else "pieces"
+        outer, inner = self.format.block if isinstance(self.format, BlockFormat) else (1, 1)
+        return ("rows" if inner is None else "pieces") if outer == 1 else "rows" if outer is None else "tiles"
 
     def results(self, x: Tensor, *, codes: bool = False) -> dict[str, Tensor]:
         """Return value, or with ``codes`` also code and scale where there are some, of a matrix [rows, columns]."""
@@ -211,7 +216,8 @@ def identify_cast(
         dim: The dimension along which blocks run.
 
     Returns:
-        The explanations. NaN equals NaN in values; -0 differs from 0. The same call gives the same answer.
+        The explanations. NaN equals NaN in values; -0 differs from 0, unless nothing fits otherwise: a note says so.
+            The same call gives the same answer.
 
     Raises:
         ArgumentError: Shapes that do not fit, or no elements.
@@ -227,8 +233,16 @@ def identify_cast(
     only = None if format is None else get_format(format)
     matrices = _matrices(x, result, scale, dim)
     found = _identify(*matrices, list(_candidates(*matrices, only)))
-    if found.groups or isinstance(result, Encoded) or result.shape == x.shape:
+    if found.groups or isinstance(result, Encoded):
         return found
+    if result.shape == x.shape:
+        # integers that were computed as floating-point numbers keep the sign of zero, their codes do not
+        unsigned = matrices[0], matrices[1] + 0.0 if result.dtype in FLOAT_DTYPES else matrices[1], matrices[2]
+        if not bool(_unequal(unsigned[1].float(), matrices[1].float()).any()):
+            return found
+        without_sign = _identify(*unsigned, list(_candidates(*unsigned, only)))
+        note = "without the sign of -0, which codes of integers do not have"
+        return dataclasses.replace(without_sign, notes=(note, *without_sign.notes)) if without_sign.groups else found
     # the other order of two codes in a byte
     matrices = matrices[0], matrices[1].unflatten(-1, (-1, 2)).flip(-1).flatten(-2), matrices[2]
     swapped = _identify(*matrices, list(_candidates(*matrices, only)))
@@ -240,17 +254,31 @@ def _matrices(x: Any, result: Any, scale: Any, dim: int = -1) -> tuple[Tensor, T
     """Return numbers, results and scales as matrices on the CPU, blocks along the rows."""
     # 1. dtypes
     if isinstance(result, Encoded):
-        parts = result.parts()
-        result, scale = parts.codes, parts.scales if scale is None else scale
-        dim = -1 if parts.scales is None else dim
-    for name, tensor in (("x", x), ("result", result)):
+        if isinstance(result.format, PackedFormat):  # whose bytes are no codes of elements
+            result = result.decode()
+        else:
+            parts = result.parts()
+            result, scale = parts.codes, parts.scales if scale is None else scale
+            dim = -1 if parts.scales is None else dim
+    for name, tensor in (("x", x), ("result", result), ("scale", scale)):
+        if tensor is None and name == "scale":
+            continue
         if not isinstance(tensor, Tensor):
             raise DtypeError(f"{name} is {type(tensor).__name__}; pass a torch.Tensor")
+        check_dense(name, tensor)
+        check_readable(name, tensor)
+        if tensor.is_complex() or tensor.is_quantized:
+            raise DtypeError(f"{name} has dtype {tensor.dtype}; pass real numbers, or codes as integers (int_repr())")
     if x.dtype not in FLOAT_DTYPES:
         raise DtypeError(f"x has dtype {x.dtype}; pass what was cast, float16, bfloat16, float32 or float64")
     x, result = x.detach().cpu(), result.detach().cpu()
     if not x.numel():
         raise ArgumentError(f"x has shape {tuple(x.shape)}: nothing was cast")
+    rank = max(x.dim(), 1)
+    if type(dim) is not int or not -rank <= dim < rank:
+        raise ArgumentError(
+            f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
+        )
     # 2. codes of four bits, two a byte
     x, result = (tensor.reshape(1) if not tensor.dim() else tensor.movedim(dim, -1) for tensor in (x, result))
     if result.dtype.itemsize == 1 and result.shape[:-1] == x.shape[:-1] and 2 * result.shape[-1] == x.shape[-1]:
@@ -262,6 +290,10 @@ def _matrices(x: Any, result: Any, scale: Any, dim: int = -1) -> tuple[Tensor, T
     # 3. scales, whatever their layout, as numbers by rows
     if scale is not None:
         scale = scale.detach().cpu()
+        if not scale.numel() or scale.numel() > x.numel():
+            raise ArgumentError(
+                f"scale has {scale.numel()} numbers for {x.numel()} elements; pass one a block, row or tensor"
+            )
         if scale.dtype == torch.uint8:
             scale = decode(scale, "e8m0")
         scale = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
@@ -282,12 +314,13 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
     # 1. libraries
     for library in dict.fromkeys(like.partition("/")[0] for like in list_profiles()):
         for profile in library_profiles(library):
-            block = "" if profile.block is None else str(profile.block)
             for fmt in map(get_format, profile.formats):
                 if fmt in formats:
-                    yield CastExplanation(format=fmt, like=profile.like, block=block)
-    # 2. element formats alone, where each result is one of their values
-    elements = [fmt for fmt in formats if isinstance(fmt, ElementFormat) and fmt.bits <= 16]
+                    block = profile.block_of(fmt)
+                    yield CastExplanation(format=fmt, like=profile.like, block="" if block is None else str(block))
+    # 2. element formats alone, where each result is one of their values: of 16 bits, or narrower than x, such as tf32
+    widest = max(16, get_format(x.dtype).bits - 1)
+    elements = [fmt for fmt in formats if isinstance(fmt, ElementFormat) and fmt.bits <= widest]
     for fmt in elements:
         if stored is not None and fmt != stored:
             continue
@@ -306,17 +339,21 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
             continue
         for rule, rounding in itertools.product(RULES if fmt.power_of_two else ("",), ROUNDINGS[:4]):
             yield CastExplanation(format=fmt, scale_rule=rule, rounding=rounding, block=_block_text(fmt))
-    # 4. element formats under real scales of blocks, rows or the tensor
-    for name, extent, arithmetic in itertools.product(ELEMENTS, BLOCKS, ("divide", "reciprocal", "encode")):
+    # 4. element formats scaled by blocks, rows or the tensor: by powers of two, or real scales of 32 or 16 bits
+    scalings: list[tuple[str, str, dict[str, Any]]] = [
+        ("", f"amax, {arithmetic}", {"arithmetic": arithmetic}) for arithmetic in ("divide", "reciprocal", "encode")
+    ]
+    scalings.append(("", "amax, divide, fp16", {"arithmetic": "divide", "scale": get_format("fp16")}))
+    scalings += [(rule, "power of two", {"exponent_rule": rule, "scale": E8M0}) for rule in RULES]
+    for name, extent, (rule, text, fields) in itertools.product(ELEMENTS, BLOCKS, scalings):
         element: Any = get_format(name)
         if only not in (None, element) or (stored is not None and element != stored):
             continue
         if is_code and stored is None and element not in formats:
             continue
-        scaling = Scaling(block=extent, arithmetic=arithmetic)  # type: ignore[arg-type]
-        scaled = BlockFormat(name=f"{name}, amax, {arithmetic}", element=element, scaling=scaling)
+        scaled = BlockFormat(name=f"{name}, {text}", element=element, scaling=Scaling(block=extent, **fields))
         for rounding in ROUNDINGS[:4]:
-            yield CastExplanation(format=scaled, rounding=rounding, block=_block_text(scaled))
+            yield CastExplanation(format=scaled, scale_rule=rule, rounding=rounding, block=_block_text(scaled))
 
 
 def _block_text(fmt: BlockFormat) -> str:
@@ -388,13 +425,10 @@ class _Sample:
 
 def _identify(x: Tensor, result: Tensor, scale: Tensor | None, options: list[CastExplanation]) -> CastIdentification:
     """Compare explanations with few elements, and those that remain with more, up to all."""
-    if result.dtype == x.dtype and not bool(_unequal(x, result).any()):
-        note = "the result is x itself: nothing was rounded here; pass what was cast"
-        return CastIdentification(groups=(), tried=0, elements=x.numel(), notes=(note,), x=x, result=result)
     whole = _Sample(x, result, scale)
     # 1. few elements, the unusual ones first: pieces of rows, or whole rows where scales need them. Ties decide few
     # elements and directions half of them: what differs in most has another scale
-    few = {False: _pieces(whole, FEW), True: _rows(whole, 4 * FEW)}
+    few = {"pieces": _pieces(whole, FEW), "rows": _rows(whole, 4 * FEW), "tiles": _tiles(whole, 4 * FEW)}
     shares: dict[CastExplanation, float] = {}
     near: dict[CastExplanation, float] = {}
     for ties in (False, True):
@@ -404,32 +438,36 @@ def _identify(x: Tensor, result: Tensor, scale: Tensor | None, options: list[Cas
                 continue
             if ties and not near.get(family, 1.0) < (FEW_DIFFER if "nearest" in option.rounding else MOST):
                 continue
-            shares[option] = _count(option, few[option.is_whole]) / few[option.is_whole].x.numel()
+            shares[option] = _count(option, few[option.sampled]) / few[option.sampled].x.numel()
             near[family] = min(shares[option], near.get(family, 1.0))
     facts: dict[str, Any] = {"tried": len(shares), "elements": x.numel(), "x": x, "result": result, "scale": scale}
     remaining = [option for option, share in shares.items() if not share]
     if not remaining:
         nearest = _nearest(whole, shares)
-        return CastIdentification(groups=(), nearest=nearest, notes=_advice(few[False]), **facts)
+        return CastIdentification(groups=(), nearest=nearest, notes=_advice(few["pieces"]), **facts)
     # 2. more of them, then all, as long as time allows
-    many = {False: _pieces(whole, MANY), True: _rows(whole, MANY)}
-    remaining = [option for option in remaining if not _count(option, many[option.is_whole])]
+    many = {"pieces": _pieces(whole, MANY), "rows": _rows(whole, MANY), "tiles": _tiles(whole, MANY)}
+    remaining = [option for option in remaining if not _count(option, many[option.sampled])]
     compared, start = [], time.perf_counter()
     for option in remaining:
         if time.perf_counter() - start < SECONDS:
             if not _count(option, whole):
                 compared.append(dataclasses.replace(option, compared=x.numel()))
         else:
-            compared.append(dataclasses.replace(option, compared=many[option.is_whole].x.numel()))
+            compared.append(dataclasses.replace(option, compared=many[option.sampled].x.numel()))
     # 3. which of them numbers can tell apart
     groups = _groups(x, compared)
-    notes = []
+    notes = [SAME] if _is_same(whole) else []
     if len(groups) > 1:
         notes.append("x = result.probe(); cast it with the same kernel; result.refine(x, y) tells the groups apart")
     if len(groups) > ALIKE:
         notes.insert(0, "these numbers say little: they lie on the grid of many formats, or are few")
     nearest = None if compared else _nearest(whole, shares)
     return CastIdentification(groups=groups, nearest=nearest, notes=tuple(notes), **facts)
+
+
+def _is_same(sample: _Sample) -> bool:
+    return sample.result.dtype == sample.x.dtype and not bool(_unequal(sample.x, sample.result).any())
 
 
 def _count(explanation: CastExplanation, sample: _Sample) -> int:
@@ -459,7 +497,10 @@ def _pieces(whole: _Sample, elements: int) -> _Sample:
     scale = whole.scale
     if scale is not None and scale.numel() > 1:
         per_piece = scale.reshape(len(x), -1) if scale.numel() % len(x) == 0 else None
-        scale = scale.repeat_interleave(columns // size, 0)[at] if per_piece is None else per_piece[at]
+        if per_piece is not None:
+            scale = per_piece[at]
+        elif len(scale) == rows:
+            scale = scale.repeat_interleave(columns // size, 0)[at]
     return _Sample(x[at], result[at], scale)
 
 
@@ -476,6 +517,16 @@ def _rows(whole: _Sample, elements: int) -> _Sample:
     at = torch.tensor(sorted(places))
     scale = whole.scale[at] if whole.scale is not None and len(whole.scale) == rows else whole.scale
     return _Sample(whole.x[at], whole.result[at], scale)
+
+
+def _tiles(whole: _Sample, elements: int) -> _Sample:
+    """Return the first rows, about so many elements, but at least the rows of one block of several rows."""
+    rows, columns = whole.x.shape
+    count = min(-(-elements // (columns * TILE)) * TILE, rows)
+    scale = whole.scale
+    if scale is not None and scale.numel() > 1 and count < rows:
+        scale = scale.reshape(-1)[: scale.numel() * count // rows].reshape(1, -1)
+    return _Sample(whole.x[:count], whole.result[:count], scale)
 
 
 def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | None:
@@ -503,6 +554,8 @@ def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | 
 
 def _advice(sample: _Sample) -> tuple[str, ...]:
     """Return what else may explain results that no candidate gives."""
+    if _is_same(sample):
+        return (SAME,)
     notes = ["is a transform applied first, or are blocks along another dimension? pass dim=, or what was rounded"]
     if sample.result.dtype.is_floating_point and sample.result.dtype not in FLOAT8_DTYPES:
         values = sample.result.double()

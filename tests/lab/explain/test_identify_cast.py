@@ -142,7 +142,74 @@ def test_stochastic_rounding_is_said():
     found = fmtsim.identify_cast(x, fmtsim.quantize(x, "e4m3", "stochastic", generator=0))
     assert not found.groups and any("stochastic" in note for note in found.notes)
     same = fmtsim.identify_cast(x, x)
-    assert same.notes == ("the result is x itself: nothing was rounded here; pass what was cast",)
+    assert same.notes[0] == "the result is x itself: nothing was rounded here; pass what was cast"
+
+
+@pytest.mark.parametrize("rows", [128, 512])
+def test_blocks_of_several_rows_stay_whole_in_samples(rows):
+    """Tiles of 128 x 128 by their largest magnitude over 448, written out: values, and codes with a scale a tile."""
+    x = normal(rows, 256, scale=3)
+    tiles = x.reshape(rows // 128, 128, 2, 128)
+    scales = tiles.abs().amax((1, 3), keepdim=True) / 448
+    codes = (tiles / scales).to(torch.float8_e4m3fn)
+    for result, scale in (
+        ((codes.float() * scales).reshape(x.shape), None),
+        (codes.reshape(x.shape), scales[:, 0, :, 0]),
+    ):
+        found = fmtsim.identify_cast(x, result, scale=scale)
+        assert ("e4m3, amax, divide", "", "nearest_even", "", "128x128") in names(found)
+        assert {one.compared for one in found.explanations} == {x.numel()}
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_powers_of_two_of_other_blocks(block):
+    x = normal(16, 256)
+    blocks = x.reshape(16, -1, block)
+    scales = torch.exp2(torch.frexp(blocks.abs().amax(-1, keepdim=True))[1] - 9.0)  # of e4m3, whose exponent ends at 8
+    y = ((blocks / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scales).reshape(x.shape)
+    found = fmtsim.identify_cast(x, y)
+    assert ("e4m3, power of two", "", "nearest_even", "floor", str(block)) in names(found)
+    for one in found.explanations:
+        assert torch.equal(fmtsim.quantize(x, **one.options), y), one
+
+
+def test_scales_in_float16_and_formats_between_16_bits_and_x():
+    x = normal(32, 128)
+    blocks = x.reshape(32, 4, 32)
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).half().float()
+    y = ((blocks / scales).round().clamp(-127, 127) * scales).reshape(x.shape)  # with -0
+    found = fmtsim.identify_cast(x, y)
+    assert ("int8, amax, divide, fp16", "", "nearest_even", "", "32") in names(found)
+    assert found.notes[0] == "without the sign of -0, which codes of integers do not have"
+    assert names(fmtsim.identify_cast(x, y + 0.0)) == names(found)
+    tf32 = (x.view(torch.int32) & -8192).view(torch.float32)
+    assert ("tf32", "", "toward_zero", "", "") in names(fmtsim.identify_cast(x, tf32))
+
+
+def test_a_library_goes_by_the_blocks_of_the_format():
+    x = normal(8, 256)
+    found = fmtsim.identify_cast(x, fmtsim.quantize(x, "int4_g128", like="torchao"))
+    assert ("int4_g128", "torchao", "", "", "128") in names(found)
+
+
+def test_bytes_of_a_packed_format_are_read_as_values():
+    x = normal(8, 64)
+    assert "q4_0" in {one.format.name for one in fmtsim.identify_cast(x, fmtsim.encode(x, "q4_0")).explanations}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_without_readable_real_numbers_are_refused():
+    x = normal(4, 8)
+    for name, bad, error, text in (
+        ("x", x.to("meta"), ArgumentError, "meta"), ("result", x.to_sparse(), ArgumentError, "pass a dense tensor"),
+        ("result", x.to(torch.complex64), DtypeError, "result has dtype torch.complex64; pass real numbers"),
+        ("result", torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), DtypeError, r"int_repr\(\)"),
+        ("dim", 7, ArgumentError, r"dim=7 is not a dimension of x of shape \(4, 8\); choose -2 to 1"),
+        ("scale", 1.0, DtypeError, "scale is float; pass a torch.Tensor"),
+        ("scale", torch.ones(0), ArgumentError, "scale has 0 numbers for 32 elements; pass one a block"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            fmtsim.identify_cast(**{"x": x, "result": x.half()} | {name: bad})
 
 
 def test_bad_input_is_refused():
@@ -170,4 +237,5 @@ def test_command(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:3] == ["1", "e4m3", "torch"] for line in lines)
     assert not any(line.startswith("2 ") for line in lines)  # one group is left
-    assert main(["identify-cast", files[0], files[0]]) == 1
+    torch.save(x * 1.5, tmp_path / "z.pt")
+    assert main(["identify-cast", files[0], str(tmp_path / "z.pt")]) == 1

@@ -15,9 +15,12 @@ def cast(x, request):
     vectors = np.ascontiguousarray(x.T) if x.ndim == 2 and request["block"] == "row" else x.reshape(-1)
     if vectors.ndim == 1:  # vectors of 16 dimensions
         vectors = np.concatenate([vectors, np.zeros(-vectors.size % 16, np.float32)]).reshape(-1, 16)
+    count = vectors.shape[1]  # other counts than multiples of 8 are decoded without fused multiply-adds
+    vectors = np.pad(vectors, ((0, 0), (0, -count % 8)))
     quantizer = faiss.ScalarQuantizer(vectors.shape[1], getattr(faiss.ScalarQuantizer, name))
     quantizer.train(vectors)
     value = quantizer.decode(quantizer.compute_codes(vectors))
+    value = value[:, :count]
     return {"value": np.ascontiguousarray(value.T) if request["block"] == "row" else value.reshape(-1)[: x.size]}
 
 
