@@ -103,9 +103,10 @@ def test_what_is_no_step_is_refused(steps):
 def test_a_profile_says_where_it_is_from_and_runs(profile):
     assert profile.function and profile.source and profile.versions and profile.verified and profile.package
     assert set(profile.inputs) <= set(DTYPES)
-    size = profile.block if isinstance(profile.block, int) else 8
     for name in profile.formats:
         fmt = fmtsim.get_format(name)
+        block = profile.block_of(fmt)
+        size = block if isinstance(block, int) else 8
         for dtype in profile.inputs:
             x = torch.linspace(-2, 2, 2 * size * 4).reshape(-1, 2 * size).to(DTYPES[dtype])
             results = profile.results(x, fmt)

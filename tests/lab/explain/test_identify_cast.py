@@ -237,4 +237,5 @@ def test_command(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:3] == ["1", "e4m3", "torch"] for line in lines)
     assert not any(line.startswith("2 ") for line in lines)  # one group is left
-    assert main(["identify-cast", files[0], files[0]]) == 1
+    torch.save(normal(16, 64, seed=1), tmp_path / "z.pt")
+    assert main(["identify-cast", files[0], str(tmp_path / "z.pt")]) == 1
