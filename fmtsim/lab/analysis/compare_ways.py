@@ -99,7 +99,7 @@ def compare_ways(
     Raises:
         ArgumentError: Another pair of ways, or nothing to trace.
     """
-    if sorted(like) != sorted(WAYS):
+    if not isinstance(like, list | tuple) or sorted(map(str, like)) != sorted(WAYS):
         raise ArgumentError(f"like={shown(like)} of a function is not a pair that is known; choose {WAYS}")
     if not isinstance(inputs, list | tuple) or not any(isinstance(x, Tensor) for x in inputs):
         raise ArgumentError(f"inputs={shown(inputs)} hold no tensor; pass the function's arguments as a tuple")
