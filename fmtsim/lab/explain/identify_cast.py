@@ -38,18 +38,8 @@ FEW_DIFFER, MOST = 0.25, 0.75  # of the elements: ties and directions change no 
 ROUNDINGS: Final = ("nearest_even", "nearest_away", "nearest_toward_zero", "toward_zero", "up", "down")
 THROUGH: Final = ("", "fp16", "bf16", "fp32")
 ELEMENTS: Final = (
-    "e4m3",
-    "e5m2",
-    "e2m1",
-    "e2m3",
-    "e3m2",
-    "e4m3fnuz",
-    "e5m2fnuz",
-    "int8",
-    "int8_full",
-    "int4",
-    "int4_full",
-)
+    "e4m3", "e5m2", "e2m1", "e2m3", "e3m2", "e4m3fnuz", "e5m2fnuz", "int8", "int8_full", "int4", "int4_full",
+)  # fmt: skip
 BLOCKS: Final = ((None, None), (1, None), (1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (128, 128))
 RULES: Final = ("floor", "ceil", "rceil", "even")
 SAME: Final = "the result is x itself: nothing was rounded here; pass what was cast"
@@ -81,13 +71,8 @@ class CastExplanation:
     def options(self) -> dict[str, Any]:
         """Keywords of ``fmtsim.quantize`` that give these values; where ``through`` is set, of x in that format."""
         names: dict[str, Any] = {"format": self.format.name if self.format.name in list_formats() else self.format}
-        pairs = (
-            ("like", self.like),
-            ("rounding", self.rounding),
-            ("overflow", self.overflow),
-            ("scale_rule", self.scale_rule),
-        )
-        return names | {name: value for name, value in pairs if value}
+        return names | {name: getattr(self, name) for name in ("like", "rounding", "overflow", "scale_rule")
+                        if getattr(self, name)}  # fmt: skip
 
     @property
     def sampled(self) -> str:
