@@ -294,12 +294,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
     import torch
 
     numbers = parse_numbers(arguments.numbers)
+    options: Any = {name: getattr(arguments, name) for name in _EXPLAIN_OPTIONS}
     if arguments.like:
         x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
-        steps = fmtsim.explain(x, arguments.format, block_size=arguments.block_size, like=arguments.like)
+        steps = fmtsim.explain(x, arguments.format, like=arguments.like, **options)
         answer(arguments, steps.to_dict(), lambda: str(steps))
         return 0
-    options = {name: getattr(arguments, name) for name in _EXPLAIN_OPTIONS}
     x = torch.tensor(numbers, dtype=getattr(torch, arguments.dtype))
     explanation = fmtsim.explain(x, arguments.format, generator=arguments.seed, **options)
     answer(arguments, explanation.to_dict(), lambda: str(explanation))

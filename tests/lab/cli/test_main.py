@@ -128,6 +128,11 @@ def test_errors_name_options_instead_of_keywords(capsys):
     assert front._in_options(said, ()) == "choose 0 or more, or leave it out for all (fmtsim formats has all names)"
 
 
+def test_a_librarys_cast_says_how_it_rounds(capsys):
+    assert main(["explain", "1", "--format", "e4m3", "--like", "torch", "--rounding", "up"]) == BAD_INPUT
+    assert "leave --rounding out" in capsys.readouterr().err
+
+
 def test_the_names_that_typos_are_compared_with_are_those_of_the_catalogues():
     assert NAMES_FILE.read_text() == recorded_names(), "run python -m tests.support.names"
     assert set(names.targets_and_units()) == {*fmtsim.list_targets(), *fmtsim.list_units()}
