@@ -143,17 +143,22 @@ def check_features(x: torch.Tensor, weight: torch.Tensor) -> None:
         check_saved("a layer", x)
 
 
-def prepare(
-    x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
-    block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
-) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:  # fmt: skip
-    """Check the arguments and return the cast, the result dtype, the block, and the random bits it needs."""
+def inner_dim(x: torch.Tensor, dim: int) -> int:
+    """Return a dimension of x as a negative number, counted from the last; a scalar has one."""
     rank = max(x.dim(), 1)
     if type(dim) is not int or not -rank <= dim < rank:
         raise ArgumentError(
             f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
         )
-    inner = dim - rank if dim >= 0 else dim  # counted from the last: one cast for tensors of any rank
+    return dim - rank if dim >= 0 else dim
+
+
+def prepare(
+    x: torch.Tensor, format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
+    block_size: Any, scale_rule: Any, out_dtype: torch.dtype | None,
+) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:  # fmt: skip
+    """Check the arguments and return the cast, the result dtype, the block, and the random bits it needs."""
+    inner = inner_dim(x, dim)  # counted from the last: one cast for tensors of any rank
     arguments = format, rounding, overflow, inner, random_bits, block_size, scale_rule, x.dtype, out_dtype
     if not torch.compiler.is_compiling():
         try:

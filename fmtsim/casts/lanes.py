@@ -73,6 +73,11 @@ def define_gradient(
     return type(f"_{name.title()}", (torch.autograd.Function,), {"generate_vmap_rule": True, **members})
 
 
+def keep_dtypes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Store the dtypes of x and of the output in a context: what the gradient of a cast needs."""
+    ctx.dtypes = inputs[0].dtype, output.dtype
+
+
 def plain_twin(
     name: str, keep: Callable[..., None], backward: Callable[..., Any], forward: Callable[..., Any]
 ) -> type[torch.autograd.Function]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts import ops
-from fmtsim.casts.arguments import prepare
+from fmtsim.casts.arguments import inner_dim, prepare
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.lanes import define_gradient, define_operator
+from fmtsim.casts.lanes import define_gradient, define_operator, keep_dtypes
 from fmtsim.casts.profile_steps import DTYPES, RESULTS, run
 from fmtsim.formats.block import BlockFormat, Format
 from fmtsim.formats.element import ElementFormat
@@ -227,7 +227,7 @@ def quantize_like(
 ) -> Tensor:  # fmt: skip
     """Return the values of another library's cast; arguments and the gradient are those of ``quantize``."""
     name, dtype = _result(format, like, x.dtype, out_dtype)
-    arguments = x, name, like, _inner(x, dim), block_size, dtype
+    arguments = x, name, like, inner_dim(x, dim), block_size, dtype
     if torch.compiler.is_compiling():
         return torch.ops.fmtsim.quantize_like(*arguments)  # type: ignore[no-any-return]
     return _QuantizeLike.apply(*arguments)  # type: ignore[no-any-return,attr-defined]
@@ -243,16 +243,6 @@ def _result(format: Any, like: str, dtype: torch.dtype, out_dtype: torch.dtype |
     return fmt.name, wide if profile.block is not None else result_dtype(fmt, dtype)
 
 
-def _inner(x: Tensor, dim: int) -> int:
-    """Return a dimension counted from the last."""
-    rank = max(x.dim(), 1)
-    if type(dim) is not int or not -rank <= dim < rank:
-        raise ArgumentError(
-            f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
-        )
-    return dim - rank if dim >= 0 else dim
-
-
 def _values(x: Tensor, format: str, like: str, dim: int, block_size: Any, dtype: torch.dtype) -> Tensor:
     profile, fmt = get_profile(like, format, x.dtype)
     value = profile.results(x, fmt, dim=dim, block_size=block_size)["value"]
@@ -266,13 +256,9 @@ define_operator(
 )
 
 
-def _keep_dtypes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dtypes = inputs[0].dtype, output.dtype
-
-
 _QuantizeLike = define_gradient(
     "quantize_like",
-    _keep_dtypes,
+    keep_dtypes,
     lambda ctx, grad: (grad.to(ctx.dtypes[0]), None, None, None, None, None),
     lambda ctx, tangent, *_: tangent.to(ctx.dtypes[1]),
     lambda x, *rest: _values(x, *rest) if is_direct(x) else torch.ops.fmtsim.quantize_like(x, *rest),
@@ -286,7 +272,7 @@ def encode_like(x: Tensor, format: Any, like: str, *, dim: int = -1, block_size:
         FormatError: The library's scales have no place in the format's codes; ``quantize`` gives the values.
     """
     profile, fmt = get_profile(like, format, x.dtype)
-    inner = _inner(x, dim)
+    inner = inner_dim(x, dim)
     results = profile.results(x, fmt, dim=inner, block_size=block_size)
     # 1. a code an element: the library's own, or that of its value
     if isinstance(fmt, ElementFormat) and profile.block is None:

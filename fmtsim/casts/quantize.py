@@ -18,7 +18,7 @@ from fmtsim.casts.arguments import (
     randomness,
 )
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.lanes import define_gradient, key_tensor, or_empty, or_none, plain_twin, with_keys
+from fmtsim.casts.lanes import define_gradient, keep_dtypes, key_tensor, or_empty, or_none, plain_twin, with_keys
 from fmtsim.casts.stored import store
 from fmtsim.formats.block import Block, Format, PackedFormat
 from fmtsim.formats.element import Overflow
@@ -139,10 +139,6 @@ def quantize(
     return ops.quantize_plain(x, cast, dtype, key)
 
 
-def _keep_dtypes(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.dtypes = inputs[0].dtype, output.dtype
-
-
 def _pass_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return grad.to(ctx.dtypes[0]), None, None, None, None
 
@@ -152,8 +148,8 @@ def _pass_tangent(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 # Quantise forwards, pass derivatives through: where torch looks on, and for tensors that are plain but for a gradient.
-_Quantize = define_gradient("quantize", _keep_dtypes, _pass_gradient, _pass_tangent, ops.quantize)
-_QuantizePlain = plain_twin("quantize", _keep_dtypes, _pass_gradient, ops.quantize_plain)
+_Quantize = define_gradient("quantize", keep_dtypes, _pass_gradient, _pass_tangent, ops.quantize)
+_QuantizePlain = plain_twin("quantize", keep_dtypes, _pass_gradient, ops.quantize_plain)
 
 
 def quantize_(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import check_dense, check_readable
+from fmtsim.casts.arguments import check_dense, check_readable, inner_dim
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.profile import get_profile, library_profiles, list_profiles
 from fmtsim.casts.quantize import decode, encode, quantize
@@ -26,7 +26,7 @@ from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.lab.explain.identify import SHOWN, Nearest, plural
 from fmtsim.lab.verify.outcome import boundaries
-from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError, shown
+from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
 
 FEW, MANY = 1 << 11, 1 << 18  # elements of the first and the second comparison
@@ -259,11 +259,7 @@ def _matrices(x: Any, result: Any, scale: Any, dim: int = -1) -> tuple[Tensor, T
     x, result = x.detach().cpu(), result.detach().cpu()
     if not x.numel():
         raise ArgumentError(f"x has shape {tuple(x.shape)}: nothing was cast")
-    rank = max(x.dim(), 1)
-    if type(dim) is not int or not -rank <= dim < rank:
-        raise ArgumentError(
-            f"dim={shown(dim)} is not a dimension of x of shape {tuple(x.shape)}; choose {-rank} to {rank - 1}"
-        )
+    dim = inner_dim(x, dim)
     # 2. codes of four bits, two a byte
     x, result = (tensor.reshape(1) if not tensor.dim() else tensor.movedim(dim, -1) for tensor in (x, result))
     if result.dtype.itemsize == 1 and result.shape[:-1] == x.shape[:-1] and 2 * result.shape[-1] == x.shape[-1]:
