@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import OPERANDS
+from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, magnitude_range, measure
 from fmtsim.recipes.attention_config import BACKWARD
 from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_figure, saved, set_title
@@ -20,7 +20,7 @@ from fmtsim.support.table import aligned
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"))
+_NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"), *PRODUCTS)
 _PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
 
 
@@ -202,8 +202,8 @@ def in_order(operands: Iterable[str]) -> list[str]:
 def operand_in_words(operand: str) -> str:
     """Return an operand's tensor and product in words; any other name is returned unchanged.
 
-    >>> operand_in_words("g_w"), operand_in_words("q"), operand_in_words("dv.a")
-    ('gradients, weight gradient', 'queries, attention', "attention's dv")
+    >>> operand_in_words("g_w"), operand_in_words("q"), operand_in_words("dv.a"), operand_in_words("dgrad")
+    ('gradients, weight gradient', 'queries, attention', "attention's dv", 'product, input gradient')
     """
     tensors = {"x": "activations", "w": "weights", "g": "gradients"}
     products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
@@ -211,6 +211,8 @@ def operand_in_words(operand: str) -> str:
     tensor, _, product = operand.partition("_")
     if tensor in tensors and product in products:
         return f"{tensors[tensor]}, {products[product]}"
+    if operand in PRODUCTS:
+        return f"product, {products[operand[0]]}"
     if operand[:2] in ("dq", "dk", "dv", "dp"):
         return f"attention's {operand[:2]}"
     return f"{attention[operand]}, attention" if operand in attention else operand
