@@ -138,10 +138,10 @@ def attribute(
 
     Everything is about one batch and the model as it is: rounding of an operand alone against no rounding, both in
     float32 arithmetic on no machine. A product that a machine multiplies or that is rounded (``fprop dgrad wgrad``)
-    is held to the product of the same rounded operands in float32. Operands of the forward pass (``x_f w_f``, ``q k v p`` of quantised attention)
-    have a loss and a KL. Those of the backward pass (``g_d w_d g_w x_w``) change neither; they have
-    ``gradient_noise``, the squared error of the gradient of all Parameters relative to its square. That is what an
-    optimizer sees: an error without bias adds to the noise of the batch, by its square.
+    is held to the product of the same rounded operands in float32. Operands of the forward pass (``x_f w_f``, ``q k v
+    p`` of quantised attention) and ``fprop`` have a loss and a KL. Those of the backward pass (``g_d w_d g_w x_w``)
+    change neither; they have ``gradient_noise``, the squared error of the gradient of all Parameters relative to its
+    square. That is what an optimizer sees: an error without bias adds to the noise of the batch, by its square.
 
     The estimate is to second order: ``<g, e> + <g' - g, s e> / 2``, e being what an operand's rounding adds to its
     product, g the gradient there, and g' that of a pass in which the errors of all operands are added, each with a

@@ -63,6 +63,11 @@ class Site:
         self.local: tuple[str, ...] = ()
         self.expected = True
 
+    @property
+    def whole(self) -> str:
+        """What the forward pass is with all that rounds: its product on a machine, or its operands alone."""
+        return "fprop" if "fprop" in self.forward else ALL
+
     def install(self, operand: str | None) -> None:
         """Round one operand in the model from now on, none (None), or ``ALL``."""
         raise NotImplementedError
@@ -132,9 +137,9 @@ class LinearSite(Site):
             if q.format is not None or q.then is not None or any(isinstance(t, Clamp | Sparsity) for t in q.transforms)
         }  # fmt: skip
         machines = {name: machine for name in PRODUCTS if (machine := getattr(config, name).machine)}
-        super().__init__(".".join(filter(None, (module, part))), module, {**quantizers, **machines}, (*FORWARD, "fprop"),
-                         seed)  # fmt: skip
-        self.local = tuple(name for name in self.backward if name == "wgrad" or name in ("g_w", "x_w"))
+        name, formats = ".".join(filter(None, (module, part))), {**quantizers, **machines}
+        super().__init__(name, module, formats, (*FORWARD, "fprop"), seed)
+        self.local = tuple(name for name in self.backward if name in ("g_w", "x_w", "wgrad"))
         # 3. A layer for each operand that may be rounded alone, for all of the forward pass, and for none; for a
         #    product on its machine one with its operands rounded, and one for those operands without the machine.
         self._kinds, self._layers = kinds, dict[str | None, Layer]()
@@ -167,11 +172,6 @@ class LinearSite(Site):
     def differs(self, operand: str) -> tuple[int, ...]:
         """Return 0 for x, 1 for w."""
         return (1,) if operand in self.local else (0,)
-
-    @property
-    def whole(self) -> str:
-        """What the forward pass is with all that rounds: its product on a machine, or its operands alone."""
-        return "fprop" if "fprop" in self.forward else ALL
 
 
 class AttentionSite(Site):

@@ -141,6 +141,8 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     option(group, "--grad-format", gradients, names=names.formats)
     option(group, "--rounding", "of activations and weights (default nearest_even)", names=names.roundings)
     option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", names=names.roundings)
+    rules = "exceptions for layers, ahead of the recipe's: JSON, as attribute --out, search --out and train write it"
+    option(group, "--rules", rules, names=names.rules)
     option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
     scaling = (
         "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
