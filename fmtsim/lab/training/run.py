@@ -324,7 +324,6 @@ def compare_schemes(
     """
     runs = [] if checkpoint is None else checkpoint.runs
     with collected_guesses() as guesses, deterministic(config.device):
-        progress.say("compiling kernels")
         rehearse(config)
         if checkpoint is not None:
             guesses[:0] = checkpoint.guesses

@@ -2,6 +2,7 @@
 """Arguments of the commands about models and their training."""
 
 import argparse
+import sys
 from typing import Any
 
 from fmtsim.formats.scaling import SCALINGS
@@ -195,6 +196,12 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     flag(output, "--resume", "resume from the checkpoint in DIR with the same bits; start anew if there is none")
     flag(output, "--quiet", "show no progress")
     add_json(parser)
+
+
+def check_train(arguments: argparse.Namespace) -> None:
+    """Say at once what the first seconds go into."""
+    if not arguments.quiet and arguments.recipe != "list":
+        print("loading torch, compiling kernels", file=sys.stderr, flush=True)
 
 
 def declare_report(parser: argparse.ArgumentParser) -> None:
