@@ -15,7 +15,7 @@ from fmtsim.lab.analysis.compare_ways import WaysComparison, compare_ways
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DtypeError
 from fmtsim.support.float64 import capable
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved, set_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,9 +114,9 @@ class Comparison:
         facts = table.facts_html(self._facts())
         return facts if self.equal or not self.ulp_histogram else facts + table.html(self._buckets(), left=())
 
-    def plot(self, path: str | Path | None = None, *, title: str = "") -> "Figure":
-        """Draw the ulp histogram and return the figure; save a PNG where a path is given."""
-        return plot_ulps({self.dtype: self}, path, title=title)
+    def plot(self, path: str | Path | None = None, *, title: str = "", ax: Any = None) -> "Figure":
+        """Draw the ulp histogram, into ``ax`` if given, and return the figure; save a PNG where a path is given."""
+        return plot_ulps({self.dtype: self}, path, title=title, ax=ax)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types, infinite differences as they are."""
@@ -158,13 +158,16 @@ def bucket_name(low: int, high: int) -> str:
     return f"{low}-{high}" if high <= 4096 else f"to 2^{(high - 1).bit_length()}"
 
 
-def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = None, *, title: str = "") -> "Figure":
+def plot_ulps(
+    comparisons: Mapping[str, Comparison], path: str | Path | None = None, *, title: str = "", ax: Any = None
+) -> "Figure":
     """Draw how many pairs lie how many units of the last place apart, as bars side by side, on a logarithmic scale.
 
     Args:
         comparisons: What ``fmtsim.compare`` found, by label.
         path: Where to save a PNG; None only returns the figure.
         title: Heading.
+        ax: Axes to draw into.
 
     Raises:
         ArgumentError: there is nothing to draw.
@@ -173,8 +176,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
         raise ArgumentError("plot_ulps got no pair of numbers; compare tensors that hold some")
     buckets = max((c.ulp_histogram for c in comparisons.values()), key=len)
     # 1. A group of bars for each bucket, one of each comparison.
-    figure = new_figure(*_SIZE)
-    panel = figure.subplots()
+    figure, (panel,) = new_panels(*_SIZE, ax)
     width = 0.85 / len(comparisons)
     for i, (label, c) in enumerate(comparisons.items()):
         centres = [place + (i - (len(comparisons) - 1) / 2) * width for place in range(len(c.ulp_histogram))]
@@ -191,7 +193,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
     label_axes(panel, "distance in units of the last place", "% of elements")
     if len(comparisons) > 1:
         panel.legend(frameon=False)
-    set_title(figure, title)
+    set_title(panel, title)
     return saved(figure, path)
 
 

@@ -79,7 +79,8 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     losses = Recode(source="", target=target.name, weights=tuple(lost))
     new_scales = [w.name for w in lost if w.scales != "own"] if arguments.scales == "own" else []
     record = {"out": str(out), "layout": arguments.layout, "format": target.name, "weights": len(writer.schemes),
-              "lost": losses.to_dict()["weights"], "changes": writer.changes, "new_scales": new_scales, "checked": len(writer.meant)}  # fmt: skip
+              "lost": losses.to_dict()["weights"], "changes": writer.changes, "new_scales": new_scales,
+              "checked": len(writer.meant)}  # fmt: skip
     lines = [str(losses), *(f"{name}: {change}" for name, change in writer.changes.items())]
     if new_scales:
         why = f"{target.name} has no multiple of their elements, or no scale as large, or they have zero points"
