@@ -84,8 +84,10 @@ def label_axes(panel: "Axes", x_label: str, y_label: str) -> None:
 
 def set_title(panel: "Axes", title: str) -> None:
     """Write a heading above a picture, or above its panel in a figure of others; a dollar sign begins no formula."""
-    write = getattr(panel.figure, "suptitle" if hasattr(panel.figure, "_repr_png_") else "", panel.set_title)
-    write(checked("title", title, str), fontsize=12, parse_math=False)
+    if hasattr(panel.figure, "_repr_png_"):
+        panel.figure.suptitle(checked("title", title, str), fontsize=12, parse_math=False)
+    elif checked("title", title, str):
+        panel.set_title(title, loc="left", fontsize=10, parse_math=False)
 
 
 def saved(figure: "Figure", path: str | Path | None) -> "Figure":

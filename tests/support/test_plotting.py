@@ -35,7 +35,7 @@ def test_pictures_are_drawn_into_axes_of_others():
         (fmtsim.observe(torch.randn(64, 64), "e4m3").plot, panels[1, 1]), (fmtsim.report(linear).plot, [panels[0, 1]]),
     ):  # fmt: skip
         assert plot(ax=axes) is figure
-    assert panels[0, 0].get_title() == "e2m1" and panels[1, 1].get_title().startswith("e4m3: SQNR")
+    assert panels[0, 0].get_title("left") == "e2m1" and panels[1, 1].get_title("left").startswith("e4m3: SQNR")
     assert isinstance(found.plot(title="no $ formula"), Figure) and all(panel.has_data() for panel in panels.flat)
     pyplot.close(figure)
 

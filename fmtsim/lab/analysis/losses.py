@@ -182,7 +182,9 @@ def plot_losses(
     every = math.ceil(len(rows) / _MOST_ROWS)
     names = [f"{loss.layer or '(model)'}  {loss.operand}" for loss in rows]
     heatmap.set_yticks(range(0, len(rows), every), names[::every], fontsize=7, parse_math=False)
-    heatmap.set_ylim(len(rows) - 0.5, -0.5)
+    for panel in (heatmap, right):  # which share their rows, and where they are given do not know it
+        panel.set_ylim(len(rows) - 0.5, -0.5)
+    right.tick_params(labelleft=False)
     if operand is None:
         heatmap.set_title("of each layer the operand that loses most", fontsize=9, loc="left")
     set_title(heatmap, title)

@@ -180,29 +180,29 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
         ratios, power = _ratios(source.element, target.element), Fraction(2)
         alone, element = _within(target, source), source.scale
         if element.bits <= 16:
-            scales = sorted(s for s in _values(element) if s > 0)
+            tried = sorted(s for s in _values(element) if s > 0)
         else:  # of 32 bits the first and the last of each power of two
             powers, ends = (
                 range(element.min_exponent, element.max_exponent + 1),
                 (Fraction(1), 2 - Fraction(element.eps)),
             )
-            scales = [power**k * m for k in powers for m in ends]
+            tried = [power**k * m for k in powers for m in ends]
         # 2. The scales s for which s / r is one of the target's, under a tensor scale that is a power of two.
         levels = [power**k for k in range(-149, 128)] if target.tensor_scale else [power**0]
         chosen = ratios if not target.tensor_scale else (_simplest(ratios),) if ratios else ()
-        held = [s for s in scales if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
+        held = [s for s in tried if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
         # 3. How far the scales of one tensor, or of one block of the target, may lie apart.
         span: Fraction | None = None
         if ratios and not alone:  # several scales s of the source under one t: each is r t
             whole = [r for r in ratios if _is_power(r)] or [power**0]
             span = max(whole) / min(whole)
         elif ratios and target.tensor_scale:
-            units = [s for s in scales if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
+            units = [s for s in tried if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
             span = max(units) / min(units) if units else None
-        by_rule, pairs = _by_rule(source, target, scales) if alone and not target.tensor_scale else (None, 0)
+        by_rule, pairs = _by_rule(source, target, tried) if alone and not target.tensor_scale else (None, 0)
         return Recode(
             source=source.name, target=target.name, codes=len(_values(source.element)), ratios=ratios,
-            scales=len(scales), held=len(held), span=None if span is None else float(span), by_rule=by_rule,
+            scales=len(tried), held=len(held), span=None if span is None else float(span), by_rule=by_rule,
             pairs=pairs, lowest=float(held[0]) if held else 0.0, highest=float(held[-1]) if held else 0.0,
         )  # fmt: skip
     weights = []
@@ -355,6 +355,8 @@ def recode(name: str, weight: Any, target: BlockFormat, scales: str = "best") ->
         scales: ``"rule"``: those of the format's own rule; ``"own"``: the weight's, where they can be carried over;
             ``"best"``: those of both under which the SQNR is higher.
     """
+    if scales not in ("best", "rule", "own"):
+        raise ArgumentError(f"scales={shown(scales)} is unknown; choose 'best', 'rule' or 'own'")
     # 1. The weight under scales of either kind. Groups of a Reordered are no blocks of the weight.
     same = isinstance(weight, Encoded) and weight.format == target
     x = weight.double() if isinstance(weight, Tensor) else weight.decode(torch.float64)
