@@ -39,7 +39,7 @@ STYLE = {
 
 def new_panels(
     width: float, height: float, ax: Any = None, rows: int = 1, columns: int = 1, **layout: Any
-) -> tuple["Figure", list["Axes"]]:
+) -> tuple[Any, list[Any]]:
     """Return a figure and its empty panels, row by row: those of ``ax``, or of a figure unknown to any window system.
 
     Notebooks show a figure that ends a cell. One that pyplot made for ``ax`` is shown by pyplot as well: end that cell
@@ -66,7 +66,7 @@ def new_panels(
         if len(panels) != rows * columns or not all(isinstance(panel, Axes) for panel in panels):
             asked = f"plt.subplots({rows}, {columns})" if rows * columns > 1 else "plt.subplots()"
             raise ArgumentError(f"ax={shown(ax)} is not what this picture has; pass the axes of {asked}")
-        return panels[0].figure, panels  # type: ignore[return-value]  # a subfigure does as well
+        return panels[0].figure, panels
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     # IPython asks any object for this method; its own way to show figures begins with the first of pyplot's.

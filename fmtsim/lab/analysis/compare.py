@@ -110,6 +110,9 @@ class Comparison:
         rows = [(*row, bar) for row, bar in zip(self._buckets(), bars, strict=True)]  # 24 signs for all elements
         return "\n".join((*lines, "", *table.aligned(rows, left=(3,))))
 
+    def __repr__(self) -> str:
+        return "\n".join(table.aligned(self._facts()))
+
     def _repr_html_(self) -> str:
         facts = table.facts_html(self._facts())
         return facts if self.equal or not self.ulp_histogram else facts + table.html(self._buckets(), left=())
@@ -203,10 +206,10 @@ _BINS = 1 << 16  # of one step of the search for the median
 
 
 @overload
-def compare(actual: Any, expected: Any, *, like: None = ...) -> Comparison: ...
+def compare(actual: Any, expected: Any, *, like: None = ..., cast: bool = ...) -> Comparison: ...
 @overload
 def compare(actual: Callable[..., Any], expected: Sequence[Any], *, like: Sequence[str]) -> WaysComparison: ...
-def compare(actual: Any, expected: Any, *, like: Any = None) -> Comparison | WaysComparison:
+def compare(actual: Any, expected: Any, *, like: Any = None, cast: bool = False) -> Comparison | WaysComparison:
     """Compare two tensors bit for bit and measure how far apart they are.
 
     With ``like=("torch", "torch.compile")``, ``actual`` is a function of pointwise operations and ``expected`` the
@@ -224,6 +227,7 @@ def compare(actual: Any, expected: Any, *, like: Any = None) -> Comparison | Way
             eight bits or more (and ml_dtypes' smaller ones, one code a byte), integers, bool. They may be on
             different devices.
         like: A pair of ways to run a function, or None for two tensors.
+        cast: Compare floating-point numbers of two dtypes as float32, or as float64 if one of them is.
 
     Returns:
         The comparison; ``.equal`` says whether all bits agree.
@@ -250,10 +254,14 @@ def compare(actual: Any, expected: Any, *, like: Any = None) -> Comparison | Way
     if like is not None:
         return compare_ways(actual, expected, like, compare)
     first, second = ulp.read_codes(actual, "actual"), ulp.read_codes(expected, "expected")
+    if cast and first.kind.name != second.kind.name:
+        wide = "float64" if "float64" in (first.kind.name, second.kind.name) else "float32"
+        values = (x.to(getattr(torch, wide)) if isinstance(x, Tensor) else x.astype(wide) for x in (actual, expected))
+        first, second = map(ulp.read_codes, values, ("actual", "expected"))
     if first.kind.name != second.kind.name:
         raise DtypeError(
             f"actual has dtype {first.kind.name}, expected {second.kind.name}; bits compare within one dtype: "
-            "convert one of them"
+            "cast one of them, or pass cast=True for the wider values"
         )
     if first.raw.shape != second.raw.shape:
         shapes = f"{list(first.raw.shape)}, expected {list(second.raw.shape)}"

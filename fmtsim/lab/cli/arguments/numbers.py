@@ -228,6 +228,7 @@ def declare_vectors(parser: argparse.ArgumentParser) -> None:
     files = ".npy, .npz, .pt or .safetensors; FILE:NAME picks a tensor"
     option(check, "--decode", f"values that a kernel made of codes and scales: {files}", metavar="FILE")
     option(check, "--encode", "codes that it made of inputs; scales too where the file names them", metavar="FILE")
+    flag(check, "--all", "list all differences, not the first of each group")
     add_json(parser)
 
 
