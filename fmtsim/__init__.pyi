@@ -4,6 +4,7 @@
 # Numbers: what a tensor becomes in a format, under a rounding and a scale rule.
 from fmtsim.casts.quantize import quantize as quantize
 from fmtsim.casts.quantize import quantize_ as quantize_
+from fmtsim.casts.quantize import cast as cast
 from fmtsim.casts.quantize import encode as encode
 from fmtsim.casts.quantize import decode as decode
 from fmtsim.casts.encoded import Encoded as Encoded
@@ -12,6 +13,7 @@ from fmtsim.formats.registry import list_formats as list_formats
 from fmtsim.formats.registry import register_format as register_format
 from fmtsim.casts.profile import list_profiles as list_profiles
 from fmtsim.lab.explain import explain as explain
+from fmtsim.lab.verify.vectors import vectors as vectors
 
 # Products: what a matrix product returns on a GPU, a matrix unit or a datapath of one's own.
 from fmtsim.gemm.products.matmul import mm as mm

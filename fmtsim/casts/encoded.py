@@ -177,6 +177,8 @@ class Encoded:
             values = values.narrow(self.dim, 0, self.shape[self.dim]) if self.shape else values[0]
         return values if out is None else out.copy_(values)
 
+    dequantize = decode  # as torch and torchao call it
+
     def _cast(self) -> CastSpec:
         if self.cast is not None:
             return self.cast
@@ -199,7 +201,16 @@ class Encoded:
         return 8 * self.nbytes / count if count else 0.0
 
     def to(self, device: torch.device | str) -> "Encoded":
-        """Return the same on another device."""
+        """Return the same on another device.
+
+        Raises:
+            ArgumentError: ``device`` is none: a dtype or a format.
+        """
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            step = "values of a dtype are decode(dtype), another format is fmtsim.encode(decode(), format)"
+            raise ArgumentError(f"to takes a device, not {shown(device)}; {step}") from None
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self._tensors()}
         return Encoded(format=self.format, shape=self.shape, dim=self.dim, **moved, validated=True)
 

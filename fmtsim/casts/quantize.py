@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs quantize, encode and decode, and the gradient of a cast, which passes straight through."""
 
+from __future__ import annotations  # help shows the names of types
+
 from typing import Any, TypeVar, overload
 
 import numpy
@@ -16,6 +18,8 @@ from fmtsim.casts.arguments import (
     decoding,
     prepare,
     randomness,
+    refuse_keywords,
+    spelled,
 )
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.lanes import define_gradient, keep_dtypes, key_tensor, or_empty, or_none, plain_twin, with_keys
@@ -46,9 +50,10 @@ def quantize(
     block_size: int | Block | None = None,
     scale_rule: ScaleRule | None = None,
     pad: bool = False,
-    out_dtype: "torch.dtype | numpy.dtype[Any] | type | None" = None,
+    out_dtype: torch.dtype | numpy.dtype[Any] | type | None = None,
     out: Numbers | None = None,
     like: str | None = None,
+    **others: Any,
 ) -> Numbers:
     """Round a tensor, or a numpy array, to the values of a format.
 
@@ -100,6 +105,7 @@ def quantize(
     >>> quantize(torch.tensor([0.1, 500.0]), "e4m3", out_dtype=torch.float8_e4m3fn).view(torch.uint8).tolist()
     [29, 126]
     """
+    refuse_keywords(quantize, others)
     # 1. arrays and float8 tensors go by float tensors
     if not (
         isinstance(x, torch.Tensor) and x.dtype in FLOAT_DTYPES
@@ -164,7 +170,7 @@ def quantize_(
 
 
 def encode(
-    x: "torch.Tensor | numpy.ndarray[Any, Any]",
+    x: torch.Tensor | numpy.ndarray[Any, Any],
     format: str | Format | torch.dtype,
     rounding: RoundingName | Rounding = "nearest_even",
     *,
@@ -172,11 +178,12 @@ def encode(
     dim: int = -1,
     generator: Generator = None,
     random_bits: int | None = None,
-    random_words: "torch.Tensor | numpy.ndarray[Any, Any] | None" = None,
+    random_words: torch.Tensor | numpy.ndarray[Any, Any] | None = None,
     block_size: int | Block | None = None,
     scale_rule: ScaleRule | None = None,
     pad: bool = False,
     like: str | None = None,
+    **others: Any,
 ) -> Encoded:
     """Round a tensor and return its packed codes and scales; arguments and errors are those of ``quantize``.
 
@@ -187,6 +194,7 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
+    refuse_keywords(encode, others)
     # 1. arguments become a cast
     tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
@@ -214,6 +222,11 @@ def encode(
     return Encoded(format=fmt, shape=tensor.shape, dim=inner, cast=cast, validated=True, **parts._asdict())
 
 
+for _verb in (quantize, encode):
+    _verb.__signature__ = spelled(_verb)  # type: ignore[union-attr]
+cast = quantize  # as the command line calls it
+
+
 @overload
 def decode(
     codes: torch.Tensor | Encoded, format: str | Format | torch.dtype | None = None, *,
@@ -221,10 +234,10 @@ def decode(
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def decode(
-    codes: "numpy.ndarray[Any, Any]", format: str | Format | torch.dtype | None = None, *, out_dtype: Any = None
-) -> "numpy.ndarray[Any, Any]": ...  # fmt: skip
+    codes: numpy.ndarray[Any, Any], format: str | Format | torch.dtype | None = None, *, out_dtype: Any = None
+) -> numpy.ndarray[Any, Any]: ...  # fmt: skip
 def decode(
-    codes: "torch.Tensor | Encoded | numpy.ndarray[Any, Any]",
+    codes: torch.Tensor | Encoded | numpy.ndarray[Any, Any],
     format: str | Format | torch.dtype | None = None,
     *,
     out_dtype: torch.dtype | None = None,

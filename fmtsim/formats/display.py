@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fmtsim.support.errors import ArgumentError, FormatError
-from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_figure, saved, set_title
+from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_panels, saved, set_title
 from fmtsim.support.table import aligned, page_width
 
 if TYPE_CHECKING:
@@ -37,13 +37,14 @@ class Displayed:
         """The fields of a code."""
         return (("index", self.bits),)  # type: ignore[attr-defined]  # every record has bits
 
-    def plot(self, path: str | Path | None = None) -> "Figure":
+    def plot(self, path: str | Path | None = None, *, ax: Any = None) -> "Figure":
         """Draw every value on a line, and how far rounding may move a number of each magnitude; return the figure.
 
         A block format draws its element.
 
         Args:
             path: Where to save a PNG.
+            ax: Two axes to draw into.
 
         Raises:
             FormatError: The format has more than 16 bits, or its values depend on the tile (LogFMT).
@@ -51,8 +52,7 @@ class Displayed:
         """
         fmt: Any = self
         values = finite_values(fmt)
-        figure = new_figure(8.0, 4.2)
-        ticks, errors = figure.subplots(2, 1, height_ratios=(1, 3))
+        figure, (ticks, errors) = new_panels(8.0, 4.2, ax, 2, height_ratios=(1, 3))
         ticks.vlines(values, 0, 1, color=BLUE, linewidth=0.8)
         ticks.set_yticks([])
         label_axes(ticks, f"the {len(values)} finite values of {getattr(fmt, 'element', fmt).name}", "")
@@ -66,7 +66,7 @@ class Displayed:
         errors.plot(x, step, color=ORANGE, linewidth=1.0)
         errors.set_xscale("log", base=2)
         label_axes(errors, "magnitude", "error of rounding (%)")
-        set_title(figure, fmt.name)
+        set_title(ticks, fmt.name)
         return saved(figure, path)
 
     def _repr_html_(self) -> str:

@@ -293,5 +293,5 @@ E8M0 = FloatFormat(
     source="OCP Microscaling Formats (MX) v1.0, section 5.4.1",
 )
 FP32 = FloatFormat(
-    name="fp32", exponent_bits=8, mantissa_bits=23, aliases=("float32", "e8m23"), source="IEEE 754-2019, 3.6"
+    name="fp32", exponent_bits=8, mantissa_bits=23, aliases=("float32", "float", "e8m23"), source="IEEE 754-2019, 3.6"
 )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where formats are found: by name or alias, by dtype, or by a name that spells the format out; and as JSON."""
 
+from __future__ import annotations  # help shows the names of types
+
 import dataclasses
 import json
 import re
@@ -46,7 +48,8 @@ _TAPERED = re.compile(r"(posit|takum|takum_linear)([0-9]{1,9})")
 _LOG_TILE = re.compile(r"logfmt([0-9]{1,9})")
 _SIZE = "(?:[1-9][0-9]{0,17}|all)"
 _BLOCKED = re.compile(rf"(.+)_({'|'.join(BLOCK_NAMES.values())}|{_SIZE}x{_SIZE})(?:_({'|'.join(SCALE_RULES)}))?")
-_WITH_WIDTH = re.compile(r"fp([0-9]{1,2})_(e[0-9]m[0-9](?:fn|fnuz|b11fnuz)?)")  # as vLLM and others write them
+# as vLLM and others write them
+_WITH_WIDTH = re.compile(r"(?:fp|float)([0-9]{1,2})_(e[0-9]m[0-9](?:fn|fnuz|b11fnuz)?)")
 _WIDTHS = {  # names of a width, which several formats have
     "fp4": ("e2m1", "nvfp4"), "fp6": ("e2m3", "e3m2", "mxfp6_e2m3"), "fp8": ("e4m3", "e5m2"),
     "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2"), "mxfp8": ("mxfp8_e4m3", "mxfp8_e5m2"), "bf8": ("e5m2", "e5m2fnuz"),
@@ -65,7 +68,7 @@ _formats: dict[str, Format] = {}  # by name, in the order of registration
 _lookup: dict[str, Format] = {}  # by lower-case name and alias
 
 
-def get_format(format: "str | Format | torch.dtype | Any") -> Format:
+def get_format(format: str | Format | torch.dtype | Any) -> Format:
     """Return the record of a format.
 
     Names ignore case. A name that is not registered may spell a format out: ``eXmY`` (IEEE 754 rules above 8 bits,
@@ -76,7 +79,8 @@ def get_format(format: "str | Format | torch.dtype | Any") -> Format:
     Behind each of these and each registered name may stand other blocks and a scale rule, as ``quantize`` takes them:
     ``e4m3_1x64_amax``, ``mxfp4_1x16_even``, ``int6_channel_amax`` (a row), ``e4m3_tensor_amax``. So the names of
     formats that verbs make are taken back. ``fp8_e4m3`` is ``e4m3`` and so on; ``fp8`` alone is an error, because
-    libraries mean ``e4m3``, ``e5m2`` or both by it.
+    libraries mean ``e4m3``, ``e5m2`` or both by it. Tags of safetensors (``F8_E4M3``) and types of ONNX
+    (``FLOAT8E4M3FN``) are names, too.
 
     Args:
         format: A name or alias, a format record (returned as it is), a torch dtype, or a numpy or ml_dtypes dtype.
@@ -209,6 +213,10 @@ def _find(text: str) -> Format:
     """Look a name up in lower case, then read it as the spelling of a format."""
     name = text.strip().lower().removeprefix("torch.")
     fmt = _lookup.get(name) or _parse(name) or _blocked(name)
+    if fmt is None:  # tags of safetensors (F8_E4M3, I8) and types of ONNX (FLOAT8E4M3FN)
+        name = re.sub(r"^([fiu])(?=\d+(_|$))", lambda tag: {"f": "fp", "i": "int", "u": "uint"}[tag[1]], name)
+        name = re.sub(r"^float(\d)(?=e)", r"float\1_", name)
+        fmt = _lookup.get(name) or _parse(name)
     if fmt is None and (match := _WITH_WIDTH.fullmatch(name)):
         fmt = _lookup.get(match[2]) or _parse(match[2])
         fmt = fmt if fmt is not None and fmt.bits == int(match[1]) else None

@@ -119,6 +119,9 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
         super().__exit__(*exception)
         self._entered.pop()[0].close()
 
+    def __repr__(self) -> str:
+        return self.summary
+
     @property
     def summary(self) -> str:
         """Operators that are not exact, worst first, with where they ran first; then the exact ones."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """convert and revert: give a model's layers emulated matrix products, and take them away again."""
 
+from __future__ import annotations  # help shows the names of types
+
 import dataclasses
 import logging
 import warnings
@@ -28,6 +30,7 @@ from fmtsim.nn.planning import (
     constant_planner,
     idle_shares,
     machine_options,
+    names_format,
     plan_layers,
     plan_products,
     recipe_planner,
@@ -55,7 +58,7 @@ _FUSED = (
 
 def convert(
     model: Model,
-    recipe: str | Path | Recipe | LinearConfig | Configure | None = None,
+    recipe: str | Path | Recipe | LinearConfig | Configure | Format | None = None,
     *,
     format: str | Format | None = None,
     target: Any = None,
@@ -85,7 +88,8 @@ def convert(
         model: Any module; it may itself be a layer.
         recipe: A recipe for training: its name (``fmtsim.list_recipes(kind="training")``), its JSON file or its record;
             or a LinearConfig for all layers (``linear_config`` has formats, scaling and rounding of each operand), or a
-            function from a layer's name to its LinearConfig, None to leave the layer alone.
+            function from a layer's name to its LinearConfig, None to leave the layer alone. A format's name or record
+            that is no recipe's is ``format``.
         format: Format of activations, weights and gradients, a name or a record, instead of a recipe: short for
             ``recipe=linear_config(x=format, w=format, g=format, scaling=None)``.
         target: What multiplies, as in ``fmtsim.mm``: a GPU with its library (``"h200"``, a plan file), a matrix unit
@@ -130,6 +134,8 @@ def convert(
             f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
             "write filter_fn=lambda module, name: 'mlp' in name"
         )
+    if format is None and names_format(recipe):
+        recipe, format = None, recipe  # type: ignore[assignment]
     # 1. the machine, the recipe, and what gives each layer its plan
     machine = machine_options(target, plan, native)
     recipe, named = recipe if attention is None else _with_attention(recipe, attention, format), None

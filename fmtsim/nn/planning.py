@@ -9,6 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from fmtsim.casts.arguments import takes
 from fmtsim.formats.block import Format
+from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config, size_fault
 from fmtsim.gemm.products.resolver import check_target
 from fmtsim.gemm.targets.doubts import caller_level
@@ -27,9 +29,10 @@ from fmtsim.nn.modules import EmulatedModule, emulated_class, emulated_types
 from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.recipes.recipe import Recipe, Rule
+from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
+from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, FormatError, shown
 
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
@@ -54,7 +57,17 @@ def check_alone(format: str | Format | None, fast_accum: bool) -> None:
         )
 
 
-def configure(config: LinearConfig | Configure | None, format: str | Format | None, fast_accum: bool) -> Configure:
+def names_format(recipe: Any) -> bool:
+    """Return True for a format, its name or its dtype, that is no training recipe's name."""
+    if isinstance(recipe, str | Format | torch.dtype):
+        with suppress(FmtsimError):
+            return not get_recipe(recipe, kind="training")  # type: ignore[call-overload]
+        with suppress(FormatError):
+            return bool(get_format(recipe))
+    return False
+
+
+def configure(config: Any, format: str | Format | None, fast_accum: bool) -> Configure:
     """Return what gives each layer its config, from the argument of ``convert`` that names formats.
 
     Raises:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from fmtsim.nn.coverage import Coverage, estimated, percent
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.ptq.calibrate import Slot, limit, static_scale
 from fmtsim.support.errors import ArgumentError
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved
 from fmtsim.support.table import Result, Rows, decibels, some
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class PtqReport(Result):
         lines += [f"{name} shares the weight of {layer}, which is quantised" for name, layer in self.tied]
         return Rows(cells, _WORDS), *lines
 
-    def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None) -> "Figure":
+    def plot(self, path: str | Path | None = None, *, other: "PtqReport | None" = None, ax: Any = None) -> "Figure":
         """Draw each layer's signal to noise as a bar, and those of another report beside them; return the figure.
 
         It is that of the outputs, or that of the weights where one of the reports comes from no data.
@@ -129,13 +129,13 @@ class PtqReport(Result):
         Args:
             path: Where to save a PNG.
             other: Report of another recipe on the same model; ArgumentError where it has other layers.
+            ax: Axes to draw into.
         """
         reports = [self] if other is None else [self, other]
         names = [row.name for row in self.rows]
         if not names or any([row.name for row in report.rows] != names for report in reports):
             raise ArgumentError("plot takes reports of the same layers; quantise copies of one model")
-        figure = new_figure(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names))
-        panel = figure.subplots()
+        figure, (panel,) = new_panels(8.0, 1.2 + 0.14 * len(names) * len(reports) + 0.06 * len(names), ax)
         measured = all(any(not math.isnan(row.output_db) for row in report.rows) for report in reports)
         what = "output" if measured else "weight"
         decibels = [[getattr(row, f"{what}_db") for row in report.rows] for report in reports]

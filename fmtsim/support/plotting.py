@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures share: colours, a style, an empty figure, labelled axes, a PNG; matplotlib is imported to draw one.
+"""What pictures share: colours, a style, empty panels, labelled axes, a PNG; matplotlib is imported to draw one.
 
 For pictures of your own beside them: ``matplotlib.pyplot.style.use(fmtsim.support.plotting.STYLE)``.
 """
 
 import io
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fmtsim.support.errors import FmtsimError
+from fmtsim.support.errors import ArgumentError, FmtsimError, shown
 from fmtsim.support.files import write_file
 from fmtsim.support.records import checked
 
@@ -35,16 +37,41 @@ STYLE = {
 }
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure that no window system knows of; raise FmtsimError where matplotlib is missing."""
+def new_panels(
+    width: float, height: float, ax: Any = None, rows: int = 1, columns: int = 1, **layout: Any
+) -> tuple[Any, list[Any]]:
+    """Return a figure and its empty panels, row by row: those of ``ax``, or of a figure unknown to any window system.
+
+    Notebooks show a figure that ends a cell. One that pyplot made for ``ax`` is shown by pyplot as well: end that cell
+    with a semicolon.
+
+    Args:
+        width, height: Of a new figure, in inches.
+        ax: Axes of matplotlib to draw into, or as many of them as there are panels; None makes a figure.
+        rows, columns: Panels.
+        layout: As ``Figure.subplots`` takes it.
+
+    Raises:
+        ArgumentError: ``ax`` is another number of axes, or something else.
+        FmtsimError: matplotlib is missing.
+    """
     try:
+        from matplotlib.axes import Axes
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise FmtsimError("plots need matplotlib, which is not installed; pip install 'fmtsim[viz]'") from None
+    if ax is not None:
+        panels = [ax] if isinstance(ax, Axes) else list(getattr(ax, "flat", ax if isinstance(ax, Sequence) else ()))
+        if len(panels) != rows * columns or not all(isinstance(panel, Axes) for panel in panels):
+            asked = f"plt.subplots({rows}, {columns})" if rows * columns > 1 else "plt.subplots()"
+            raise ArgumentError(f"ax={shown(ax)} is not what this picture has; pass the axes of {asked}")
+        return panels[0].figure, panels
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    # IPython asks any object for this method; its own way to show figures begins with the first of pyplot's.
+    figure._repr_png_ = partial(png, figure)  # type: ignore[attr-defined]
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
 
 
 def label_axes(panel: "Axes", x_label: str, y_label: str) -> None:
@@ -55,9 +82,12 @@ def label_axes(panel: "Axes", x_label: str, y_label: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def set_title(figure: "Figure", title: str) -> None:
-    """Write a heading as it is: a dollar sign begins no formula."""
-    figure.suptitle(checked("title", title, str), fontsize=12, parse_math=False)
+def set_title(panel: "Axes", title: str) -> None:
+    """Write a heading above a picture, or above its panel in a figure of others; a dollar sign begins no formula."""
+    if hasattr(panel.figure, "_repr_png_"):
+        panel.figure.suptitle(checked("title", title, str), fontsize=12, parse_math=False)
+    elif checked("title", title, str):
+        panel.set_title(title, loc="left", fontsize=10, parse_math=False)
 
 
 def saved(figure: "Figure", path: str | Path | None) -> "Figure":

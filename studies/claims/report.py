@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fmtsim.support import table
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved
 from studies.claims.claim import Bounds, Claim, Expected
 from studies.claims.run import Result
 
@@ -93,8 +93,7 @@ def plot_result(result: Result, path: str | Path | None = None) -> "Figure | Non
     measured = result.runs[0] if result.runs else None  # of the first seed
     if measured is None or not measured.curves:
         return None
-    figure = new_figure(7.0, 4.4)
-    axes = figure.subplots()
+    figure, (axes,) = new_panels(7.0, 4.4)
     for i, (label, points) in enumerate(measured.curves.items()):
         marker = "o" if len(points) < 40 else ""
         x, y = zip(*points, strict=True)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a quantised linear layer is: a quantiser for each operand of each of its three products, and what multiplies."""
 
+from __future__ import annotations  # help shows the names of types
+
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
@@ -327,7 +329,7 @@ class LinearConfig:
         with located(name):
             return gemm.route(a, b, transposed)  # type: ignore[no-any-return]
 
-    def on(self, **machine: Any) -> "LinearConfig":
+    def on(self, **machine: Any) -> LinearConfig:
         """Return the same layer on another machine, or on none.
 
         Args:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of plain tensors: the verbs mm, bmm, linear and int_mm, and their gradient."""
 
+from __future__ import annotations  # help shows the names of types
+
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import check_flags, check_saved
+from fmtsim.casts.arguments import check_flags, check_saved, spelled
 from fmtsim.casts.lanes import once_only
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.products.native import check_library
@@ -166,6 +168,10 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     tensor([5., 5., 5., 5., 5.], dtype=torch.bfloat16)
     """
     return _multiply("linear", x, w, bias, *_options("linear", options))
+
+
+for _verb in (bmm, linear):
+    _verb.__signature__ = spelled(_verb, mm)  # type: ignore[union-attr]
 
 
 def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 """The verbs of products with scales of their own: scaled_mm, and mma for one matrix instruction."""
 
 import math
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,14 +52,6 @@ from fmtsim.support.errors import ArgumentError, DtypeError, shown
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-class Sums(TypedDict, total=False):
-    """Further keywords of ``mm`` that ``scaled_mm`` takes."""
-
-    accumulate: str | None
-    strict: bool
-    generator: Any
-
-
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -76,7 +68,9 @@ def scaled_mm(
     swizzles: Any = None,
     formats: Any = None,
     native: bool | None = None,
-    **options: Unpack[Sums],
+    accumulate: str | None = None,
+    strict: bool = False,
+    generator: Any = None,
 ) -> Tensor:
     """Multiply scaled matrices with the bits of a target's torch._scaled_mm, or of a unit.
 
@@ -96,12 +90,11 @@ def scaled_mm(
             takes it, but an H200's results with and without it are equal (torch 2.11).
         out_dtype: None takes a's dtype, or bfloat16 where recipes are given, as the two functions of torch do.
         use_fast_accum: Which kernel of a target: False promotes sums to float32 on the way. A unit does not look at it.
-        target, plan, formats, native: As in ``mm``.
+        target, plan, formats, native, accumulate, strict, generator: As in ``mm``.
         scale_recipes: ``torch.nn.functional.ScalingType`` or its name, or a list of those for two levels of scales,
             instead of the shapes; a tuple is a pair ``(a's, b's)``, anything else serves both.
         swizzles: ``torch.nn.functional.SwizzleType`` or its name, likewise: order of block scales. None is the one that
             cuBLAS takes (32x4x4); with ``"NO_SWIZZLE"`` they are [M, ceil(K / g)] and [N, ceil(K / g)].
-        options: ``accumulate``, ``strict`` and ``generator`` of ``mm``.
 
     Returns:
         [M, N], contiguous. It has no gradient. NaN is 0x7FFFFFFF, 0x7FFF in 16 bits, 0x7F in FP8; FP8 outputs saturate.
@@ -116,11 +109,6 @@ def scaled_mm(
     >>> y[0, 0].item()
     64.0
     """
-    # TypedDict keywords are not checked by Python
-    unknown = [name for name in options if name not in Sums.__annotations__]
-    if unknown:
-        raise TypeError(f"scaled_mm() got an unexpected keyword argument {unknown[0]!r}")
-    accumulate, strict = options.get("accumulate"), options.get("strict", False)
     target = check_target("scaled_mm", target, plan, accumulate)
     library = not is_unit(target)
     check_flags(use_fast_accum=use_fast_accum, strict=strict, native=native)
@@ -138,7 +126,7 @@ def scaled_mm(
     )  # fmt: skip
     if library:
         check_library(call, (a.shape[0], b.shape[1], inner_length(a)), dtype, operands.rows_per_scale)
-    return run_product(call, operands, dtype, native=native, generator=options.get("generator"))
+    return run_product(call, operands, dtype, native=native, generator=generator)
 
 
 def read_scaled(

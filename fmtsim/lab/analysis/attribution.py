@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fmtsim.recipes.recipe import Rule
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved, set_title
 from fmtsim.support.table import Column, Result, Rows, table_of
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Attribution(Result):
             return f"no layer adds to {_WHAT[by]}"
         return "\n".join(f"keep {name} in high precision: {100 * part:.0f} % of {_WHAT[by]}" for name, part in chosen)
 
-    def plot(self, path: str | Path | None = None, *, by: By = "loss", title: str = "") -> "Figure":
+    def plot(self, path: str | Path | None = None, *, by: By = "loss", title: str = "", ax: Any = None) -> "Figure":
         """Draw the costs of the dearest 20 layers as bars, a colour for each operand; return the figure.
 
         Layers whose bars would be shorter than 1/100 of the longest are counted under the axis; three are always drawn.
@@ -131,6 +131,7 @@ class Attribution(Result):
             path: Where to save a PNG.
             by: ``"loss"``, ``"kl"`` or ``"gradient"``.
             title: Heading.
+            ax: Axes to draw into.
         """
         # 1. Choose layers by their longest bar.
         cost, costs, reach = self._cost(by), self.layers(by=by), dict[str, float]()
@@ -142,8 +143,7 @@ class Attribution(Result):
         if not rows:
             raise ArgumentError(f"there is no cost by={by!r} to draw; {_NONE[by]}")
         # 2. Bars of a layer follow each other, costs to the right of zero and gains to the left.
-        figure = new_figure(7.5, 1.6 + 0.26 * len(names))
-        panel = figure.subplots()
+        figure, (panel,) = new_panels(7.5, 1.6 + 0.26 * len(names), ax)
         ends = {(name, sign): 0.0 for name in names for sign in (True, False)}
         for i, operand in enumerate(dict.fromkeys(row.operand for row in rows)):
             for row in (row for row in rows if row.operand == operand):
@@ -160,8 +160,8 @@ class Attribution(Result):
         if hidden := len(costs) - len(names):
             panel.set_xlabel(f"{panel.get_xlabel()}\nnot drawn, with shorter bars: {hidden} of {len(costs)} layers")
         panel.set_axisbelow(True)
-        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
-        set_title(figure, title)
+        panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        set_title(panel, title)
         return saved(figure, path)
 
     def _cost(self, by: Any) -> Callable[[AttributionRow], float | None]:

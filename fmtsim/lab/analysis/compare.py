@@ -15,7 +15,7 @@ from fmtsim.lab.analysis.compare_ways import WaysComparison, compare_ways
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, DtypeError
 from fmtsim.support.float64 import capable
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved, set_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,13 +110,16 @@ class Comparison:
         rows = [(*row, bar) for row, bar in zip(self._buckets(), bars, strict=True)]  # 24 signs for all elements
         return "\n".join((*lines, "", *table.aligned(rows, left=(3,))))
 
+    def __repr__(self) -> str:
+        return "\n".join(table.aligned(self._facts()))
+
     def _repr_html_(self) -> str:
         facts = table.facts_html(self._facts())
         return facts if self.equal or not self.ulp_histogram else facts + table.html(self._buckets(), left=())
 
-    def plot(self, path: str | Path | None = None, *, title: str = "") -> "Figure":
-        """Draw the ulp histogram and return the figure; save a PNG where a path is given."""
-        return plot_ulps({self.dtype: self}, path, title=title)
+    def plot(self, path: str | Path | None = None, *, title: str = "", ax: Any = None) -> "Figure":
+        """Draw the ulp histogram, into ``ax`` if given, and return the figure; save a PNG where a path is given."""
+        return plot_ulps({self.dtype: self}, path, title=title, ax=ax)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON types, infinite differences as they are."""
@@ -158,13 +161,16 @@ def bucket_name(low: int, high: int) -> str:
     return f"{low}-{high}" if high <= 4096 else f"to 2^{(high - 1).bit_length()}"
 
 
-def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = None, *, title: str = "") -> "Figure":
+def plot_ulps(
+    comparisons: Mapping[str, Comparison], path: str | Path | None = None, *, title: str = "", ax: Any = None
+) -> "Figure":
     """Draw how many pairs lie how many units of the last place apart, as bars side by side, on a logarithmic scale.
 
     Args:
         comparisons: What ``fmtsim.compare`` found, by label.
         path: Where to save a PNG; None only returns the figure.
         title: Heading.
+        ax: Axes to draw into.
 
     Raises:
         ArgumentError: there is nothing to draw.
@@ -173,8 +179,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
         raise ArgumentError("plot_ulps got no pair of numbers; compare tensors that hold some")
     buckets = max((c.ulp_histogram for c in comparisons.values()), key=len)
     # 1. A group of bars for each bucket, one of each comparison.
-    figure = new_figure(*_SIZE)
-    panel = figure.subplots()
+    figure, (panel,) = new_panels(*_SIZE, ax)
     width = 0.85 / len(comparisons)
     for i, (label, c) in enumerate(comparisons.items()):
         centres = [place + (i - (len(comparisons) - 1) / 2) * width for place in range(len(c.ulp_histogram))]
@@ -191,7 +196,7 @@ def plot_ulps(comparisons: Mapping[str, Comparison], path: str | Path | None = N
     label_axes(panel, "distance in units of the last place", "% of elements")
     if len(comparisons) > 1:
         panel.legend(frameon=False)
-    set_title(figure, title)
+    set_title(panel, title)
     return saved(figure, path)
 
 
@@ -201,10 +206,10 @@ _BINS = 1 << 16  # of one step of the search for the median
 
 
 @overload
-def compare(actual: Any, expected: Any, *, like: None = ...) -> Comparison: ...
+def compare(actual: Any, expected: Any, *, like: None = ..., cast: bool = ...) -> Comparison: ...
 @overload
 def compare(actual: Callable[..., Any], expected: Sequence[Any], *, like: Sequence[str]) -> WaysComparison: ...
-def compare(actual: Any, expected: Any, *, like: Any = None) -> Comparison | WaysComparison:
+def compare(actual: Any, expected: Any, *, like: Any = None, cast: bool = False) -> Comparison | WaysComparison:
     """Compare two tensors bit for bit and measure how far apart they are.
 
     With ``like=("torch", "torch.compile")``, ``actual`` is a function of pointwise operations and ``expected`` the
@@ -222,6 +227,7 @@ def compare(actual: Any, expected: Any, *, like: Any = None) -> Comparison | Way
             eight bits or more (and ml_dtypes' smaller ones, one code a byte), integers, bool. They may be on
             different devices.
         like: A pair of ways to run a function, or None for two tensors.
+        cast: Compare floating-point numbers of two dtypes as float32, or as float64 if one of them is.
 
     Returns:
         The comparison; ``.equal`` says whether all bits agree.
@@ -248,10 +254,14 @@ def compare(actual: Any, expected: Any, *, like: Any = None) -> Comparison | Way
     if like is not None:
         return compare_ways(actual, expected, like, compare)
     first, second = ulp.read_codes(actual, "actual"), ulp.read_codes(expected, "expected")
+    if cast and first.kind.name != second.kind.name:
+        wide = "float64" if "float64" in (first.kind.name, second.kind.name) else "float32"
+        values = (x.to(getattr(torch, wide)) if isinstance(x, Tensor) else x.astype(wide) for x in (actual, expected))
+        first, second = map(ulp.read_codes, values, ("actual", "expected"))
     if first.kind.name != second.kind.name:
         raise DtypeError(
             f"actual has dtype {first.kind.name}, expected {second.kind.name}; bits compare within one dtype: "
-            "convert one of them"
+            "cast one of them, or pass cast=True for the wider values"
         )
     if first.raw.shape != second.raw.shape:
         shapes = f"{list(first.raw.shape)}, expected {list(second.raw.shape)}"

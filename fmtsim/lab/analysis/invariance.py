@@ -25,7 +25,7 @@ from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import same_order
 from fmtsim.support import table
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved, set_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -323,15 +323,15 @@ class BatchInvariance(table.Result):
             "products": [product.to_dict() for product in self.products],
         }  # fmt: skip
 
-    def plot(self, path: str | Path | None = None, *, title: str = "") -> "Figure":
+    def plot(self, path: str | Path | None = None, *, title: str = "", ax: Any = None) -> "Figure":
         """Draw a line of bands over the batch size for every product: one colour is one result of a row.
 
         Args:
             path: Where to save a PNG; None only returns the figure.
             title: Heading.
+            ax: Axes to draw into.
         """
-        figure = new_figure(9.0, 1.4 + 0.34 * len(self.products))
-        panel = figure.subplots()
+        figure, (panel,) = new_panels(9.0, 1.4 + 0.34 * len(self.products), ax)
         for place, product in enumerate(self.products):
             for band in product.bands:
                 colour = "white" if band.group is None else COLOURS[band.group % len(COLOURS)]
@@ -348,7 +348,7 @@ class BatchInvariance(table.Result):
         if self.sizes[-1] > 64 * self.sizes[0]:
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter("{x:.0f}")
-        set_title(figure, title)
+        set_title(panel, title)
         return saved(figure, path)
 
 

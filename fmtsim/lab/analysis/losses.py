@@ -12,7 +12,7 @@ import torch
 from fmtsim.lab.analysis.measure import LOWEST_EXPONENT
 from fmtsim.lab.analysis.stats import OperandStats, Sample, in_order
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved, set_title
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved, set_title
 from fmtsim.support.table import Column, Facts, Result, Rows, decibels, table_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,14 @@ def badness(s: OperandStats | Sample, by: Measure) -> float:
 
 
 def plot_losses(
-    layers: Layers, history: History, path: str | Path | None, *, by: Measure, operand: str | None, title: str
+    layers: Layers,
+    history: History,
+    path: str | Path | None,
+    *,
+    by: Measure,
+    operand: str | None,
+    title: str,
+    ax: Any = None,
 ) -> "Figure":
     """Draw a row for each layer: what it lost, over the steps where there are several, and where its exponents lie.
 
@@ -111,8 +118,8 @@ def plot_losses(
             else "plot has nothing to draw; observe at least one step"
         )
     # 1. On the left what each step lost, a column for each, or bars where there was one.
-    figure = new_figure(11.0, 1.7 + 0.17 * max(6, min(len(rows), _MOST_ROWS)))
-    heatmap, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
+    height = 1.7 + 0.17 * max(6, min(len(rows), _MOST_ROWS))
+    figure, (heatmap, right) = new_panels(11.0, height, ax, 1, 2, sharey=True, width_ratios=(1.25, 1))
     if len(history) > 1:
         import matplotlib
 
@@ -176,10 +183,12 @@ def plot_losses(
     every = math.ceil(len(rows) / _MOST_ROWS)
     names = [f"{loss.layer or '(model)'}  {loss.operand}" for loss in rows]
     heatmap.set_yticks(range(0, len(rows), every), names[::every], fontsize=7, parse_math=False)
-    heatmap.set_ylim(len(rows) - 0.5, -0.5)
+    for panel in (heatmap, right):  # which share their rows, and where they are given do not know it
+        panel.set_ylim(len(rows) - 0.5, -0.5)
+    right.tick_params(labelleft=False)
     if operand is None:
         heatmap.set_title("of each layer the operand that loses most", fontsize=9, loc="left")
-    set_title(figure, title)
+    set_title(heatmap, title)
     return saved(figure, path)
 
 

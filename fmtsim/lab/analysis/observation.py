@@ -132,8 +132,9 @@ class Observation(Result):
         return max_loss_scale(self.layers)
 
     def plot(
-        self, path: str | Path | None = None, *, by: Measure = "underflow", operand: str | None = None, title: str = ""
-    ) -> "Figure":
+        self, path: str | Path | None = None, *, by: Measure = "underflow", operand: str | None = None,
+        title: str = "", ax: Any = None,
+    ) -> "Figure":  # fmt: skip
         """Draw a row for each layer, in the model's order: what it lost and where its exponents lie; return the figure.
 
         The left panel has a column for each observed step, or bars where there was one; the right panel the exponents
@@ -145,12 +146,13 @@ class Observation(Result):
             operand: One operand of every layer that has it, such as ``"g_w"``; None draws of each layer the one that
                 loses most.
             title: Heading.
+            ax: Two axes to draw into.
 
         Raises:
             ArgumentError: Nothing was observed, no layer has the operand, or there is no such measure.
             FmtsimError: matplotlib is not installed.
         """
-        return plot_losses(self.layers, self.history, path, by=by, operand=operand, title=title)
+        return plot_losses(self.layers, self.history, path, by=by, operand=operand, title=title, ax=ax)
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for each observed step, layer and operand: the figures of ``history``.

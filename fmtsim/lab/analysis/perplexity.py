@@ -28,8 +28,8 @@ def perplexity(
     recipes: str | Path | Recipe | PtqRecipe | Sequence[str | Path | Recipe | PtqRecipe] = (),
     *,
     calibration_data: Any = None,
-) -> dict[str, float]:
-    """Return the perplexity of a language model as it is, and of copies under recipes: ``{"before": ..., name: ...}``.
+) -> Any:
+    """Return the perplexity of a language model, with recipes also of copies: ``{"before": ..., name: ...}``.
 
     It is e to the mean negative log-likelihood of each token after those before it, over all tokens of all batches that
     count: the first of a row does not, nor do those where ``attention_mask`` is 0 or ``labels`` is -100. In evaluation
@@ -38,7 +38,8 @@ def perplexity(
     Args:
         model: A decoder whose output is logits [rows, tokens, vocabulary], has ``.logits``, or has them first or as
             ``"logits"``; a quantised or converted one is measured as it is.
-        batches: Text to measure on: each batch token numbers [rows, tokens], or a dict of keywords with ``input_ids``.
+        batches: Text to measure on: each batch token numbers [rows, tokens], or a dict of keywords with ``input_ids``;
+            or one batch.
         recipes: Names, files or records of ``fmtsim.ptq``'s recipes and of ``fmtsim.convert``'s, or one.
         calibration_data: Batches for ``fmtsim.ptq``; recipes that need none go without.
 
@@ -53,6 +54,7 @@ def perplexity(
     """
     check_model("perplexity", model)
     listed = [recipes] if isinstance(recipes, str | Path | Recipe | PtqRecipe) else recipes
+    batches = [batches] if isinstance(batches, Tensor) and batches.dim() == 2 else batches
     batches, records = batches_of(batches), [get_recipe(recipe) for recipe in listed]
     names = ["before", *(recipe.name for recipe in records)]
     if len(set(names)) < len(names):
@@ -65,7 +67,7 @@ def perplexity(
         else:
             convert(quantised, recipe)
         results[recipe.name] = _measure(quantised, batches)
-    return results
+    return results if records else results["before"]
 
 
 def to_perplexity(loss: float) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,28 +23,42 @@ from fmtsim.ptq.export.layouts import Reordered
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.progress import make_progress
-from fmtsim.support.table import Column, Result, Rows, table_of
+from fmtsim.support.table import Column, Record, Result, Rows, decibels, table_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRecode:
-    """Count the blocks of a weight that change in another format.
+class WeightRecode(Record):
+    """Say what a weight loses in another format, under the scales of that format's rule and under its own.
 
     Args:
         name: The weight's.
-        blocks: Blocks that it has in its own format.
+        blocks: Blocks that it has in its own format; of a tensor in the other format.
         by_rule: Those that change under the scales of the other format's own rule.
-        carried: Those that change under the weight's own scales (``carry``); None where elements do not allow it.
-        first: Places ``(row of blocks, block)`` of the first that change, under its own scales where these can be.
-        worst: Largest error there, relative to the largest magnitude of the block.
+        carried: Those that change under the weight's own scales (``carry``); None where these cannot be carried over.
+        scales: ``"rule"`` or ``"own"``: the scales that it gets, which the three fields below are of.
+        sqnr_db: Signal to noise ratio in dB, inf where no number changes.
+        max_relative: Largest error of a number, relative to the number.
+        first: Places ``(row of blocks, block)`` of the first that change.
+        by_rule_db: ``sqnr_db`` under the scales of the other format's own rule.
+        signal: Sum of the weight's squares.
     """
 
+    _derived: ClassVar = ("changed",)
     name: str
     blocks: int
     by_rule: int
     carried: int | None
+    scales: str
+    sqnr_db: float
+    max_relative: float
     first: tuple[tuple[int, int], ...]
-    worst: float
+    by_rule_db: float
+    signal: float
+
+    @property
+    def changed(self) -> int:
+        """Blocks that change under the scales that the weight gets."""
+        return self.by_rule if self.carried is None or self.scales == "rule" else self.carried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -84,18 +98,27 @@ class Recode(Result):
 
     @property
     def lossless(self) -> bool:
-        """Whether no block loses anything under scales that are carried over."""
+        """Whether no block loses anything: of formats under scales that are carried over, of weights under theirs."""
         if not self.source:
-            return all(weight.carried == 0 for weight in self.weights)
+            return not any(weight.changed for weight in self.weights)
         return self.held == self.scales and self.span is None
 
     def _content(self) -> Iterator[Rows | str]:
         if not self.source:
-            blocks, by_rule = (sum(getattr(w, name) for w in self.weights) for name in ("blocks", "by_rule"))
-            carried = sum(w.blocks if w.carried is None else w.carried for w in self.weights)
-            yield table_of(_COLUMNS, [weight for weight in self.weights if weight.by_rule or weight.carried])
-            yield f"{len(self.weights)} weights to {self.target}, {blocks} blocks"
-            yield f"{carried} change under their own scales, {by_rule} by the scale rule of {self.target}"
+            yield table_of(_COLUMNS, [weight for weight in self.weights if weight.by_rule or weight.changed])
+            total, own = (sum(w.blocks for w in self.weights), sum(w.scales == "own" for w in self.weights))
+            scales = f"{own} under their own scales, {len(self.weights) - own} by the scale rule of {self.target}"
+            yield f"{len(self.weights)} weights to {self.target}, {total} blocks: {scales}"
+            worst = f", largest relative error {max((w.max_relative for w in self.weights), default=0.0):.3g}"
+            words = {"loss": ("changed", "sqnr_db", worst), "by the rule alone": ("by_rule", "by_rule_db", "")}
+            signal = sum(w.signal for w in self.weights)
+            for which, (blocks, ratio, more) in words.items() if own else [("loss", words["loss"])]:
+                count = sum(getattr(w, blocks) for w in self.weights)
+                noise = sum(w.signal * 10 ** (-getattr(w, ratio) / 10) for w in self.weights)
+                lost = f"{count} blocks change, SQNR {_decibels(signal, noise):.1f} dB{more}" if count else "none"
+                yield f"{which}: {lost}"
+            if free := sum(w.carried == 0 < w.changed for w in self.weights):
+                yield f"{free} of them would lose nothing under their own scales (--scales own)"
             return
         tried = f"{self.codes} values x {self.scales} scales tried"
         yield f"{self.source} -> {self.target}: {self.held} of {self.scales} scales lose nothing ({tried})"
@@ -111,14 +134,15 @@ class Recode(Result):
 
 
 _COLUMNS = (
-    Column("weight", "name"), Column("blocks", "blocks", ">"), Column("by rule", "by_rule", ">"),
-    Column("own scales", "carried", ">", "-"),
+    Column("weight", "name"), Column("blocks", "blocks", ">"), Column("change by rule", "by_rule", ">"),
+    Column("under own scales", "carried", ">", "-"), Column("scales", "scales"),
+    Column("SQNR dB", lambda w: decibels(w.sqnr_db), ">"),
+    Column("largest relative error", "max_relative", ">.3g"),
     Column("first (row, block)", lambda w: " ".join(f"({row}, {column})" for row, column in w.first)),
-    Column("worst", "worst", ">.3g"),
 )  # fmt: skip
 
 
-def check_recode(a: Any, b: Any) -> Recode:
+def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
     """Say whether numbers in one format lose a bit in another: by proof over all codes, or block by block.
 
     Of two formats: every value of a's elements, times a number r, is looked up among those of b's elements, and every
@@ -128,9 +152,10 @@ def check_recode(a: Any, b: Any) -> Recode:
     Args:
         a: A block format, an Encoded, or a checkpoint: its path, or what ``open_checkpoint`` returns.
         b: The block format to recode to.
+        scales: Of weights: as ``recode`` takes them.
 
     Returns:
-        A Recode; of a checkpoint with the blocks of each weight that change, under its own scales and by b's rule.
+        A Recode; of a checkpoint with what each weight loses: blocks, SQNR in dB, largest relative error.
 
     Raises:
         ArgumentError: A format is not one of blocks, or has zero points; a checkpoint has no quantised weight.
@@ -155,29 +180,29 @@ def check_recode(a: Any, b: Any) -> Recode:
         ratios, power = _ratios(source.element, target.element), Fraction(2)
         alone, element = _within(target, source), source.scale
         if element.bits <= 16:
-            scales = sorted(s for s in _values(element) if s > 0)
+            tried = sorted(s for s in _values(element) if s > 0)
         else:  # of 32 bits the first and the last of each power of two
             powers, ends = (
                 range(element.min_exponent, element.max_exponent + 1),
                 (Fraction(1), 2 - Fraction(element.eps)),
             )
-            scales = [power**k * m for k in powers for m in ends]
+            tried = [power**k * m for k in powers for m in ends]
         # 2. The scales s for which s / r is one of the target's, under a tensor scale that is a power of two.
         levels = [power**k for k in range(-149, 128)] if target.tensor_scale else [power**0]
         chosen = ratios if not target.tensor_scale else (_simplest(ratios),) if ratios else ()
-        held = [s for s in scales if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
+        held = [s for s in tried if any(_is_scale(s / r / level, target) for r in chosen for level in levels)]
         # 3. How far the scales of one tensor, or of one block of the target, may lie apart.
         span: Fraction | None = None
         if ratios and not alone:  # several scales s of the source under one t: each is r t
             whole = [r for r in ratios if _is_power(r)] or [power**0]
             span = max(whole) / min(whole)
         elif ratios and target.tensor_scale:
-            units = [s for s in scales if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
+            units = [s for s in tried if _is_power(s / chosen[0]) and _is_scale(s / chosen[0], target)]
             span = max(units) / min(units) if units else None
-        by_rule, pairs = _by_rule(source, target, scales) if alone and not target.tensor_scale else (None, 0)
+        by_rule, pairs = _by_rule(source, target, tried) if alone and not target.tensor_scale else (None, 0)
         return Recode(
             source=source.name, target=target.name, codes=len(_values(source.element)), ratios=ratios,
-            scales=len(scales), held=len(held), span=None if span is None else float(span), by_rule=by_rule,
+            scales=len(tried), held=len(held), span=None if span is None else float(span), by_rule=by_rule,
             pairs=pairs, lowest=float(held[0]) if held else 0.0, highest=float(held[-1]) if held else 0.0,
         )  # fmt: skip
     weights = []
@@ -186,9 +211,7 @@ def check_recode(a: Any, b: Any) -> Recode:
         for number, name in enumerate(a):
             value = a[name]
             if isinstance(value, Encoded | Reordered):
-                weights.append(
-                    _recode_weight(name, value.blocks(name) if isinstance(value, Reordered) else value, target)
-                )
+                weights.append(recode(name, value, target, scales)[1])
             progress.step(number + 1)
     if not weights:
         raise ArgumentError(f"a={shown(a)} has no Encoded; pass a checkpoint of quantised weights")
@@ -318,19 +341,41 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
     )
 
 
-def _recode_weight(name: str, weight: Encoded, target: BlockFormat) -> WeightRecode:
-    x, block = weight.decode(torch.float64), weight.format.block  # type: ignore[union-attr]  # every layout has blocks
-    own_scales = carry(weight, target)
+def _decibels(signal: float, noise: float) -> float:
+    return 10 * math.log10(signal / noise) if noise and signal else math.inf if not noise else -math.inf
 
-    def errors(other: Encoded) -> Tensor:
-        return _block_max((other.decode(torch.float64) - x).abs().reshape(-1, x.shape[-1]), block)
 
-    by_rule = errors(encode(x.float(), target, pad=True))
-    error = by_rule if own_scales is None else errors(own_scales)
-    changed, size = error != 0, _block_max(x.abs().reshape(-1, x.shape[-1]), block)  # NaN counts as a change
-    return WeightRecode(
-        name=name, blocks=changed.numel(), by_rule=int((by_rule != 0).sum()),
-        carried=None if own_scales is None else int(changed.sum()),
-        first=tuple((row, column) for row, column in changed.nonzero()[:3].tolist()),
-        worst=float((error / size)[changed].max()) if changed.any() else 0.0,
+def recode(name: str, weight: Any, target: BlockFormat, scales: str = "best") -> tuple[Encoded, WeightRecode]:
+    """Return a weight in another format, and what it loses there; one that has the format stays as it is.
+
+    Args:
+        name: The weight's.
+        weight: An Encoded, a Reordered, or a tensor.
+        target: The format, as ``block_format`` returns it.
+        scales: ``"rule"``: those of the format's own rule; ``"own"``: the weight's, where they can be carried over;
+            ``"best"``: those of both under which the SQNR is higher.
+    """
+    if scales not in ("best", "rule", "own"):
+        raise ArgumentError(f"scales={shown(scales)} is unknown; choose 'best', 'rule' or 'own'")
+    # 1. The weight under scales of either kind. Groups of a Reordered are no blocks of the weight.
+    same = isinstance(weight, Encoded) and weight.format == target
+    x = weight.double() if isinstance(weight, Tensor) else weight.decode(torch.float64)
+    recoded = {"rule": encode(x.float(), target, pad=True)}
+    if isinstance(weight, Encoded) and (moved := weight if same else carry(weight, target)) is not None:
+        recoded["own"] = moved
+    # 2. Changed blocks, NaN among them, and the noise of numbers.
+    block = weight.format.block if isinstance(weight, Encoded) else target.block  # type: ignore[union-attr]  # all have
+    error = {kind: (other.decode(torch.float64) - x).abs() for kind, other in recoded.items()}
+    changed = {kind: _block_max(e.reshape(-1, x.shape[-1]), block) != 0 for kind, e in error.items()}
+    noise = {kind: float(e.square().nansum()) for kind, e in error.items()}
+    # 3. The scales that it gets.
+    best = min(reversed(recoded), key=lambda kind: noise[kind])  # its own where both lose the same
+    chosen = "own" if same else best if scales == "best" else scales if scales in recoded else "rule"
+    wrong, signal = error[chosen] != 0, float(x.square().nansum())
+    return recoded[chosen], WeightRecode(
+        name=name, blocks=changed["rule"].numel(), by_rule=int(changed["rule"].sum()),
+        carried=int(changed["own"].sum()) if "own" in changed else None, scales=chosen,
+        sqnr_db=_decibels(signal, noise[chosen]), by_rule_db=_decibels(signal, noise["rule"]), signal=signal,
+        max_relative=float((error[chosen] / x.abs())[wrong].max()) if wrong.any() else 0.0,
+        first=tuple((row, column) for row, column in changed[chosen].nonzero()[:3].tolist()),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, magnitude_range, measure
 from fmtsim.recipes.attention_config import BACKWARD
-from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_figure, saved, set_title
+from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_panels, saved, set_title
 from fmtsim.support.table import aligned
 
 if TYPE_CHECKING:
@@ -180,22 +180,22 @@ class TensorStats(OperandStats):
         more = {"mse": self.mse, "cosine": self.cosine}
         return OperandStats.to_dict(self) | {name: x if math.isfinite(x) else None for name, x in more.items()}
 
-    def plot(self, path: str | Path | None = None) -> "Figure":
+    def plot(self, path: str | Path | None = None, *, ax: Any = None) -> "Figure":
         """Draw elements by exponent, divided by their block's scale, and where the format's elements end.
 
         Args:
             path: Where to save a PNG.
+            ax: Axes to draw into.
 
         Raises:
             FmtsimError: matplotlib is missing, or the file cannot be written.
         """
-        figure = new_figure(6.4, 3.2)
-        panel, counts = figure.subplots(), _by_exponent(self.scaled_exponents)
+        (figure, (panel,)), counts = new_panels(6.4, 3.2, ax), _by_exponent(self.scaled_exponents)
         panel.bar(list(counts), list(counts.values()), width=0.9, color=BLUE)
         for end in self.window or ():
             panel.axvline(math.log2(end), color=ORANGE, linestyle="--")
         label_axes(panel, "exponent, floor(log2|x / scale|)", "elements")
-        set_title(figure, f"{self.format}: SQNR {self.sqnr_db:.4g} dB, {self.underflow_percent:.3g} % became zero")
+        set_title(panel, f"{self.format}: SQNR {self.sqnr_db:.4g} dB, {self.underflow_percent:.3g} % became zero")
         return saved(figure, path)
 
 

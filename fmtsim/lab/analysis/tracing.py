@@ -479,6 +479,13 @@ def traced_step(model: nn.Module, batch: Any, loss: Any = None, **options: Any) 
     return recording.trace, step.gradients
 
 
+_COMPILED = (
+    "and compiled code shows no operations; trace the model that was given to torch.compile (model._orig_mod). What "
+    "compiling changes: fmtsim.compare(function, inputs, like=('torch', 'torch.compile')) names roundings that fused "
+    "kernels leave out, and torch._inductor.config.emulate_precision_casts = True keeps them (docs/howto/compiled.md)"
+)
+
+
 class Tracing:
     """The context manager that ``fmtsim.trace`` returns without a batch.
 
@@ -499,10 +506,7 @@ class Tracing:
         for name, module in model.named_modules():
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 what = f"layer {name!r}" if name else f"the model, {type(model).__name__},"
-                raise ArgumentError(
-                    f"{what} is compiled, and compiled code shows no operations; trace the model that was given to "
-                    "torch.compile (model._orig_mod)"
-                )
+                raise ArgumentError(f"{what} is compiled, {_COMPILED}")
         self.model = model
         self.loss: Tensor | None = None
         self._tensors, self._level = tensors, level
@@ -525,6 +529,8 @@ class Tracing:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
+        if hasattr(error, "real_stack"):  # Dynamo met the hooks
+            raise ArgumentError(f"the model runs inside torch.compile, {_COMPILED}") from None
         self._finish = self._recorder.finish(self.loss, self._level)
 
     @cached_property

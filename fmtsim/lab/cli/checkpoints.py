@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
-from fmtsim.casts.quantize import decode, encode
+from fmtsim.casts.quantize import decode
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.tensor_file import stored_tensor, tensor_content
-from fmtsim.lab.analysis.recode import block_format, carry, check_recode
+from fmtsim.lab.analysis.recode import Recode, WeightRecode, block_format, check_recode, recode
 from fmtsim.lab.cli.output import MISMATCH, answer
 from fmtsim.ptq.export import compressed_tensors, open_checkpoint
 from fmtsim.ptq.export.checkpoint_files import check_written, digest
@@ -40,7 +40,7 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     """Write the checkpoint in another format; its folder appears complete or not at all."""
     if arguments.out is None:
         # Print what is lost, and where; the exit code is 1 where it is anything.
-        result = check_recode(arguments.folder, arguments.to)
+        result = check_recode(arguments.folder, arguments.to, scales=arguments.scales)
         answer(arguments, result.to_dict() | {"lossless": result.lossless}, lambda: str(result))
         return 0 if result.lossless else MISMATCH
     target, out = block_format("to", arguments.to), arguments.out.expanduser()
@@ -57,7 +57,7 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=out.parent))
     try:
-        writer = _Writer(folder, arguments.layout, target)
+        writer, lost = _Writer(folder, arguments.layout, target), list[WeightRecode]()
         with make_progress(False if arguments.quiet or arguments.json else None) as progress:
             progress.stage(f"converting to {target.name}", len(checkpoint))
             for number, name in enumerate(checkpoint):
@@ -67,37 +67,28 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
                     writer.tensors({name: checkpoint.decode(name)})
                     writer.plain += [] if isinstance(value, Tensor) else [name.removesuffix(".weight")]
                 else:
-                    writer.encoded(name, _recoded(name, value, target, arguments.scales, writer))
+                    weight, loss = recode(name, value, target, arguments.scales)
+                    writer.encoded(name, weight)
+                    lost.append(loss)
                 progress.step(number + 1)
         writer.close(Path(arguments.folder).expanduser())
         check_written(folder, writer.meant)
         os.replace(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    losses = Recode(source="", target=target.name, weights=tuple(lost))
+    new_scales = [w.name for w in lost if w.scales != "own"] if arguments.scales == "own" else []
     record = {"out": str(out), "layout": arguments.layout, "format": target.name, "weights": len(writer.schemes),
-              "changes": writer.changes, "new_scales": writer.new_scales, "checked": len(writer.meant)}  # fmt: skip
-    lines = [f"{name}: {change}" for name, change in writer.changes.items()]
-    if writer.new_scales:
+              "lost": losses.to_dict()["weights"], "changes": writer.changes, "new_scales": new_scales,
+              "checked": len(writer.meant)}  # fmt: skip
+    lines = [str(losses), *(f"{name}: {change}" for name, change in writer.changes.items())]
+    if new_scales:
         why = f"{target.name} has no multiple of their elements, or no scale as large, or they have zero points"
-        lines.append(f"--scales rule, as own cannot be carried over: {some(writer.new_scales)} ({why})")
+        lines.append(f"--scales rule, as own cannot be carried over: {some(new_scales)} ({why})")
     wrote = f"{out}: {len(writer.schemes)} weights in {target.name}, layout {arguments.layout}"
     lines += [wrote, f"read back: all {len(writer.meant)} tensors have the bits that were meant"]
     answer(arguments, record, lambda: "\n".join(lines))
     return 0
-
-
-def _recoded(name: str, value: Any, target: BlockFormat, scales: str, writer: "_Writer") -> Encoded:
-    """Return a weight in another format, by its scale rule or under its own scales; the writer notes what that does."""
-    if isinstance(value, Encoded) and value.format == target:
-        return value
-    if scales == "own" and isinstance(value, Encoded) and (moved := carry(value, target)) is not None:
-        changed = int((moved.decode(torch.float64) != value.decode(torch.float64)).sum())
-        if changed:
-            writer.changes[name] = f"{changed} of {value.shape.numel()} weights change under its own scales, rounded up"
-        return moved
-    writer.new_scales += [name] if scales == "own" and not isinstance(value, Tensor) else []
-    values = value if isinstance(value, Tensor) else value.decode()
-    return encode(values.float(), target, pad=True)
 
 
 class _Writer:
@@ -107,7 +98,6 @@ class _Writer:
         self.folder, self.layout, self.target = folder, layout, target
         self.schemes: dict[str, Any] = {}
         self.changes: dict[str, str] = {}
-        self.new_scales: list[str] = []  # weights whose own scales cannot be carried over
         self.plain: list[str] = []  # layers that are left out
         self.meant: dict[str, bytes] = {}  # digests of what the tensors should be read back as
         self._shard: dict[str, Tensor] = {}

@@ -357,7 +357,7 @@ def _check_vectors(arguments: argparse.Namespace) -> int:
             named = named or dict(zip(names, tensors.values(), strict=False))
         if text and not named:
             raise ArgumentError(f"{text} holds {', '.join(tensors)}; name a tensor {names[0]}, or pass {text}:NAME")
-        parts += [check_part(vectors, name, torch.as_tensor(read())) for name, read in named.items()]
+        parts += [check_part(vectors, name, torch.as_tensor(read()), arguments.all) for name, read in named.items()]
     equal = not any(part["mismatches"] for part in parts)
     answer(
         arguments, {"equal": equal, "parts": parts}, lambda: "\n".join(line for p in parts for line in _part_lines(p))
@@ -366,10 +366,14 @@ def _check_vectors(arguments: argparse.Namespace) -> int:
 
 
 def _part_lines(part: dict[str, Any]) -> list[str]:
-    lines = [f"{part['part']}: {part['compared'] - part['mismatches']:,} of {part['compared']:,} match"]
+    nan = f", {part['other_nan']:,} of them NaN of other bits" if part["other_nan"] else ""
+    lines = [f"{part['part']}: {part['compared'] - part['mismatches']:,} of {part['compared']:,} match{nan}"]
+    lines += [f"differ: {', '.join(f'{n:,} {group}' for group, n in part['groups'].items() if n)}"] * bool(
+        part["mismatches"]
+    )
     for one in part["first"]:
         number = f"input {one['input']} = {number_text(one['number'])}, " if "input" in one else ""
         value = f" ({number_text(one['value'])})" if "value" in one else ""
         pair = f"{number}expected {one['expected']}{value}, actual {one['actual']}"
-        lines += [f"{one['group']} {one['index']}: {pair}", f"  {one['rule']}"]
+        lines += [f"{one['group']} {one['index']}: {pair}", *[f"  {one['rule']}"] * bool(one["rule"])]
     return lines

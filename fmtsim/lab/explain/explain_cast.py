@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verb ``explain``: run the oracle, tell its story, and check the engine against it."""
 
+from __future__ import annotations  # help shows the names of types
+
 import dataclasses
 import math
 from bisect import bisect_left, bisect_right
@@ -371,7 +373,7 @@ def explain(
     x: Any, format: str | Format | torch.dtype, *, block_size: int | Block | None = ..., like: str
 ) -> LikeExplanation: ...
 def explain(
-    x: "float | Sequence[float] | torch.Tensor | numpy.ndarray[Any, Any]",
+    x: float | Sequence[float] | torch.Tensor | numpy.ndarray[Any, Any],
     format: str | Format | torch.dtype,
     *,
     rounding: RoundingName | Rounding = "nearest_even",
@@ -381,7 +383,7 @@ def explain(
     block_size: int | Block | None = None,
     scale_rule: ScaleRule | None = None,
     like: str | None = None,
-) -> "Explanation | LikeExplanation":
+) -> Explanation | LikeExplanation:
     """Say how numbers get their bits: scale, neighbours, exact distances, and the rule that decided.
 
     Args:

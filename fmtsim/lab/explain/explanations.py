@@ -4,6 +4,7 @@
 import math
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from html import escape
 from typing import Any
 
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat
@@ -12,7 +13,7 @@ from fmtsim.formats.element import ElementFormat, Overflow
 from fmtsim.rounding.modes import Rounding
 from fmtsim.support.table import aligned, number_text
 
-_WIDTH = 8  # of the headings of a text
+_WIDTH, _SHOWN = 8, 16  # of the headings of a text; numbers that a prompt shows
 
 
 Number = float | Fraction
@@ -178,6 +179,13 @@ class Explanation:
             lines += ["", *aligned(rows, left=()), ""]
         verdict = "the engine gives the same bits" if self.engine_agrees else "THE ENGINE GIVES OTHER BITS: a defect"
         return "\n".join([*lines, _line("check", verdict)])
+
+    def __repr__(self) -> str:
+        few = len(self.elements) <= _SHOWN
+        return str(self) if few else f"Explanation({len(self.elements)} numbers in {self.format.name}; print shows all)"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain types; exact numbers are Fractions."""

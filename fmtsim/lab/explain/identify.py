@@ -25,8 +25,9 @@ from fmtsim.lab.explain.samples import FEW, Places, affordable, deciding, part_o
 from fmtsim.spec.call import Operands
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
-from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
+from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, page, page_width, table_of, wrapped
 
+_WIDE = 100  # columns of what is printed
 MACS = 1 << 32  # products of operands that a stage computes, counted as a tensor core's
 ALIKE = 64  # explanations that are compared with each other; where more fit, the operands say little
 SHOWN = 12  # explanations that are printed
@@ -139,17 +140,23 @@ class Identification(Result):
             ("tried", plural(self.tried, "explanation")),
             ("fits", fits), ("compared", f"{self.compared:,} results, {every}" if count else "every explanation"),
         ])  # fmt: skip
+        yield from self.notes
         rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
         yield ""
-        yield table_of(_COLUMNS, rows[:SHOWN], filled=True)
-        if len(rows) > SHOWN:
-            yield f"... and {len(rows) - SHOWN:,} more in .explanations"
+        shown = SHOWN if len(rows) <= ALIKE else 3  # many say little
+        yield table_of(_COLUMNS, rows[:shown], filled=True)
+        if len(rows) > shown:
+            yield f"... and {len(rows) - shown:,} more in .explanations"
         if self.nearest is not None:
             near = self.nearest
             yield f"nearest: {near.mismatches:,} of {near.compared:,} results differ; y is 'actual' below"
             yield table_of(_COLUMNS[1:], [("", near.explanation)], filled=True)
             yield f"first difference at {near.first}"
-        yield from self.notes
+
+    def __str__(self) -> str:
+        with page(page_width() or _WIDE):
+            lines = Result.__str__(self).split("\n")
+            return "\n".join(part for line in lines for part in wrapped(line, page_width() or _WIDE) or [""])
 
 
 _COLUMNS = (

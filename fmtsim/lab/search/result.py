@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.recipe import Rule
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved
 from fmtsim.support.table import Column, Result, Rows, table_of
 
 if TYPE_CHECKING:
@@ -189,14 +189,14 @@ class SearchResult(Result):
             for name in self.recipes
         }
 
-    def plot(self, path: str | Path | None = None) -> "Figure":
+    def plot(self, path: str | Path | None = None, *, ax: Any = None) -> "Figure":
         """Draw the least sum of losses for each cost, each recipe in every layer, and the choice; return the figure.
 
         Args:
             path: Where to save a PNG.
+            ax: Axes to draw into.
         """
-        figure = new_figure(7.5, 4.6)
-        panel = figure.subplots()
+        figure, (panel,) = new_panels(7.5, 4.6, ax)
         front = self.front()
         panel.step(
             [point.cost for point in front], [point.loss for point in front], where="post", color=COLOURS[0],

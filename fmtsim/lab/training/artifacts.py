@@ -551,9 +551,9 @@ def overlay(folders: Sequence[Path]) -> str:
         against: dict[str, str] = {}
         for run in ("baseline", "simulated"):
             for name, record in records.items():
-                label = f"{name}: {record[run]['label']}" + (" (baseline)" if run == "baseline" else "")
+                label = f"{name} baseline" if run == "baseline" else name
                 curves[label] = [math.nan if loss is None else loss for loss in record[run]["losses"]]
-                against[label] = f"{name}: {record['baseline']['label']} (baseline)"
+                against[label] = f"{name} baseline"
         fields = ("ran", "config", "corpus", "machine", "fmtsim", "torch")
         rows = {name: dict(flat({key: record[key] for key in fields})) for name, record in records.items()}
         differing, equal = dict[str, Any](), dict[str, Any]()
@@ -568,7 +568,7 @@ def overlay(folders: Sequence[Path]) -> str:
             groups.setdefault(described, {})[name] = record
         return write_page(
             None, title=" against ".join(names), curves=curves, against=against, loss_unit="nats per byte",
-            verdict=[line for group in groups.values() for line in _words(group)],
+            verdict=_table(list(groups.values())),
             configuration={"differs": differing, "in all": same},
             notes=[f"Heatmaps, exponents and costs of a run are in {REPORT} of its folder"],
         )  # fmt: skip
@@ -579,9 +579,20 @@ def overlay(folders: Sequence[Path]) -> str:
         ) from error
 
 
-def _words(group: Mapping[str, Record]) -> Words:
-    names = ", ".join(group)
-    seeds = [record["config"]["seed"] for record in group.values()]
-    if len(set(seeds)) < 2:
-        return [(f"{name}: {question}", answer) for name in group for question, answer in verdict(group[name])]
-    return [(f"{names}: {question}", answer) for question, answer in verdict_of_seeds(list(group.values()))]
+def _table(groups: Sequence[Mapping[str, Record]]) -> list[tuple[str, ...]]:
+    """Return a row for each run, or for runs that differ in their seed alone: target, gap, verdict; then other answers.
+
+    Answers that several rows share stand once.
+    """
+    rows, others = [("run", "simulated", "gap", "verdict")], dict[tuple[str, str], list[str]]()
+    for group in groups:
+        seeds = len({record["config"]["seed"] for record in group.values()}) > 1
+        for names in [list(group)] if seeds else [[name] for name in group]:
+            records = [group[name] for name in names]
+            (_, gap), *words = verdict_of_seeds(records) if seeds else verdict(records[0])
+            answer, *more = words or [("", "")]
+            rows.append((", ".join(names), records[0].get("simulated", {}).get("label", ""), gap, answer[1]))
+            for pair in more:
+                others.setdefault(pair, []).append(rows[-1][0])
+    some = [(question, answer, runs) for (question, answer), runs in others.items()]
+    return [*rows, *((q if len(r) == len(rows) - 1 else f"{', '.join(r)}: {q}", a) for q, a, r in some)]

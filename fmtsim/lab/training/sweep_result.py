@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fmtsim.lab.training.sweep import SweepRun
 from fmtsim.support.errors import ArgumentError
-from fmtsim.support.plotting import COLOURS, label_axes, new_figure, saved
+from fmtsim.support.plotting import COLOURS, label_axes, new_panels, saved
 from fmtsim.support.table import Column, Facts, Result, Rows, table_of
 
 if TYPE_CHECKING:
@@ -100,10 +100,9 @@ class ScalingLaw(Result):
             f"largest error of the law: {100 * math.expm1(self.error()):.2f} % of a loss",
         )  # fmt: skip
 
-    def plot(self, choices: Sequence[Choice], path: str | Path | None = None) -> "Figure":
+    def plot(self, choices: Sequence[Choice], path: str | Path | None = None, *, ax: Any = None) -> "Figure":
         """Draw which choice is best by parameters and tokens a parameter, with the runs that the law was fitted to."""
-        figure = new_figure(7.2, 4.6)
-        panel = figure.subplots()
+        figure, (panel,) = new_panels(7.2, 4.6, ax)
         sizes = [run.parameters for run in self.runs]
         ratios = [run.tokens / run.parameters for run in self.runs]
         x = torch.logspace(math.log10(min(sizes)) - 0.5, math.log10(max(sizes)) + 1.5, 160).tolist()
@@ -119,7 +118,7 @@ class ScalingLaw(Result):
         panel.set_xscale("log")
         panel.set_yscale("log")
         label_axes(panel, f"parameters (of {self.base} at equal cost of serving)", "tokens a parameter, likewise")
-        figure.legend(frameon=False, loc="outside lower center", ncols=2, fontsize=8)
+        panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize=8)
         return saved(figure, path)
 
 
@@ -448,15 +447,15 @@ class SweepResult(Result):
         )
         return *content, table_of(_PREDICTORS, rows), early
 
-    def plot(self, path: str | Path | None = None) -> "Figure":
+    def plot(self, path: str | Path | None = None, *, ax: Any = None) -> "Figure":
         """Draw a heatmap for each shape: median last loss by scheme and learning rate, and failed runs in numbers."""
         cells = self.cells()
         shapes, schemes = list(dict.fromkeys(key[1] for key in cells)), list(dict.fromkeys(key[0] for key in cells))
         rates = sorted({key[2] for key in cells})
         rows, columns = -(-len(shapes) // _PANELS), min(len(shapes), _PANELS)
         cells_wide, cells_high = len(rates) * columns, len(schemes) * rows
-        figure = new_figure(max(6.0, 2.4 + 0.85 * cells_wide), max(2.8, 0.9 * rows + 0.52 * cells_high))
-        panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten().tolist()
+        width, height = max(6.0, 2.4 + 0.85 * cells_wide), max(2.8, 0.9 * rows + 0.52 * cells_high)
+        figure, panels = new_panels(width, height, ax, rows, columns, sharey=True)
         for spare in panels[len(shapes) :]:
             spare.remove()
         medians = {key: min(_median(runs), self.limits[key[1]]) for key, runs in cells.items()}

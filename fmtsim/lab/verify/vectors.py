@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.casts.quantize import encode
+from fmtsim.casts.quantize import decode, encode
 from fmtsim.casts.stored import restore
 from fmtsim.formats.block import FP32, BlockFormat, Format, PackedFormat, ScaledFormat
 from fmtsim.formats.display import count_of
 from fmtsim.formats.element import ElementFormat, FloatFormat
-from fmtsim.formats.registry import format_from_json, format_to_json
+from fmtsim.formats.registry import format_from_json, format_to_json, get_format
 from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_content
 from fmtsim.lab.explain import Element, explain
 from fmtsim.lab.explain.explain_cast import neighbours, turning_point
 from fmtsim.lab.verify.outcome import SPECIALS, beyond
 from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
-from fmtsim.support.files import Content
+from fmtsim.support.files import Content, write_folder
 
 FILE, PARTS = "vectors.safetensors", ("codes", "scales", "tensor_scale", "offsets")
 WIDTH = 32  # elements of a block that is a row or a tensor
@@ -184,8 +184,10 @@ def _readme(vectors: Vectors) -> str:
     return text.format(name=fmt.name, bits=fmt.bits, facts=facts, options=options, shapes=shapes, groups=groups)
 
 
-def check_part(vectors: Vectors, part: str, actual: Tensor) -> dict[str, Any]:
-    """Compare what a kernel gave with a tensor of the files: how much differs, and the first difference of each group.
+def check_part(vectors: Vectors, part: str, actual: Tensor, every: bool = False) -> dict[str, Any]:
+    """Compare what a kernel gave with a tensor of the files: how much differs, in which groups, and where first.
+
+    Two NaN match; NaN codes of other bits are counted apart. ``every`` lists all differences of each group.
 
     Raises:
         ArgumentError: There is no such tensor, or it has another shape or kind of dtype.
@@ -203,18 +205,39 @@ def check_part(vectors: Vectors, part: str, actual: Tensor) -> dict[str, Any]:
         mask = (1 << min(fmt.bits, 63)) - 1
         expected, actual = (unpacked(vectors, codes).long() & mask for codes in (expected, actual))
     actual = actual.to(expected.dtype)
-    other = (_bits(actual) != _bits(expected)) & ~(actual.isnan() & expected.isnan())
+    element, pair_of_nan = getattr(fmt, "element", fmt), actual.isnan() & expected.isnan()
+    if part == "codes" and isinstance(element, FloatFormat):
+        pair_of_nan = decode(actual, element).isnan() & decode(expected, element).isnan()
+    unequal = _bits(actual) != _bits(expected)
+    other = unequal & ~pair_of_nan
     digits, differences = (-(-fmt.bits // 4) if part == "codes" else 0), []
     for group, (first, last) in vectors.groups.items():
-        for offset, *place in other[first : last + 1].nonzero()[:1].tolist():
+        for number, (offset, *place) in enumerate(other[first : last + 1].nonzero()[: None if every else 1].tolist()):
             index = (first + offset, *place)
             pair: dict[str, Any] = {"expected": _hex(expected[index], digits), "actual": _hex(actual[index], digits)}
             if x.shape == expected.shape:
                 values = {"number": x[index].item(), "value": vectors.tensors["decoded"][index].item()}
                 pair |= {"input": _hex(x[index]), **values}
-            pair["rule"] = _rule(vectors, index, of_scale=x.shape != expected.shape)
+            pair["rule"] = "" if number else _rule(vectors, index, of_scale=x.shape != expected.shape)
             differences.append({"group": group, "index": list(index), **pair})
-    return {"part": part, "compared": other.numel(), "mismatches": int(other.sum()), "first": differences}
+    groups = {group: int(other[first : last + 1].sum()) for group, (first, last) in vectors.groups.items()}
+    counts = {"compared": other.numel(), "mismatches": sum(groups.values()), "groups": groups}
+    return {"part": part, **counts, "other_nan": int((unequal & pair_of_nan).sum()), "first": differences}
+
+
+def vectors(format: Any, folder: str | Path | None = None, **options: Any) -> Vectors:
+    """Return inputs of a format on which kernels go wrong, with their codes and values; write them into a folder.
+
+    ``fmtsim vectors --check`` compares a kernel's results with the folder. ``options`` are ``rounding``, ``overflow``,
+    ``random_bits`` and ``generator`` of ``fmtsim.encode``, whose errors they raise; the seed is 0 unless it is told.
+
+    >>> vectors("e2m1").tensors["codes"][:3].tolist()
+    [15, 14, 13]
+    """
+    result, files = make_vectors(get_format(format), {"generator": 0} | options)
+    if folder is not None:
+        write_folder(Path(folder), files)
+    return result
 
 
 def _rule(vectors: Vectors, index: tuple[int, ...], of_scale: bool) -> str:

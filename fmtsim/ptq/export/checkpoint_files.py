@@ -428,6 +428,8 @@ def export(
     >>> found.coded, same
     ({'0': 'int4'}, True)
     """
+    if layout not in get_args(FileLayout) and path in get_args(FileLayout):
+        path, layout = layout, path  # type: ignore[assignment]  # the other way round
     if layout not in get_args(FileLayout):
         raise ArgumentError(f"layout={shown(layout)} is unknown; choose one of {', '.join(get_args(FileLayout))}")
     if names is not None and layout != "gguf":

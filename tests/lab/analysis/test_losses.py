@@ -17,7 +17,7 @@ from fmtsim.lab.analysis.losses import Losses, list_losses, max_loss_scale, plot
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.lab.training.sweep import sharpness
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
-from fmtsim.support.plotting import COLOURS, STYLE, new_figure
+from fmtsim.support.plotting import COLOURS, STYLE, new_panels
 from tests.support.operands import normal
 from tests.support.refusals import refused
 
@@ -238,4 +238,4 @@ def test_the_style_is_one_that_matplotlib_takes():
 
 def test_missing_matplotlib_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    refused(r"pip install 'fmtsim\[viz\]'", new_figure, 1, 1, error=FmtsimError)
+    refused(r"pip install 'fmtsim\[viz\]'", new_panels, 1, 1, error=FmtsimError)

@@ -6,7 +6,7 @@ import torch
 
 import fmtsim
 from fmtsim.casts.encoded import Encoded
-from fmtsim.lab.analysis.recode import carry
+from fmtsim.lab.analysis.recode import carry, recode
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.support.errors import ArgumentError, FormatError
 
@@ -114,12 +114,30 @@ def test_a_weight_has_the_blocks_that_change_their_places_and_the_worst_error():
     weight = Encoded.from_parts(EncodedParts(codes, scales), fmtsim.get_format("mxfp4"), codes.shape)
     found = fmtsim.lab.check_recode(weight, "nvfp4")
     (row,) = found.weights
-    assert (row.blocks, row.carried, row.first, row.worst) == (8, 1, ((2, 1),), 1 / 3) and not found.lossless
-    assert "1 change under their own scales" in str(found) and "(2, 1)" in str(found)
+    assert (row.blocks, row.carried, row.first, row.max_relative) == (8, 1, ((2, 1),), 1 / 3) and not found.lossless
+    assert "loss: 1 blocks change, SQNR 138.4 dB, largest relative error 0.333" in str(found) and "(2, 1)" in str(found)
     assert fmtsim.lab.check_recode({"a": weight, "b": torch.ones(2)}, "mxfp8_e4m3").lossless
     assert carry(fmtsim.encode(torch.ones(4, 64), "nvfp4_row"), fmtsim.get_format("mxfp8_e4m3")) is None
     other = fmtsim.lab.check_recode(fmtsim.encode(torch.randn(4, 64), "mxfp8_e4m3"), "nvfp4").weights[0]
     assert other.carried is None and other.by_rule == 8 and other.first[0] == (0, 0)
+
+
+@pytest.mark.parametrize("scales", ["best", "rule", "own"])
+def test_what_recoding_costs_is_what_compare_says_of_the_values(scales):
+    """Of two weights one loses less under its own scales, the other by the rule; the sums are those of both."""
+    torch.manual_seed(0)
+    weights = {"a": mxfp4(range(-3, 3)), "b": fmtsim.encode(torch.randn(64, 64), "nvfp4"), "c": torch.ones(3)}
+    target, found = fmtsim.get_format("mxint8"), fmtsim.lab.check_recode(weights, "mxint8", scales=scales)
+    pairs = [(weights[row.name].decode(), recode(row.name, weights[row.name], target, scales)[0].decode())
+             for row in found.weights]  # fmt: skip
+    for row, (before, after) in zip(found.weights, pairs, strict=True):
+        cost = fmtsim.compare(after, before)
+        assert row.sqnr_db == pytest.approx(cost.sqnr_db) and row.max_relative == pytest.approx(cost.max_relative)
+        assert row.changed == int((before != after).unflatten(1, (-1, 16 if row.name == "b" else 32)).any(-1).sum())
+        assert row.scales == scales or (scales == "best" and row.sqnr_db >= row.by_rule_db)
+    both = fmtsim.compare(*(torch.cat([part.flatten() for part in parts]) for parts in zip(*pairs, strict=True)))
+    assert both.equal or f"SQNR {both.sqnr_db:.1f} dB" in str(found)
+    assert [row.scales for row in found.weights] == ({"best": ["own", "rule"]}.get(scales) or [scales] * 2)
 
 
 def test_what_is_no_format_of_blocks_is_refused():

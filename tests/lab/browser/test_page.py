@@ -222,7 +222,43 @@ def test_counts_in_the_page_are_those_of_casts(opened):
     assert exact > 10
     page.select_option("#exp-format", "e2m1")
     e2m1 = OperandStats().add(x, fmtsim.quantize(x, "e2m1"), fmtsim.get_format("e2m1"))
-    assert f"e2m1: underflow {e2m1.underflow_percent:.3g} %" in page.inner_text("#exp-panels")
+    assert f"e2m1 without a scale: underflow {e2m1.underflow_percent:.3g} %" in page.inner_text("#exp-panels")
+
+
+def test_another_format_has_a_scale_of_its_own_unless_one_was_chosen(opened):
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(1)) * 100
+    stats = OperandStats().add(x, fmtsim.quantize(x, "e4m3"), fmtsim.get_format("e4m3"))
+    page = opened(write_page(None, title="t", observation=Observation({"l": {"x_f": stats}})))
+    said = lambda: page.inner_text("#exp-panels p").split("\n")[0]  # noqa: E731
+    for own, name in (("", "e2m1"), ("e2m0", "")):
+        page.fill("#exp-own", own) if own else page.select_option("#exp-format", name)
+        assert f"{own or name} under a scale of its own: " in said() and ", saturation 0 " in said()
+    page.fill("#exp-own", "foo")
+    assert said() == "" and "spells no format" in page.inner_text("#exp-own-said")
+    page.fill("#exp-own", "")
+    assert page.input_value("#exp-values") == "scaled"
+    page.select_option("#exp-values", "scaled")
+    page.select_option("#exp-format", "e2m1")
+    assert "e2m1 under scales of e4m3: " in said() and ", saturation 0 " not in said()
+    groups = page.eval_on_selector_all("#exp-format optgroup", "all => all.map((g) => [g.label, g.children.length])")
+    assert groups[0] == ["common", 12] and sum(count for _, count in groups) == len(format_choices())
+
+
+def test_equal_lines_are_one_and_numbers_come_first_on_a_phone(opened):
+    observation = made_observation()
+    for counts in observation.counts.values():
+        for operands in counts.values():
+            operands["x_w"] = operands["x_f"]
+    rows = [("run", "simulated", "gap", "verdict"), ("a", "h200", "+0.1", "yes")]
+    page = opened(made_report(observation, verdict=[*rows, ("What to try", "b")]), width=390)
+    assert "x_f = x_w" in page.inner_text("#details-chart").split("\n")
+    for place in ("#details-table", "#worst-table"):
+        heads = page.eval_on_selector_all(f"{place} th", "all => all.map((t) => t.innerText.replace(/ .$/, ''))")
+        right = page.eval_on_selector(f"{place} th:nth-child(4)", "t => t.getBoundingClientRect().right")
+        assert heads[-1] == "format" and "underflow" in heads[:3] and right < 390
+    assert (
+        page.inner_text("#verdict-table td:nth-child(3)") == "+0.1" and page.inner_text("#verdict dt") == "What to try"
+    )
 
 
 def test_smoothing_keeps_constants_and_ends_at_nan(opened):

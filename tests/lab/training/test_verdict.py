@@ -194,11 +194,20 @@ def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
     assert main(["report", "a", "b", "c", "--out", "all.html"]) == 0
     page = data_of((tmp_path / "all.html").read_text())
     labels = [curve["label"] for curve in page["curves"]]
-    assert labels[0] == "a: fp32 (baseline) = c: fp32 (baseline)" and len(labels) == 5
+    assert labels[0] == "a baseline = c baseline" and len(labels) == 5
     assert [curve["against"] for curve in page["curves"]] == [0, 1, 0, 1, 0]
-    told = dict(map(tuple, page["verdict"]))
-    assert told["a, b: Gap"].endswith("the mean of 2 seeds and its 95 % interval (Student)") and "c: Gap" in told
-    assert told["a, b: Where to look first"].startswith("nothing: ") and told["a, b: What to try"]
+    assert labels[2:] == ["a", "b", "c"]
+    head, both, single = (row for row in page["verdict"] if len(row) == 4)
+    assert (
+        head == ["run", "simulated", "gap", "verdict"]
+        and both[0] == "a, b"
+        and single[:2] == ["c", "e5m2, scaled by tensor"]
+    )
+    assert both[2].endswith("the mean of 2 seeds and its 95 % interval (Student)") and single[3].startswith(
+        "operands and what"
+    )
+    told = dict(map(tuple, (row for row in page["verdict"] if len(row) == 2)))
+    assert told["Where to look first"].startswith("nothing: ")
     rows = dict(map(tuple, page["configuration"]))
     assert rows["differs.config.seed.b"] == "1" and rows["differs.ran.simulated.formats.c"].startswith("x e5m2")
     assert rows["in all.config.steps"] == "3"

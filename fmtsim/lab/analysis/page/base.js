@@ -48,6 +48,7 @@ function view(redraw) {
   views.push(redraw);
   redraw();
 }
+const narrow = () => innerWidth <= 560;
 let asked = 0;
 function redrawAll() {
   cancelAnimationFrame(asked);
@@ -147,7 +148,9 @@ for (const [kind, saves] of [["save", (host) => save(svgBlob(titled(host)), host
 }
 $("save-json").addEventListener("click", () => save(new Blob([JSON.stringify(data, null, 1)], { type: "application/json" }), "report.json"));
 
+// Choices are pairs of a value and a text, or of the name of a group and its values.
 function options(select, entries, chosen) {
-  select.replaceChildren(...entries.map(([value, text]) => make("option", { value }, text)));
+  const choice = ([value, text]) => Array.isArray(text) ? make("optgroup", { label: value }, ...text.map((name) => choice([name, name]))) : make("option", { value }, text);
+  select.replaceChildren(...entries.map(choice));
   if (chosen !== undefined) select.value = chosen;
 }

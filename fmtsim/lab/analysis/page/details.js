@@ -31,6 +31,9 @@ function table(host, columns, rows, { most = Infinity, sorted = null, down = tru
   }
   render();
 }
+// On a narrow screen what a row is named by is followed by its numbers; other texts come last.
+const arranged = (columns) => (narrow() ? [...columns.filter((c) => !c.late), ...columns.filter((c) => c.late)] : columns);
+const operandCell = (o) => (narrow() ? seen.operands[o] : operandText(o));
 // What is not there comes last, whichever way a column is sorted.
 function ranked(a, b, falling) {
   const none = (v) => v === null || v === undefined || Number.isNaN(v);
@@ -48,21 +51,25 @@ function drawDetails() {
   const present = seen.operands.map((_, o) => o).filter((o) => seen.formats[placeOf(layer, o)] !== null);
   $("details-title").textContent = `${seen.layers[layer]}, ${stepText(step)}`;
   const at = (o) => [layer, o, step];
-  table($("details-table"), [
-    { name: "operand", left: true, mono: false, value: (o) => o, text: operandText },
-    { name: "format", left: true, mono: true, value: (o) => formatOf(layer, o), text: (o) => formatOf(layer, o) },
+  table($("details-table"), arranged([
+    { name: "operand", left: true, mono: false, value: (o) => o, text: operandCell },
+    { name: "format", left: true, late: true, mono: true, value: (o) => formatOf(layer, o), text: (o) => formatOf(layer, o) },
     ...figureColumns(at),
     countColumn("nonfinite", "NaN or Inf", at),
     countColumn("elements", "elements", at),
-  ], present, { caption: `Operands of ${seen.layers[layer]}` });
+  ]), present, { caption: `Operands of ${seen.layers[layer]}` });
   const host = $("details-chart");
   if (seen.steps.length < 2) {
     host.replaceChildren();
     return;
   }
-  const series = present.map((o, i) => ({
-    label: seen.operands[o], color: ink("c" + (i % 8)), dash: ["none", "7 3", "2 3"][Math.floor(i / 8) % 3],
-    points: seen.steps.map((s, k) => [s, figure(metric, layer, o, k)]),
+  const lines = new Map(); // operands by the points of their line: equal lines are drawn once
+  for (const o of present) {
+    const points = seen.steps.map((s, k) => [s, figure(metric, layer, o, k)]);
+    lines.set(String(points), [points, ...(lines.get(String(points)) ?? []).slice(1), seen.operands[o]]);
+  }
+  const series = [...lines.values()].map(([points, ...names], i) => ({
+    label: names.join(" = "), color: ink("c" + (i % 8)), dash: ["none", "7 3", "2 3"][Math.floor(i / 8) % 3], points,
   }));
   const m = METRICS[metric];
   const log = metric === "amax";
@@ -82,14 +89,15 @@ function worstTable() {
   const at = ([l, o]) => [l, o, ALL];
   const columns = [
     { name: "layer", left: true, mono: true, long: true, value: ([l]) => l, text: ([l]) => make("button", { type: "button", onclick: () => select(l, ALL, true) }, seen.layers[l]) },
-    { name: "operand", left: true, value: ([, o]) => seen.operands[o], text: ([, o]) => operandText(o) },
-    { name: "format", left: true, mono: true, value: ([l, o]) => formatOf(l, o), text: ([l, o]) => formatOf(l, o) },
+    { name: "operand", left: true, value: ([, o]) => seen.operands[o], text: ([, o]) => operandCell(o) },
+    { name: "format", left: true, late: true, mono: true, value: ([l, o]) => formatOf(l, o), text: ([l, o]) => formatOf(l, o) },
     ...figureColumns(at),
     countColumn("nonfinite", "NaN or Inf", at),
   ];
   if (costs.size) columns.push({ name: "cost in loss", value: cost, text: (row) => short(cost(row)) });
-  const sorted = columns.findIndex((c) => c.name === (costs.size ? "cost in loss" : "SQNR"));
-  table($("worst-table"), columns, rows, { most: 12, sorted, down: costs.size > 0, caption: "Operands by loss of bits" });
+  const ordered = arranged(columns);
+  const sorted = ordered.findIndex((c) => c.name === (costs.size ? "cost in loss" : "SQNR"));
+  table($("worst-table"), ordered, rows, { most: 12, sorted, down: costs.size > 0, caption: "Operands by loss of bits" });
 }
 
 // The layer and operand that lost most in all observed steps, null where nothing is told; and what tells more of a run.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Histograms of exponents beside the window of a format, and what any eXmY would lose of them, counted in the page.
 const TOGETHER = "all";
+const COMMON = ["e4m3", "e5m2", "bf16", "fp16", "e2m1", "e2m3", "e3m2", "e3m4", "e4m3fnuz", "e5m2fnuz", "int8", "int4"];
 
 // A format as `fmtsim.get_format` finds it: a registered one by its name, else eXmY spelled out, with IEEE 754 rules above
 // 8 bits, one NaN and no Inf at 8 bits, finite below. Returns {name, least, most, limit}, or a text that says what is wrong.
@@ -90,7 +91,7 @@ function drawPanels() {
   const shift = Math.max(-60, Math.min(60, Math.round(Number($("exp-shift").value) || 0)));
   const panels = seen.operands.map((_, o) => [o, histogram(layer, o, values)]).filter(([, h]) => h.places.length);
   $("exp-panels").replaceChildren(...panels.map(() => make("div")));
-  panels.forEach(([o, h], i) => panel($("exp-panels").children[i], o, h, wrong ? null : chosenFormat(h), { values, layer, shift }));
+  panels.forEach(([o, h], i) => panel($("exp-panels").children[i], o, h, wrong ? undefined : chosenFormat(h), { values, layer, shift }));
   howCounted(values, layer);
 }
 
@@ -109,11 +110,12 @@ function panel(host, o, h, format, { values, layer, shift }) {
   const scaled = format && values === "amax" ? Math.floor(Math.log2(format.most)) : 0;
   const move = shift + scaled;
   const kinds = h.kinds.length > 2 ? `${h.kinds.length} formats` : h.kinds.join(", ");
-  let lost = "The run's operands have no single element format here; choose one.";
+  let lost = format === undefined ? "" : "The run's operands have no single element format here; choose one.";
   if (format) {
     const under = beyond(h.bins, format.least / 2, false, move);
     const over = beyond(h.bins, format.limit ?? format.most, true, move, h.largest);
-    lost = `${format.name}: underflow ${between(under, h.nonzero)}, saturation ${between(over, h.finite)}`;
+    const scales = { scaled: ` under scales of ${kinds}`, plain: " without a scale", amax: " under a scale of its own" }[values];
+    lost = `${format.name}${scales}: underflow ${between(under, h.nonzero)}, saturation ${between(over, h.finite)}`;
   }
   // What the run's own format lost under its scales was measured; a count would only bound it.
   const own = !$("exp-own").value.trim() && !$("exp-format").value && values === "scaled" && !shift && layer !== TOGETHER;
@@ -173,8 +175,14 @@ function showLayer(layer) {
 }
 function startExponents() {
   options($("exp-layer"), [[TOGETHER, "all layers together"], ...seen.layers.map((name, l) => [l, name])], heat.layer);
-  options($("exp-format"), [["", "of the run"], ...seen.choices.map(([name]) => [name, name])]);
+  const names = seen.choices.map(([name]) => name).filter((name) => !COMMON.includes(name));
+  const groups = Object.entries({ "floating point": /^(?!p3109|int)/, integers: /^int/, P3109: /^p3109/ });
+  options($("exp-format"), [["", "of the run"], ["common", COMMON], ...groups.map(([kind, of]) => [kind, names.filter((name) => of.test(name))])]);
   $("exp-format").addEventListener("input", () => { $("exp-own").value = ""; });
+  // Another format has scales of its own, unless somebody chose what values are divided by.
+  let told = false;
+  $("exp-values").addEventListener("input", () => { told = true; });
+  for (const id of ["exp-format", "exp-own"]) $(id).addEventListener("input", () => { if (!told) $("exp-values").value = $(id).value.trim() ? "amax" : "scaled"; });
   for (const id of ["exp-layer", "exp-values", "exp-format", "exp-own", "exp-shift", "exp-log"]) $(id).addEventListener("input", drawPanels);
   view(drawPanels);
 }

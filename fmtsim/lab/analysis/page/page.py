@@ -145,7 +145,7 @@ def write_page(
     path: StrPath | None, *, title: str, curves: Mapping[str, Sequence[float]] | None = None, loss_unit: str = "",
     observation: Any = None, coverage: Any = None, attribution: Any = None,
     configuration: Mapping[str, Any] | None = None, notes: Sequence[str] = (),
-    verdict: Sequence[tuple[str, str]] = (), against: Mapping[str, str] | None = None,
+    verdict: Sequence[tuple[str, ...]] = (), against: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
     """Write one self-contained HTML file that shows a run in any browser, from a disk or a server; return its text.
 
@@ -164,7 +164,7 @@ def write_page(
         attribution: What ``fmtsim.attribute`` returned.
         configuration: Anything that describes the run, nested as JSON is.
         notes: What a reader has to know first: that a run was interrupted, what was not simulated.
-        verdict: What the run shows, as pairs of a question and its answer.
+        verdict: What the run shows, as pairs of a question and its answer; longer rows are a table, the first its head.
         against: Label of a curve to that of the curve it is compared with; others are compared with the first.
 
     Raises:

@@ -6,7 +6,9 @@ function startNotes() {
 }
 
 function startVerdict() {
-  $("verdict-list").replaceChildren(...data.verdict.flatMap(([question, answer]) => {
+  const [head, ...rows] = data.verdict.filter((row) => row.length > 2); // of several runs a table
+  if (head) table($("verdict-table"), head.map((name, i) => ({ name, left: true, long: i > 0, value: (row) => row[i], text: (row) => row[i] })), rows, { caption: "Runs" });
+  $("verdict-list").replaceChildren(...data.verdict.filter((row) => row.length === 2).flatMap(([question, answer]) => {
     const parts = answer.split(/; (?=\d\. )/); // a list that is numbered has a line for each
     return [make("dt", {}, question), make("dd", {}, ...parts.map((part) => make("div", {}, part)))];
   }));
@@ -47,10 +49,10 @@ function startCost() {
   const names = [...new Set(rows.flatMap(Object.keys))];
   const numeric = (name) => rows.some((row) => isNumber(num(row[name])) && typeof row[name] !== "boolean");
   const value = (name) => (row) => (numeric(name) ? num(row[name]) ?? null : String(row[name] ?? ""));
-  const columns = names.filter((name) => name !== "module" && rows.some((row) => row[name] !== null && typeof row[name] !== "object")).map((name) => ({
-    name: worded(name), left: !numeric(name), mono: name === "layer", long: name === "layer", value: value(name),
-    text: (row) => (numeric(name) ? short(value(name)(row), 4) : value(name)(row)),
-  }));
+  const columns = arranged(names.filter((name) => name !== "module" && rows.some((row) => row[name] !== null && typeof row[name] !== "object")).map((name) => ({
+    name: worded(name), left: !numeric(name), late: !numeric(name) && !["layer", "operand"].includes(name), mono: name === "layer", long: name === "layer",
+    value: value(name), text: (row) => (numeric(name) ? short(value(name)(row), 4) : value(name)(row)),
+  })));
   table($("cost-table"), columns, rows, { most: 12, sorted: columns.findIndex((c) => c.name === COSTS.loss), caption: "Cost of operands" });
   const worst = rows.filter((row) => isNumber(num(row.loss))).sort((a, b) => num(b.loss) - num(a.loss)).slice(0, 12);
   view(() => shareBars($("cost-chart"), worst.map((row) => ({ label: `${row.layer} ${row.operand}`, value: num(row.loss), text: short(num(row.loss)) })), COSTS.loss));

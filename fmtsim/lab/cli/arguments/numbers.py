@@ -208,8 +208,9 @@ def declare_convert_checkpoint(parser: argparse.ArgumentParser) -> None:
     option(parser, "--out", out, metavar="DIR", type=Path)
     layouts = "compressed-tensors: 2-d weights; gpt-oss: MXFP4; deepseek: E4M3 in blocks, scales as float32"
     option(parser, "--layout", layouts, "compressed-tensors", choices=("compressed-tensors", "gpt-oss", "deepseek"))
-    scales = "rule: the format's own; own: those of the checkpoint, or the format's next above where it lacks one"
-    option(parser, "--scales", scales, "rule", choices=("rule", "own"))
+    scales = "rule: the format's own; own: those of the checkpoint, or the format's next above where it lacks one; "
+    scales += "best: of both, for each weight, those that lose less"
+    option(parser, "--scales", scales, "best", choices=("best", "rule", "own"))
     option(parser, "--weights", "a regular expression: weights to encode that are not quantised", metavar="PATTERN")
     option(parser, "--ignore", "a regular expression: weights to leave in high precision", metavar="PATTERN")
     flag(parser, "--quiet", "show no progress")
@@ -227,6 +228,7 @@ def declare_vectors(parser: argparse.ArgumentParser) -> None:
     files = ".npy, .npz, .pt or .safetensors; FILE:NAME picks a tensor"
     option(check, "--decode", f"values that a kernel made of codes and scales: {files}", metavar="FILE")
     option(check, "--encode", "codes that it made of inputs; scales too where the file names them", metavar="FILE")
+    flag(check, "--all", "list all differences, not the first of each group")
     add_json(parser)
 
 
