@@ -204,7 +204,7 @@ class Step:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self()
             wait(self.device)
-        kernels = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        kernels = (event for event in profile.events() if event.device_type.name == "CUDA")
         return sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e6
 
 
