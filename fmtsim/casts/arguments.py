@@ -15,7 +15,7 @@ from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, check_hold
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.support.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
-from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, did_you_mean, shown
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, keyword_error, shown
 
 Generator = int | torch.Generator | RandomKey | None
 _SEEDS = -(1 << 63), (1 << 63) - 1  # the least, and what lies above the largest
@@ -111,14 +111,10 @@ def spelled(verb: Any, like: Any = None) -> inspect.Signature:
     return inspect.signature(verb).replace(parameters=[*own, *more])
 
 
-_OTHERS = {"saturate": "overflow='saturate' or 'ieee'", "seed": "generator=", "axis": "dim=", "dtype": "out_dtype="}
-
-
 def refuse_keywords(verb: Any, keywords: dict[str, Any]) -> None:
     """Raise TypeError for keywords that a verb lacks, with what says the same here, or names that are close."""
     for name in keywords:
-        hint = f"; write {_OTHERS[name]}" if name in _OTHERS else did_you_mean(name, inspect.signature(verb).parameters)
-        raise TypeError(f"{verb.__name__}() got an unexpected keyword argument {name!r}{hint}")
+        raise keyword_error(verb.__name__, name, inspect.signature(verb).parameters)
 
 
 def check_flags(**flags: Any) -> None:

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from fmtsim.formats.display import Displayed, Fields, short_number
@@ -24,9 +24,10 @@ from fmtsim.formats.scaling import (
 )
 from fmtsim.formats.scaling import Block as Block
 from fmtsim.support.errors import ArgumentError, FormatError, shown
-from fmtsim.support.records import as_int, check_types
+from fmtsim.support.records import as_int, check_types, lists_fields
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFormat(Displayed):
     """Describe a format in which a block of elements shares a scale: ``x ~= scale * element``.
@@ -51,9 +52,9 @@ class BlockFormat(Displayed):
         source: The document that defines the format.
     """
 
-    name: str
-    element: ElementFormat
-    scaling: Scaling
+    name: str = field(kw_only=False)
+    element: ElementFormat = field(kw_only=False)
+    scaling: Scaling = field(kw_only=False)
     alternative: ElementFormat | None = None
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -73,7 +74,9 @@ class BlockFormat(Displayed):
         narrow = f"scale_rule='amax' needs a scale with mantissa bits, not {scale.name}"
         check(bool(scale.mantissa_bits) or not real, narrow, "floor, ceil, rceil or even")
         stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
-        check(stored, f"scale format {scale.name}", "fp32, bf16, fp16 or one of 8 bits or fewer, such as ue5m3 or uint6")
+        check(
+            stored, f"scale format {scale.name}", "fp32, bf16, fp16 or one of 8 bits or fewer, such as ue5m3 or uint6"
+        )
         tensor, several = self.scaling.tensor, len(self.scaling.candidates) > 1
         check(real or tensor is None, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
         compared = tensor is not None and tensor.order == "fouroversix"
@@ -198,6 +201,7 @@ class BlockFormat(Displayed):
         )
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogTileFormat(Displayed):
     """Describe LogFMT: a tile keeps its smallest and largest logarithm, codes count equal steps between them.

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Context, Decimal
 from functools import cache, partial
 
@@ -13,9 +13,10 @@ from fmtsim.formats.floating import Element, NanPolicy, require, require_code
 from fmtsim.formats.floating import FloatFormat as FloatFormat
 from fmtsim.formats.floating import Overflow as Overflow
 from fmtsim.support.errors import FormatError
-from fmtsim.support.records import check_types
+from fmtsim.support.records import check_types, lists_fields
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntFormat(Element):
     """Describe a fixed-point format: codes are two's complement (or unsigned) integers.
@@ -35,8 +36,8 @@ class IntFormat(Element):
         source: The document that defines the format.
     """
 
-    name: str
-    bits: int
+    name: str = field(kw_only=False)
+    bits: int = field(kw_only=False)
     signed: bool = True
     symmetric: bool = True
     half_offset: bool = False
@@ -111,6 +112,7 @@ class IntFormat(Element):
         return f"IntFormat({self.name!r}: {self.bits} bits,{grid} {extent})"
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodebookFormat(Element):
     """Describe a format by the list of its values; the code of a value is its place in the list.
@@ -222,6 +224,7 @@ def _ordered(fmt: CodebookFormat) -> tuple[float, ...]:
     return tuple(sorted({value + 0.0 for value in fmt.values}))  # -0 + 0 = 0
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFormat(Element):
     """Describe a logarithmic number system: ``+-2**(k / gamma)`` with ``k = 0 ... 2**(bits - 1) - 1``.

@@ -3,13 +3,13 @@
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from fmtsim.formats.display import Displayed, Fields, finite_values, short_number
 from fmtsim.support.errors import FormatError, shown
-from fmtsim.support.records import check_types
+from fmtsim.support.records import check_types, lists_fields
 
 Overflow = Literal["saturate", "ieee"]
 NanPolicy = Literal["max", "error"]
@@ -60,6 +60,7 @@ def require_code(name: str, bits: int, code: int) -> None:
         raise FormatError(f"code {code} is outside {name} (0 to {(1 << bits) - 1})")
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatFormat(Element):
     """Describe a binary floating-point format of sign, exponent and mantissa fields.
@@ -88,9 +89,9 @@ class FloatFormat(Element):
         source: The document that defines the constants.
     """
 
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
+    name: str = field(kw_only=False)
+    exponent_bits: int = field(kw_only=False)
+    mantissa_bits: int = field(kw_only=False)
     bias: int | None = None
     signed: bool = True
     nan: Literal["ieee", "top", "negative_zero", "none"] = "ieee"
@@ -108,7 +109,9 @@ class FloatFormat(Element):
         check(1 <= self.exponent_bits <= 11, f"exponent_bits={self.exponent_bits}", "1 to 11")
         check(0 <= self.mantissa_bits <= 52, f"mantissa_bits={self.mantissa_bits}", "0 to 52")
         ieee = self.nan == "ieee"
-        check(self.infinities or not ieee, "nan='ieee' with infinities=False", "infinities=True, or nan='top'")
+        check(
+            self.infinities or not ieee, "nan='ieee' with infinities=False", "infinities=True, nan='top' or nan='none'"
+        )
         check(self.mantissa_bits > 0 or not ieee, "nan='ieee' with mantissa_bits=0", "nan='top' or 'none'")
         unsigned_nan = self.nan == "negative_zero" and not self.signed
         check(not unsigned_nan, "nan='negative_zero' with signed=False", "nan='top' or 'none' for an unsigned format")

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from fmtsim.formats.element import IntFormat
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
 from fmtsim.support.errors import FmtsimError, FormatError, shown
-from fmtsim.support.records import as_int, check_types
+from fmtsim.support.records import as_int, check_types, lists_fields
 
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
@@ -38,6 +38,7 @@ SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
 """What verbs take as ``scale_rule``; ``block_scaling`` is the Scaling that each stands for."""
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """Describe delayed scaling: the scale of a call follows from the largest magnitudes of earlier ones.
@@ -66,6 +67,7 @@ class History:
             )
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorScale:
     """Describe the float32 scale of a whole tensor that brings its block scales into the range of their format.
@@ -92,6 +94,7 @@ class TensorScale:
 _ONE_LEVEL: Final = ("factor", "offset", "margin", "eps", "arithmetic", "power_of_two", "multiplier", "allowed")
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
     """Describe how the scale of a block follows from its elements; an element is then ``round(x / scale)``.

@@ -16,12 +16,13 @@ from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.records import check_types, located
+from fmtsim.support.records import check_types, lists_fields, located
 
 Sequential = Literal["block", "layer"]
 _NO_MACHINE = dict.fromkeys(("target", "plan", "native"))
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtqRecipe:
     """Describe how a trained model becomes a quantised one.

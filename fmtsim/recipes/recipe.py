@@ -16,7 +16,7 @@ from fmtsim.recipes.system import Level, OptimizerConfig, find_level
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.records import check_types, located
+from fmtsim.support.records import check_types, lists_fields, located
 from fmtsim.support.table import aligned, filled, html
 
 HEADINGS = ("product", "operand", "of", "transforms", "format", "scale", "rounding", "gradient")
@@ -67,6 +67,7 @@ def _scale(quantizer: Quantizer) -> str:
     )
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Name a stretch of training.
@@ -122,6 +123,7 @@ class Steps:
         return f"steps {names[0]} to {names[1]}"
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Describe an exception: layers or steps that run under another config than the recipe's ``linear``.
@@ -292,6 +294,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
 )
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Name a way of training.

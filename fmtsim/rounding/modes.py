@@ -6,10 +6,11 @@ A new mode is one row of ``RULES`` and one name in ``Mode``.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from fmtsim.support.errors import FormatError, did_you_mean, shown
+from fmtsim.support.records import lists_fields
 
 Mode = Literal[
     "nearest_even", "nearest_away", "nearest_toward_zero", "nearest_to_odd", "toward_zero", "up", "down", "to_odd",
@@ -88,6 +89,7 @@ RULES: dict[Mode, Rule] = {
 CODES: dict[Mode, int] = {mode: rule.code for mode, rule in RULES.items()}
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     """Describe a rounding.
@@ -105,7 +107,7 @@ class Rounding:
             ``"cvt_rs"``, the way Blackwell's ``cvt.rs`` shares one word among 4 elements (8 bits) or 2 (13, 16 bits).
     """
 
-    mode: Mode = "nearest_even"
+    mode: Mode = field(default="nearest_even", kw_only=False)
     random_bits: int | None = None
     variant: Literal["a", "b", "c"] = "a"
     layout: Literal["word", "cvt_rs"] = "word"
@@ -113,7 +115,7 @@ class Rounding:
     if TYPE_CHECKING:  # what is taken is more than what fields hold
 
         def __init__(
-            self, *, mode: RoundingName = "nearest_even", random_bits: int | None = None,
+            self, mode: RoundingName = "nearest_even", *, random_bits: int | None = None,
             variant: Literal["a", "b", "c"] = "a", layout: Literal["word", "cvt_rs"] = "word",
         ) -> None: ...  # fmt: skip
 

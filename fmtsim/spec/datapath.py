@@ -13,13 +13,14 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import is_representable
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.support.errors import ArgumentError, FormatError, shown
-from fmtsim.support.records import check_types
+from fmtsim.support.records import check_types, lists_fields
 
 TermRounding = Literal["toward_zero", "nearest_even", "nearest_away", "down"]
 TERM_ROUNDINGS: tuple[TermRounding, ...] = get_args(TermRounding)
 FP32 = FloatFormat(name="fp32", exponent_bits=8, mantissa_bits=23)
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datapath:
     """Describe a fused unit: products are aligned to the largest exponent, truncated, added exactly and rounded once.
@@ -102,6 +103,7 @@ class Datapath:
             )
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoStageDatapath:
     """Describe the unit of CDNA3: products are aligned among themselves first, their sum then with the addend.
@@ -130,6 +132,7 @@ class TwoStageDatapath:
             raise ArgumentError(f"block={self.block} has no even and odd halves; choose an even block")
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairwiseDatapath:
     """Describe the unit of CDNA2: products rounded to float32, added in pairs, each sum rounded and flushed.
@@ -149,6 +152,7 @@ class PairwiseDatapath:
             raise ArgumentError(f"block={self.block} cannot be added in pairs; choose a power of two")
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FmaDatapath:
     """Describe Intel's dot products: chains of float32 fused multiply-adds, with subnormal numbers taken as zero.
@@ -171,6 +175,7 @@ class FmaDatapath:
             raise ArgumentError(f"block={self.block} does not hold whole pairs of products; choose an even block")
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegerDatapath:
     """Describe an integer unit: exact products of 8-bit integers, a sum of so many bits that wraps or saturates.
@@ -207,6 +212,7 @@ class IntegerDatapath:
         return -(1 << (self.accumulator_bits - 1)), (1 << (self.accumulator_bits - 1)) - 1
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogDatapath:
     """Describe a unit for logarithms: exponents are added, a shift and a table make integers of them, which are summed.

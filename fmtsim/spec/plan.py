@@ -7,7 +7,7 @@ from typing import Literal
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.support.errors import ArgumentError, FormatError, shown
-from fmtsim.support.records import check_types
+from fmtsim.support.records import check_types, lists_fields
 
 Epilogue = Literal["scale", "row_column", "column_row"]
 Owner = Literal["contiguous", "even", "interleaved"]
@@ -16,6 +16,7 @@ LaneReduce = Literal["serial", "tree", "pair_tree"]
 _LANES = 4096  # so that few sums wait for each other in a tree
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPlan:
     """Describe how one library call orders its sums; docs/matmul.md, section 4, has the rules.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a quantiser is: transforms, a scale rule, a format and a rounding, and the rule of its gradient."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, check_use
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.support.errors import FormatError, shown
-from fmtsim.support.records import check_types
+from fmtsim.support.records import check_types, lists_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,7 @@ class Differentiable:
 GradientRule = StraightThrough | ClipMask | TrustMask | Differentiable
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hadamard:
     """Rotate groups of neighbours by a Hadamard matrix.
@@ -119,6 +120,7 @@ class Hadamard:
         return ", ".join([*words, *(["undone"] if self.undo else [])])
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clamp:
     """Clamp a tensor to its own quantiles.
@@ -169,6 +171,7 @@ Transform = Hadamard | Clamp | Sparsity
 Source = Literal["original", "forward", "requantised", "stored"]
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantizer:
     """Describe how one operand of one matrix product is quantised.
@@ -192,7 +195,7 @@ class Quantizer:
         like: Another library whose cast to ``format`` this is (``fmtsim.list_profiles()``), blocks and scales included.
     """
 
-    format: Format | None = None
+    format: Format | None = field(default=None, kw_only=False)
     rounding: Rounding = Rounding()
     overflow: Overflow | None = None
     scaling: Scaling | None = None
@@ -205,7 +208,7 @@ class Quantizer:
     if TYPE_CHECKING:  # what is taken is more than what fields hold
 
         def __init__(
-            self, *, format: str | Format | torch.dtype | None = None, rounding: RoundingName | Rounding = ...,
+            self, format: str | Format | torch.dtype | None = None, *, rounding: RoundingName | Rounding = ...,
             overflow: Overflow | None = None, scaling: Scaling | None = None, transforms: tuple[Transform, ...] = (),
             source: Source = "original", gradient: GradientRule = ..., then: "Quantizer | None" = None, like: str = "",
         ) -> None: ...  # fmt: skip

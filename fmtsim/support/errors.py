@@ -92,3 +92,14 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     word = name if isinstance(name, str) else shown(name)
     close = difflib.get_close_matches(word[:100].strip().lower(), known, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+_OTHERS = {"saturate": "overflow='saturate' or 'ieee'", "seed": "generator=", "axis": "dim=", "dtype": "out_dtype="}
+
+
+def keyword_error(what: str, name: str, names: Iterable[str]) -> TypeError:
+    """Return the error of a keyword that a verb or record lacks: what says the same here, close names, all names."""
+    names = [*names]
+    other = _OTHERS.get(name, "")
+    hint = f"; write {other}" if other.partition("=")[0] in names else did_you_mean(name, names)
+    return TypeError(f"{what}() got an unexpected keyword argument {name!r}{hint} (it takes {', '.join(names)})")

@@ -7,13 +7,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from numbers import Integral
 from operator import index
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fmtsim.support.errors import ArgumentError, FmtsimError, shown
+from fmtsim.support.errors import ArgumentError, FmtsimError, keyword_error, shown
 
 R = TypeVar("R")
 
@@ -22,6 +22,28 @@ DEEPEST = 64  # objects and lists inside each other
 
 READERS: dict[Any, Callable[[Any, str], Any]] = {}
 """How values of a type are read where they are not objects of its fields; each takes a value and the way to it."""
+
+
+def lists_fields(cls: type[R]) -> type[R]:
+    """Make a dataclass list its fields where it is called with a keyword that it lacks, or with too many arguments."""
+    init, fields = cls.__init__, [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    names, first = [field.name for field in fields], [field.name for field in fields if not field.kw_only]
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            init(self, *args, **values)
+        except TypeError as error:
+            unknown = [name for name in values if name not in names]
+            if unknown:
+                raise keyword_error(cls.__name__, unknown[0], names) from None
+            if len(args) > len(first):
+                taken = f"{cls.__name__}() takes {', '.join(first) or 'nothing'} by position"
+                raise TypeError(f"{taken}; write {' '.join(f'{n}=' for n in names if n not in first)}") from error
+            raise
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
 
 
 def check_types(record: Any, error: type[FmtsimError] = ArgumentError) -> None:

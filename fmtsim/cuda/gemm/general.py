@@ -71,8 +71,8 @@ def run(job: Job, sums: Tensor, marks: Tensor | None) -> None:
     """Write the sums [parts, M, N] of the tiles that are marked, of all tiles where ``marks`` is None."""
     unit = job.spec.datapath
     if ignores_order(job.spec):
-        # Add products modulo 2^32 or 2^64 by torch's own product, as many at once as cannot reach int32's ends, where it
-        # clamps.
+        # Add products modulo 2^32 or 2^64 by torch's own product, so many at once that none reaches int32's ends, where
+        # it clamps.
         m, n, k = job.shape
         total = sums[0].zero_() if job.c is None else sums[0].copy_(job.c)
         for start in range(0, k, _WITHIN_INT32):

@@ -26,7 +26,7 @@ from fmtsim.spec.operand import last_cast
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Hadamard, Quantizer, Sparsity
 from fmtsim.support.errors import ArgumentError, FormatError, shown
-from fmtsim.support.records import check_types, located
+from fmtsim.support.records import check_types, lists_fields, located
 
 INT8: Any = get_format("int8_full")
 _HINT = "pass target=Datapath(...), a unit of your own, which takes the values, or leave target= out"
@@ -140,6 +140,7 @@ def element_format(fmt: Format | None) -> ElementFormat | LogTileFormat | Packed
     return fmt.element if isinstance(fmt, BlockFormat) else fmt
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
     """Describe one matrix product: the quantisers of its two operands, in order, and the machine that multiplies.
@@ -261,6 +262,7 @@ PRODUCTS: Final = tuple(FORMULAS)
 _NO_MACHINE = dict.fromkeys(("target", "plan", "accumulate", "native"))
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearConfig:
     """Describe a linear layer ``y = x w^T`` with x [T, K], w [N, K] and the incoming gradient g [T, N].

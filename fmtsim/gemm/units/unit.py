@@ -23,7 +23,7 @@ from fmtsim.spec.datapath import (
     TwoStageDatapath,
 )
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown
-from fmtsim.support.records import check_types
+from fmtsim.support.records import check_types, lists_fields
 from fmtsim.support.table import Row, aligned, filled, html
 
 Accumulate = Literal["fp32", "fp16", "fp64", "int32", "int64"]
@@ -39,6 +39,7 @@ STRENGTHS: dict[Strength, str] = {
 _NAME = re.compile(r"[a-z0-9_.+-]+")
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
     """Describe one way to use a unit: what it takes, what it sums in, and its arithmetic.
@@ -92,6 +93,7 @@ class Mode:
         return f"{inputs}{f' with {self.scale} scales' if self.scale else ''} -> {self.accumulate}"
 
 
+@lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Unit:
     """Describe a matrix unit: a name, the modes it has, and where it is found.
