@@ -9,11 +9,12 @@ import torch
 
 from fmtsim.casts.lanes import Key, signed
 from fmtsim.formats.block import BlockFormat, Format, PackedFormat, ScaledFormat, with_block
-from fmtsim.formats.element import OVERFLOWS, CodebookFormat
+from fmtsim.formats.element import OVERFLOWS, CodebookFormat, Overflow
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES, check_holds, result_dtype
 from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, keyword_error, shown
 
@@ -210,6 +211,22 @@ def _resolve(
     random = mode.bits if mode.mode == "stochastic" else 0
     block = (fmt.name, *fmt.block) if isinstance(fmt, ScaledFormat) else None
     return spec, result, block, random
+
+
+_DEFAULTS = {"rounding": ("nearest_even", Rounding())}  # of verbs, beside a Quantizer; of all others None
+
+
+def cast_options(quantizer: Quantizer, **options: Any) -> tuple[Format, Rounding, Overflow | None, str | None]:
+    """Return format, rounding, overflow and like of a Quantizer that only casts; refuse them beside it."""
+    for name, value in options.items():
+        if value is not None and value not in _DEFAULTS.get(name, ()):
+            raise ArgumentError(
+                f"{name}={shown(value)} beside a Quantizer, which says how to round and scale; leave it out, or "
+                "write it into dataclasses.replace(quantizer, ...)"
+            )
+    cast = quantizer.as_cast()
+    assert cast.format is not None
+    return cast.format, cast.rounding, cast.overflow, cast.like or None
 
 
 def check_out_dtype(out_dtype: torch.dtype | None, fmt: Format) -> torch.dtype | None:

@@ -11,6 +11,7 @@ import torch
 from fmtsim.casts import numpy_arrays, ops, profile
 from fmtsim.casts.arguments import (
     Generator,
+    cast_options,
     check_blocks,
     check_dense,
     check_input,
@@ -31,6 +32,7 @@ from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
 from fmtsim.formats.scaling import ScaleRule
 from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.dispatch import is_bare, is_readable
 from fmtsim.support.errors import FormatError
 
@@ -39,7 +41,7 @@ Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
 
 def quantize(
     x: Numbers,
-    format: str | Format | torch.dtype,
+    format: str | Format | Quantizer | torch.dtype,
     rounding: RoundingName | Rounding = "nearest_even",
     *,
     overflow: Overflow | None = None,
@@ -61,7 +63,8 @@ def quantize(
         x: Tensor of any shape and strides: float16, bfloat16, float32, float64, or one of torch's float8 dtypes, whose
             values are then rounded as float32 numbers (scales as well). Or a numpy array of such a dtype, those of
             ml_dtypes among them.
-        format: Name, record or torch dtype of the format (``fmtsim.list_formats()``).
+        format: Name, record or torch dtype of the format (``fmtsim.list_formats()``); or a ``Quantizer``, which says
+            the rounding, overflow and scales, too (and may, for values alone, transform x or cast it twice).
         rounding: Name of a mode or a ``Rounding``.
         overflow: ``"saturate"`` or ``"ieee"``; None takes the format's default.
         dim: The dimension along which blocks run; element formats do not look at it.
@@ -120,9 +123,20 @@ def quantize(
     # 2. arguments become a cast, or the steps of another library's
     check_dense("x", x)
     result: Any = out_dtype if out is None else check_out(x, out, out_dtype)
+    if isinstance(format, Quantizer):
+        options = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits, "block_size": block_size,
+                   "scale_rule": scale_rule, "like": like}  # fmt: skip
+        try:
+            format, rounding, overflow, like = cast_options(format, **options)
+        except FormatError:  # transforms, a second cast, or a rule that block formats lack
+            from fmtsim.gemm.layers.quantize_tensor import quantize_tensor  # of products, above casts
+
+            values: Any = quantize_tensor(x, format, dim=dim, generator=generator, pad=pad)
+            values = values if result in (None, values.dtype) else quantize(values, result, out_dtype=result)
+            return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
     if like is not None:
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
-        values: Any = profile.quantize_like(x, format, like, dim=dim, block_size=block_size, out_dtype=result)
+        values = profile.quantize_like(x, format, like, dim=dim, block_size=block_size, out_dtype=result)
         return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
     cast, dtype, block, random = prepare(
         x, format, rounding, overflow, dim, random_bits, block_size, scale_rule, result
@@ -159,7 +173,10 @@ _QuantizePlain = plain_twin("quantize", keep_dtypes, _pass_gradient, ops.quantiz
 
 
 def quantize_(
-    x: Numbers, format: str | Format | torch.dtype, rounding: RoundingName | Rounding = "nearest_even", **options: Any
+    x: Numbers,
+    format: str | Format | Quantizer | torch.dtype,
+    rounding: RoundingName | Rounding = "nearest_even",
+    **options: Any,
 ) -> Numbers:
     """Round a tensor or an array in place; arguments are those of ``quantize`` but out and out_dtype.
 
@@ -171,7 +188,7 @@ def quantize_(
 
 def encode(
     x: torch.Tensor | numpy.ndarray[Any, Any],
-    format: str | Format | torch.dtype,
+    format: str | Format | Quantizer | torch.dtype,
     rounding: RoundingName | Rounding = "nearest_even",
     *,
     overflow: Overflow | None = None,
@@ -198,6 +215,10 @@ def encode(
     # 1. arguments become a cast
     tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
+    if isinstance(format, Quantizer):
+        options = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits, "block_size": block_size,
+                   "scale_rule": scale_rule, "like": like}  # fmt: skip
+        format, rounding, overflow, like = cast_options(format, **options)
     if like is not None:
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
         return profile.encode_like(tensor, format, like, dim=dim, block_size=block_size)

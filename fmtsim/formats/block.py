@@ -43,9 +43,8 @@ class BlockFormat(Displayed):
         name: The name under which the format is listed.
         element: The element format.
         scaling: The block and how its scale is made (``block_scaling`` makes one by the name of a rule). Of its fields
-            a format has ``block``, ``scale``, ``exponent_rule``, ``arithmetic`` ("divide", "reciprocal" or "encode"),
-            ``tensor``, ``candidates`` in the order ``"fouroversix"``, ``metric`` and ``zero_point``; a ``Quantizer``
-            takes the others.
+            a format has all but ``statistic``, ``input_scale``, ``scale_rounding``, ``eden``, ``empty``, ``history``,
+            which a ``Quantizer`` takes, and ``candidates`` in the order ``"fouroversix"`` alone.
         alternative: Elements of the blocks that they suit better, by ``scaling.metric``: the scale of such a block has
             its sign bit set, and ``alternative.max`` there stands for ``element.max``. None has no such blocks.
         aliases: Other names.
@@ -72,7 +71,8 @@ class BlockFormat(Displayed):
         smooth = isinstance(self.element, CodebookFormat | LogFormat)
         check(not (rule == "even" and smooth), "scale_rule='even' needs mantissa bits", "floor or amax")
         narrow = f"scale_rule='amax' needs a scale with mantissa bits, not {scale.name}"
-        check(bool(scale.mantissa_bits) or not real, narrow, "floor, ceil, rceil or even")
+        powers = self.scaling.power_of_two is not None
+        check(bool(scale.mantissa_bits) or powers or not real, narrow, "floor, ceil, rceil or even")
         stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
         check(
             stored, f"scale format {scale.name}", "fp32, bf16, fp16 or one of 8 bits or fewer, such as ue5m3 or uint6"

@@ -7,6 +7,7 @@ its fields each of them computes.
 
 import math
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from fmtsim.formats.element import IntFormat
@@ -216,7 +217,12 @@ class Scaling:
 
         Kernels of block formats make such scales; the others are made by torch's operators.
         """
-        return self.candidates == (1.0,) and self.tensor in (None, TensorScale())
+        return self.candidates == (1.0,) and self.tensor in (None, TensorScale()) and self.has_usual_rule
+
+    @property
+    def has_usual_rule(self) -> bool:
+        """Whether the scale is the statistic over the top, or a power of two by the exponent, and nothing else."""
+        return _of_rules(self) == _USUAL and self.arithmetic in ("divide", "reciprocal", "encode")
 
     @property
     def level_block(self) -> Block:
@@ -258,6 +264,11 @@ class Scaling:
         return ", ".join(words)
 
 
+_STEPS: Final = ("factor", "offset", "top", "margin", "eps", "eps_rule", "power_of_two", "multiplier", "allowed")
+_of_rules = attrgetter(*_STEPS)
+_USUAL: Final = tuple(field.default for field in fields(Scaling) if field.name in _STEPS)
+
+
 class Use(NamedTuple):
     """Which fields of a Scaling its owner computes; the others keep their defaults.
 
@@ -268,13 +279,12 @@ class Use(NamedTuple):
     instead: str = ""
 
 
-_ONE_FLOAT32_SCALE: Final[dict[str, tuple[Any, ...]]] = dict.fromkeys(
-    ("factor", "offset", "top", "margin", "eps", "eps_rule", "arithmetic", "power_of_two", "multiplier", "allowed"), ()
-)
+_ONE_FLOAT32_SCALE: Final[dict[str, tuple[Any, ...]]] = dict.fromkeys((*_STEPS, "arithmetic"), ())
 USES: Final[dict[str, Use]] = {
     "a block format": Use(
         dict.fromkeys(("block", "scale", "exponent_rule", "tensor", "zero_point", "candidates", "metric"), ())
-        | {"arithmetic": ("divide", "reciprocal", "encode")},
+        | _ONE_FLOAT32_SCALE
+        | {"arithmetic": ("divide", "reciprocal", "encode", "multiply", "double")},
         ", or a Quantizer for it",
     ),
     "a quantiser": Use(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fmtsim.casts.arguments import check_module, takes
+from fmtsim.casts.arguments import check_module, refuse_keywords, spelled, takes
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
@@ -44,6 +44,7 @@ from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,7 +61,7 @@ def convert(
     model: Model,
     recipe: str | Path | Recipe | LinearConfig | Configure | Format | None = None,
     *,
-    format: str | Format | None = None,
+    format: str | Format | Quantizer | None = None,
     target: Any = None,
     plan: GemmPlan | None = None,
     fast_accum: bool = False,
@@ -70,6 +71,7 @@ def convert(
     filter_fn: Filter | None = None,
     total_steps: int | None = None,
     attention: str | AttentionConfig | None = None,
+    **others: Any,
 ) -> Model:
     """Give linear layers, convolutions (transposed, too) and nn.MultiheadAttention emulated matrix products, in place.
 
@@ -90,7 +92,7 @@ def convert(
             or a LinearConfig for all layers (``linear_config`` has formats, scaling and rounding of each operand), or a
             function from a layer's name to its LinearConfig, None to leave the layer alone. A format's name or record
             that is no recipe's is ``format``.
-        format: Format of activations, weights and gradients, a name or a record, instead of a recipe: short for
+        format: Format of activations, weights and gradients, a name, record or Quantizer, in place of a recipe: as
             ``recipe=linear_config(x=format, w=format, g=format, scaling=None)``.
         target: What multiplies, as in ``fmtsim.mm``: a GPU with its library (``"h200"``, a plan file), a matrix unit
             alone (``"hopper.wgmma"``), a datapath; or ``"recipe"``: the machine that the recipe was made for.
@@ -128,6 +130,7 @@ def convert(
     >>> print(report(model).summary)
     te_current: 100 % of weight multiply-adds simulated (forward and backward); estimated from shapes
     """
+    refuse_keywords(convert, others)
     check_module("convert", model)
     if filter_fn is not None and not takes(filter_fn, model, ""):
         raise ArgumentError(
@@ -207,6 +210,9 @@ def convert(
         )
         _warn_not_simulated(coverage, [row for row in coverage.raw if not is_meant(row.reason)], text)
     return model
+
+
+convert.__signature__ = spelled(convert)  # type: ignore[attr-defined]
 
 
 def _with_attention(recipe: Any, attention: Any, format: Any) -> Recipe:

@@ -195,6 +195,7 @@ def scales(
 
 
 def _in_format(s: Tensor, fmt: FloatFormat, rounding: str, key: RandomKey | None) -> Tensor:
+    s = s if fmt.mantissa_bits else s.clamp(min=fmt.min_normal)  # powers of two do not become zero
     mode = Rounding(mode=rounding)  # type: ignore[arg-type]  # the record has checked it
     return quantize(s, fmt, rounding=mode, overflow="saturate", generator=key, out_dtype=torch.float32)
 

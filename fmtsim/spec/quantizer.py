@@ -3,11 +3,11 @@
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fmtsim.formats.block import Format, ScaledFormat
+from fmtsim.formats.block import BlockFormat, Format, ScaledFormat
 from fmtsim.formats.element import FloatFormat, Overflow
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling, check_use
@@ -174,9 +174,10 @@ Source = Literal["original", "forward", "requantised", "stored"]
 @lists_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantizer:
-    """Describe how one operand of one matrix product is quantised.
+    """Describe how one operand of one matrix product is quantised; called with a tensor, it quantises that.
 
-    Blocks always run along the contraction axis of the product in question.
+    Verbs that take a format take a Quantizer as well. Blocks always run along the contraction axis of the product in
+    question.
 
     Args:
         format: The target format, a record or what ``get_format`` takes; None leaves the operand in high precision
@@ -248,6 +249,38 @@ class Quantizer:
             )
         if self.source == "forward" and (self.format is not None or self.transforms or self.then is not None):
             raise FormatError("Quantizer source='forward' takes what the forward pass made; leave the other fields out")
+
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """Return ``fmtsim.quantize(x, self, **options)``.
+
+        >>> Quantizer("e2m1")(torch.tensor([2.4, 100.0]))
+        tensor([2., 6.])
+        """
+        from fmtsim.casts.quantize import quantize  # a verb on tensors, above records
+
+        return quantize(x, self, **options)
+
+    def as_cast(self) -> "Quantizer":
+        """Return the same cast by a format alone, as verbs on tensors take it: scales become those of a block format.
+
+        Raises:
+            FormatError: It is more than a cast, or its scale rule is none of block formats.
+
+        >>> Quantizer("e4m3", scaling=Scaling(block=(1, 32))).as_cast().format.block
+        (1, 32)
+        """
+        if self.format is None or self.transforms or self.then or self.source != "original":
+            raise FormatError(f"Quantizer [{self}] is no cast to a format; fmtsim.quantize returns its values")
+        if self.gradient != StraightThrough():
+            raise FormatError(f"Quantizer gradient={self.gradient} belongs to layers; leave it out")
+        if self.scaling is None:
+            return self
+        name = f"{self.format.name} [{self.scaling}]"
+        try:
+            return replace(self, scaling=None, format=BlockFormat(name, self.format, self.scaling))  # type: ignore[arg-type]
+        except FormatError as error:
+            reason = str(error).partition("; choose")[0]
+            raise FormatError(f"Quantizer is no format ({reason}); fmtsim.quantize returns its values") from None
 
     @property
     def is_cast(self) -> bool:

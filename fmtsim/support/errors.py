@@ -94,7 +94,11 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-_OTHERS = {"saturate": "overflow='saturate' or 'ieee'", "seed": "generator=", "axis": "dim=", "dtype": "out_dtype="}
+_OTHERS = {
+    "saturate": "overflow='saturate' or 'ieee'", "seed": "generator=", "axis": "dim=", "dtype": "out_dtype=",
+    "grad_format": "g=", "format": "x=", "block_size": "block=",
+    **{name: f"recipe=linear_config(x, {name}=)" for name in ("rounding", "grad_rounding", "scaling", "overflow")},
+}  # fmt: skip
 
 
 def keyword_error(what: str, name: str, names: Iterable[str]) -> TypeError:

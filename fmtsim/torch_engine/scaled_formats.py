@@ -144,12 +144,13 @@ def _scales(blocks: Blocks, folded: torch.Tensor, fmt: BlockFormat, times: float
         return exponent_scales(amax, fmt)
     amax, top, store = amax.float().clamp(max=FLT_MAX), float(fmt.element.max), partial(_stored, fmt=fmt.scale)
     if fmt.scaling.tensor is None:
-        return one_level(amax, fmt.scaling, top, store)
+        return one_level(amax, fmt.scaling, top, store, folded.dtype)
     return two_levels(amax, fmt.scaling, top, store, times)
 
 
 def _stored(s: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Round scales to a scale format, nearest even and saturating."""
+    """Round scales to a scale format, nearest even and saturating; powers of two never to zero."""
+    s = s if fmt.mantissa_bits else s.clamp(min=fmt.min_normal)
     return element_codes.decode(floats.encode(s, fmt, NEAREST, "saturate"), fmt, torch.float32)
 
 

@@ -143,7 +143,7 @@ def resolved(unit, a, b):
         (lambda: resolved(Datapath(), "int8", "int8"), FormatError, "Datapath does not multiply int8 x int8"),
         (lambda: resolved(IntegerDatapath(), "e4m3", "e4m3"), FormatError, "choose integer formats"),
         (lambda: register_unit(replace(get_unit("exact"), name="h200")), ArgumentError, "'h200' is that of a GPU"),
-        (lambda: register_unit("x"), ArgumentError, "unit='x' is not a unit; build a Unit"),
+        (lambda: register_unit("x"), ArgumentError, "unit='x' is not a unit; pass register_unit"),
         (lambda: register_unit(replace(get_unit("exact"), description="other")), ArgumentError, "'exact' is taken"),
         (lambda: Unit(name="Upper", modes=get_unit("exact").modes), ArgumentError, "unit name 'Upper' is not allowed"),
         (lambda: Unit(name="none", modes=()), ArgumentError, "pass one Mode or more"),

@@ -5,10 +5,12 @@ from __future__ import annotations  # help shows the names of types
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import EllipsisType
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from fmtsim.casts.arguments import refuse_keywords, spelled
 from fmtsim.casts.profile import get_profile
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat, scaled
 from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
@@ -426,10 +428,10 @@ def usual_scaling(fmt: Format) -> ScalingName | None:
 
 
 def linear_config(
+    x: str | Format | Quantizer | None,
     *,
-    x: str | Format | None,
-    w: str | Format | None,
-    g: str | Format | None,
+    w: str | Format | Quantizer | EllipsisType | None = ...,
+    g: str | Format | Quantizer | EllipsisType | None = ...,
     scaling: ScalingName | None = "none",
     rounding: RoundingName | Rounding = "nearest_even",
     grad_rounding: RoundingName | Rounding = "nearest_even",
@@ -437,13 +439,17 @@ def linear_config(
     target: Any = None,
     fast_accum: bool = False,
     native: bool | None = None,
+    **others: Any,
 ) -> LinearConfig:
     """Build the common case: one format each for activations, weights and gradients, in every product they enter.
 
+    ``rounding`` does not reach gradients, which ``grad_rounding`` rounds, nor operands that are Quantizers: those say
+    all about themselves.
+
     Args:
-        x: Format of the activations (x_f, x_w), a name or a record; None leaves them in high precision.
-        w: Format of the weights (w_f, w_d).
-        g: Format of the incoming gradients (g_d, g_w).
+        x: Format of the activations (x_f, x_w), a name, a record or a Quantizer; None leaves them in high precision.
+        w: Format of the weights (w_f, w_d); x's where it is left out.
+        g: Format of the incoming gradients (g_d, g_w); x's where it is left out.
         scaling: What shares a scale in element formats: ``"none"``, ``"tensor"``, ``"channel"`` (a row of the operand),
             ``"block32"``, ``"tile128"`` (1x128, weights 128x128) or ``"mx"`` (blocks of 32, powers of two). None is
             ``"tensor"`` for those of 8 bits and fewer, which lose most numbers without, and ``"none"`` for wider ones.
@@ -462,16 +468,23 @@ def linear_config(
     >>> print(linear_config(x="e4m3", w="e4m3", g="e5m2", grad_rounding="stochastic").wgrad.a)
     e5m2 stochastic
     """
+    refuse_keywords(linear_config, others)
     forward, backward = get_rounding(rounding), get_rounding(grad_rounding)
     if scaling is not None and (not isinstance(scaling, str) or scaling not in SCALINGS):
         raise ArgumentError(f"scaling={shown(scaling)} is unknown; choose one of {', '.join(SCALINGS)}")
-    xs = Quantizer(format=_format(x, scaling), rounding=forward, overflow=overflow)
-    ws = Quantizer(format=_format(w, scaling, weight=True), rounding=forward, overflow=overflow)
-    gs = Quantizer(format=_format(g, scaling), rounding=backward, overflow=overflow)
+    w, g = (x if name is ... else name for name in (w, g))
+    xs, ws, gs = (
+        fmt if isinstance(fmt, Quantizer)
+        else Quantizer(_format(fmt, scaling, weight=fmt_of == "w"), rounding=mode, overflow=overflow)
+        for fmt_of, fmt, mode in (("x", x, forward), ("w", w, forward), ("g", g, backward))
+    )  # fmt: skip
     # the common case: one quantiser for each tensor in both of its products
     machine: dict[str, Any] = {"target": target, "native": native}
     fprop, dgrad, wgrad = (Gemm(a=a, b=b, **machine) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
     return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
+
+
+linear_config.__signature__ = spelled(linear_config)  # type: ignore[attr-defined]
 
 
 def _format(name: str | Format | None, scaling: ScalingName | None, *, weight: bool = False) -> Format | None:

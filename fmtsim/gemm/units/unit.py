@@ -21,6 +21,7 @@ from fmtsim.spec.datapath import (
     LogDatapath,
     PairwiseDatapath,
     TwoStageDatapath,
+    sum_dtype,
 )
 from fmtsim.support.errors import ArgumentError, did_you_mean, shown
 from fmtsim.support.records import check_types, lists_fields
@@ -231,18 +232,38 @@ def list_units() -> list[str]:
     return list(_units)
 
 
-def register_unit(unit: Unit, overwrite: bool = False) -> Unit:
+def register_unit(unit: Unit | str, datapath: Arithmetic | None = None, *, overwrite: bool = False) -> Unit:
     """Make a unit known under its name, and return it; an equal record may be registered twice.
+
+    Args:
+        unit: The record; or a name, with a datapath that takes every format of its kind.
+        datapath: The arithmetic of a unit that is a name.
+        overwrite: Whether it may take the name of another.
 
     Raises:
         ArgumentError: The argument is not a Unit, or its name is taken and ``overwrite`` is False.
 
     >>> import fmtsim
-    >>> fmtsim.register_unit(fmtsim.get_unit("hopper.wgmma")).name  # an equal record
-    'hopper.wgmma'
+    >>> mac = register_unit("mac24", fmtsim.IntegerDatapath(accumulator_bits=24, saturate=True, block=1))
+    >>> print(mac.modes[0], "|", describe(mac.modes[0].datapath))
+    int8 int8_full -> int32 | exact, int24 clamped every 1
+    >>> path = fmtsim.Datapath(block=32, fraction_bits=10, accumulator="e8m9")
+    >>> why = {"evidence": "its RTL", "strength": "defined"}
+    >>> modes = Mode(inputs=("e4m3", "e5m2"), accumulate="fp32", datapath=path, **why), *mac.modes  # several
+    >>> fmtsim.register_unit(Unit(name="mac24fp8", modes=modes)).mode("e4m3", "e5m2") == path
+    True
     """
-    if not isinstance(unit, Unit):
-        raise ArgumentError(f"unit={shown(unit)} is not a unit; build a Unit(name=..., modes=(Mode(...), ...))")
+    if isinstance(unit, str) and isinstance(datapath, Arithmetic):
+        inputs: Any = {IntegerDatapath: ("int8", "int8_full"), LogDatapath: ("lns8_g8",)}.get(type(datapath))
+        names = {torch.float32: "fp32", torch.float64: "fp64", torch.int32: "int32", torch.int64: "int64"}
+        sums: Any = names[sum_dtype(datapath)]
+        mode = Mode(inputs=inputs, accumulate=sums, datapath=datapath, evidence="by its name", strength="defined")
+        unit = Unit(name=unit, modes=(mode,))
+    elif not isinstance(unit, Unit) or datapath is not None:
+        raise ArgumentError(
+            f"unit={shown(unit)} is not a unit; pass register_unit('mine', Datapath(...)), or build a "
+            "Unit(name=..., modes=(Mode(...), ...))"
+        )
     if (PLANS / f"{unit.name}.json").is_file():  # target= takes names of both
         raise ArgumentError(f"unit name {shown(unit.name)} is that of a GPU with its library; choose another")
     registered = _units.get(unit.name)  # an equal record is no change, as where a module is run twice

@@ -31,7 +31,7 @@ from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.spec.datapath import Datapath
-from fmtsim.spec.operand import Operand
+from fmtsim.spec.operand import Operand, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import some
@@ -218,11 +218,11 @@ def _layers_without(config: LinearConfig, name: str, dtype: torch.dtype) -> dict
 
 
 @overload
-def observe(model: Tensor, format: str | Format | torch.dtype) -> TensorStats: ...
+def observe(model: Tensor, format: str | Format | Quantizer | torch.dtype) -> TensorStats: ...
 @overload
 def observe(
-    model: nn.Module, format: str | Format | None = None, *, recipe: str | Path | Recipe | LinearConfig | None = None,
-    rules: Sequence[Rule] | str | Path = (), every: int = 1,
+    model: nn.Module, format: str | Format | Quantizer | None = None, *,
+    recipe: str | Path | Recipe | LinearConfig | None = None, rules: Sequence[Rule] | str | Path = (), every: int = 1,
 ) -> ModelObservation: ...  # fmt: skip
 def observe(
     model: Any, format: Any = None, *, recipe: str | Path | Recipe | LinearConfig | None = None,
@@ -244,7 +244,8 @@ def observe(
 
     Args:
         model: A converted model; or one that is not, with ``recipe`` or ``format``. Or a tensor of floats, with a
-            format, whose name says what scales there are (``"e4m3"``: none, ``"e4m3_tensor_amax"``, ``"nvfp4"``).
+            format, whose name says what scales there are (``"e4m3"``: none, ``"e4m3_tensor_amax"``, ``"nvfp4"``), or a
+            Quantizer.
         recipe: What ``fmtsim.convert`` takes. The model computes as it does, and the operands of its products (those
             that ``convert`` would find, with the gradients that come) are cast beside it: memory and time of a
             step about double. Random rounding draws from a generator of its own. The table's foot says what of the
@@ -277,8 +278,8 @@ def observe(
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
         # Round as quantize does; sums and the cosine are of the elements that are finite before and after.
         x = model.detach()
-        fmt = get_format(format)
-        q = quantize(x, fmt, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        fmt = last_cast(format).format if isinstance(format, Quantizer) else get_format(format)
+        q = quantize(x, format, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
         seen = OperandStats().add(x, q, fmt)
         finite = x.isfinite() & q.isfinite()
         a, b = x[finite].double(), q[finite].double()

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from fmtsim.casts import numpy_arrays
-from fmtsim.casts.arguments import check_dense, drawn_key
+from fmtsim.casts.arguments import cast_options, check_dense, drawn_key
 from fmtsim.casts.profile import check_alone
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.block import FP32, Block, BlockFormat, Format, LogTileFormat, PackedFormat, with_block
@@ -33,6 +33,7 @@ from fmtsim.rounding.oracle import FP64, encode_value, floor_log2, is_negative, 
 from fmtsim.rounding.philox import random_integer
 from fmtsim.scaling.oracle import Quantized, quantize_matrix
 from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
@@ -364,17 +365,17 @@ LIMIT = 65536
 
 @overload
 def explain(
-    x: Any, format: str | Format | torch.dtype, *, rounding: RoundingName | Rounding = ...,
+    x: Any, format: str | Format | Quantizer | torch.dtype, *, rounding: RoundingName | Rounding = ...,
     overflow: Overflow | None = ..., generator: int | RandomKey = ..., random_bits: int | None = ...,
     block_size: int | Block | None = ..., scale_rule: ScaleRule | None = ..., like: None = ...,
 ) -> Explanation: ...  # fmt: skip
 @overload
 def explain(
-    x: Any, format: str | Format | torch.dtype, *, block_size: int | Block | None = ..., like: str
+    x: Any, format: str | Format | Quantizer | torch.dtype, *, block_size: int | Block | None = ..., like: str
 ) -> LikeExplanation: ...
 def explain(
     x: float | Sequence[float] | torch.Tensor | numpy.ndarray[Any, Any],
-    format: str | Format | torch.dtype,
+    format: str | Format | Quantizer | torch.dtype,
     *,
     rounding: RoundingName | Rounding = "nearest_even",
     overflow: Overflow | None = None,
@@ -390,7 +391,7 @@ def explain(
         x: A number, a sequence, or a tensor or array of at most one dimension; consecutive numbers share the blocks
             of a block format, the last of which may be short. Python numbers are float64, tensors and arrays keep
             their dtype, float8 ones count as float32.
-        format: Name, record or torch dtype of the format.
+        format: Name, record or torch dtype of the format, or a ``Quantizer`` that only casts.
         rounding: Name of a mode or a ``Rounding``.
         overflow: ``"saturate"``, ``"ieee"``, or None for the format's default.
         generator: Seed of stochastic rounding, as in ``quantize``.
@@ -435,11 +436,16 @@ def explain(
     if tensor.numel() > LIMIT:
         raise ArgumentError(f"x has {tensor.numel()} numbers; pass at most {LIMIT}, the oracle is slow")
     tensor = tensor.reshape(-1)
+    if isinstance(format, Quantizer):
+        format, rounding, overflow, like = cast_options(
+            format, rounding=rounding, overflow=overflow, random_bits=random_bits, block_size=block_size,
+            scale_rule=scale_rule, like=like,
+        )  # fmt: skip
     if like is not None:
         check_alone(like, rounding, overflow, None, random_bits, None, scale_rule, None)
         return explain_like(tensor, get_format(format), like, block_size)
     fmt = with_block(get_format(format), block_size, scale_rule)
-    if isinstance(fmt, PackedFormat):
+    if isinstance(fmt, PackedFormat) or (isinstance(fmt, BlockFormat) and not fmt.scaling.has_usual_rule):
         raise FormatError(
             f"explain does not follow blocks of {fmt.name}; fmtsim.quantize(x, {fmt.name!r}) rounds to it"
         )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fmtsim.casts.arguments import cast_options
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.casts.stored import restore
 from fmtsim.formats.block import FP32, BlockFormat, Format, PackedFormat, ScaledFormat
@@ -22,7 +23,8 @@ from fmtsim.formats.tensor_file import read_tensors, stored_tensor, tensor_conte
 from fmtsim.lab.explain import Element, explain
 from fmtsim.lab.explain.explain_cast import neighbours, turning_point
 from fmtsim.lab.verify.outcome import SPECIALS, beyond
-from fmtsim.support.errors import ArgumentError, DataError, FmtsimError
+from fmtsim.spec.quantizer import Quantizer
+from fmtsim.support.errors import ArgumentError, DataError, FmtsimError, FormatError
 from fmtsim.support.files import Content, write_folder
 
 FILE, PARTS = "vectors.safetensors", ("codes", "scales", "tensor_scale", "offsets")
@@ -234,6 +236,13 @@ def vectors(format: Any, folder: str | Path | None = None, **options: Any) -> Ve
     >>> vectors("e2m1").tensors["codes"][:3].tolist()
     [15, 14, 13]
     """
+    if isinstance(format, Quantizer):
+        seed = {name: options.pop(name) for name in ("generator",) if name in options}
+        format, rounding, overflow, like = cast_options(format, **options)
+        if rounding.variant != "a" or rounding.layout != "word":
+            raise FormatError(f"vectors draw random bits as variant 'a' alone, not as {rounding}; choose that")
+        said = {"rounding": rounding.mode, "overflow": overflow, "random_bits": rounding.random_bits, "like": like}
+        options = {name: value for name, value in said.items() if value is not None} | seed
     result, files = make_vectors(get_format(format), {"generator": 0} | options)
     if folder is not None:
         write_folder(Path(folder), files)
