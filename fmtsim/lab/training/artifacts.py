@@ -186,7 +186,9 @@ def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
     # parts likewise: each has a mean and an interval
     seeds = [parts_of(one) for one in records]
     parts = {part: _interval([steps[part].size for steps in seeds]) for part in seeds[0]}
-    steps = {part: Step(size, max(half, least)) for part, (size, half) in parts.items()}
+    # where each seed alone stands out their scatter decides nothing: one of them may be much worse
+    alone = {part: all(steps[part].clear and steps[part].size > 0 for steps in seeds) for part in parts}
+    steps = {part: Step(size, least if alone[part] else max(half, least)) for part, (size, half) in parts.items()}
     made = _made_of({part: f"{size:+.4f} ± {half:.4f}" for part, (size, half) in parts.items()})
     reasons: dict[tuple[str, str], list[str]] = {}
     for one in (one for record in records for one in suspects(record["simulated"], steps)):
