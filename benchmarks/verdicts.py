@@ -52,10 +52,9 @@ def product_unit(layer: str, product: str, target: Datapath = NARROW) -> tuple[S
     return scheme, lambda said: said.startswith("1. arithmetic: ") and f"; 2. {layer}, {product} (" in said
 
 
-def states(name: str, rule: str = "adamw") -> tuple[Scheme, Told]:
+def states(name: str, like: str = "bf16") -> tuple[Scheme, Told]:
     """Return a scheme whose optimizer keeps its states in few bits."""
-    scheme = Scheme(format="bf16", optimizer=OptimizerConfig(rule=rule, state=name))
-    return scheme, lambda said: said.startswith("1. optimizer: ")
+    return Scheme(format=like, optimizer=OptimizerConfig(state=name)), lambda said: said.startswith("1. optimizer: ")
 
 
 def nothing(scheme: Scheme) -> tuple[Scheme, Told]:
@@ -82,8 +81,8 @@ PLANTS: dict[str, tuple[Scheme, Told]] = {
     "dgrad of 1.up": product_unit("blocks.1.up", "dgrad", FEW_EXPONENTS),
     "states fp8lm_w8": states("fp8lm_w8"),
     "states fp8lm_v8": states("fp8lm_v8"),
-    "states coat_plain": states("coat_plain"),
-    "states int8_weights": states("int8_weights"),
+    "states lns_madam": states("lns_madam"),
+    "states fp8lm_w8, operands e4m3": states("fp8lm_w8", "e4m3"),
     "nothing, bf16": nothing(Scheme(format="bf16")),
     "nothing, e4m3": nothing(Scheme(format="e4m3")),
     "nothing, a wide unit": nothing(Scheme(format="bf16", target=Datapath(block=16, fraction_bits=25))),
