@@ -264,6 +264,8 @@ def why_not(module: nn.Module) -> str | None:
             return f"no emulated form of {cls.__name__}"
         return f"overrides {base.__name__}.forward; call fmtsim.EmulatedGEMM in it"
     weights = [p for p in module.parameters(recurse=False) if p.dtype not in _FLOATS]
+    if weights and hasattr(module, "quantization_scheme"):
+        return "compressed by compressed-tensors; load it with CompressedTensorsConfig(dequantize=True)"
     return f"its parameters have dtype {weights[0].dtype}" if weights else emulated.why_left(module)
 
 
@@ -296,7 +298,9 @@ class Selector:
         # Heads: the last linear layer and those that share its weight, unless it is in a block, and products that the
         # model writes with the weight of an embedding.
         tied = {name for name, matrix in self._raw.items() if matrix.head}
-        weights = {name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear)}
+        weights = {
+            name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear) and hasattr(m, "weight")
+        }
         weights |= {name: getattr(matrix.module, matrix.parameter) for name, matrix in self._raw.items()}
         linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
         if not linear or self._places[linear[-1]] is not None:

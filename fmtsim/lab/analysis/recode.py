@@ -16,6 +16,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.element import ElementFormat
+from fmtsim.formats.packed import PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block
 from fmtsim.ptq.export import open_checkpoint
@@ -223,6 +224,10 @@ def block_format(name: str, fmt: Any) -> BlockFormat:
     fmt = get_format(fmt)
     tensor = fmt.scaling.tensor if isinstance(fmt, BlockFormat) else None
     plain = isinstance(fmt, BlockFormat) and not fmt.zero_point and (tensor is None or tensor.block == (None, None))
+    if isinstance(fmt, PackedFormat):
+        raise ArgumentError(
+            f"{name}={fmt.name} has packed blocks of its own; GGUF is written by fmtsim ptq --export gguf"
+        )
     if not plain or fmt.element.bits > 16:
         raise ArgumentError(
             f"{name}={fmt.name} is not a format of blocks without zero points; choose one such as nvfp4"
