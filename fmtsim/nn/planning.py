@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, FormatError, shown
+from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, shown
 
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
@@ -59,11 +60,9 @@ def check_alone(format: str | Format | None, fast_accum: bool) -> None:
 
 def names_format(recipe: Any) -> bool:
     """Return True for a format, its name or its dtype, that is no training recipe's name."""
-    if isinstance(recipe, str | Format | torch.dtype):
+    for read in (partial(get_recipe, kind="training"), get_format):
         with suppress(FmtsimError):
-            return not get_recipe(recipe, kind="training")  # type: ignore[call-overload]
-        with suppress(FormatError):
-            return bool(get_format(recipe))
+            return bool(read(recipe)) and read is get_format
     return False
 
 

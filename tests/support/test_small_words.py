@@ -47,8 +47,8 @@ def test_a_recipe_of_the_name_comes_first_and_other_words_are_refused():
 
 def test_keywords_of_other_libraries_name_what_says_the_same():
     for verb, keyword, hint in (
-        (fmtsim.quantize, "saturate", "write overflow='saturate' or 'ieee'"), (fmtsim.encode, "seed", "write generator="),
-        (fmtsim.cast, "rouding", "did you mean 'rounding'"),
+        (fmtsim.quantize, "saturate", "write overflow='saturate' or 'ieee'"),
+        (fmtsim.encode, "seed", "write generator="), (fmtsim.cast, "rouding", "did you mean 'rounding'"),
     ):  # fmt: skip
         refused(rf"unexpected keyword argument '{keyword}'; {hint}", verb, torch.ones(2), "e4m3", error=TypeError,
                 **{keyword: 0})  # fmt: skip
