@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import fmtsim
+from fmtsim.formats.tensor_file import DTYPES
+from fmtsim.lab.verify.vectors import check_part, read_vectors
 from fmtsim.support.errors import ArgumentError, DtypeError
 from tests.support.refusals import refused
 
@@ -25,7 +27,7 @@ def test_names_of_safetensors_and_onnx_are_formats():
     ):  # fmt: skip
         assert fmtsim.get_format(text).name == name
     for tag in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F16"):  # the other table of them
-        dtype = fmtsim.formats.tensor_file.DTYPES[tag]
+        dtype = DTYPES[tag]
         assert fmtsim.get_format(tag) == fmtsim.get_format(dtype)
 
 
@@ -79,6 +81,7 @@ def test_tensors_of_two_dtypes_are_compared_as_the_wider_values():
     found = fmtsim.compare(x.bfloat16(), x, cast=True)
     assert found.dtype == "float32" and found.sqnr_db == fmtsim.compare(x.bfloat16().float(), x).sqnr_db
     assert fmtsim.compare(x.numpy(), x.double(), cast=True).equal
+    assert fmtsim.compare(torch.arange(5), torch.arange(5.0).numpy(), cast=True).dtype == "float64"
     refused("pass cast=True for the wider values", fmtsim.compare, x.bfloat16(), x, error=DtypeError)
 
 
@@ -95,15 +98,14 @@ def test_results_at_a_prompt_are_short():
 
 def test_vectors_are_written_and_compared_but_for_the_sign_of_nan(tmp_path):
     vectors = fmtsim.vectors("e4m3", tmp_path / "v", overflow="ieee")
-    check = fmtsim.lab.verify.vectors.check_part
     assert torch.equal(fmtsim.encode(vectors.tensors["input"], "e4m3", overflow="ieee").codes, vectors.tensors["codes"])
     codes = vectors.tensors["codes"].clone()
     (nan,) = (codes & 0x7F == 0x7F).nonzero(as_tuple=True)
     codes[nan] ^= 0x80
-    found = check(fmtsim.lab.verify.vectors.read_vectors(tmp_path / "v"), "codes", codes)
+    found = check_part(read_vectors(tmp_path / "v"), "codes", codes)
     assert (found["mismatches"], found["other_nan"], found["first"]) == (0, len(nan), [])
     first, last = vectors.groups["ties"]
     codes[first : last + 1] ^= 1
-    found = check(vectors, "codes", codes, every=True)
+    found = check_part(vectors, "codes", codes, every=True)
     assert found["groups"]["ties"] == found["mismatches"] == len(found["first"]) == last - first + 1
-    assert len(check(vectors, "codes", codes)["first"]) == 1
+    assert len(check_part(vectors, "codes", codes)["first"]) == 1
