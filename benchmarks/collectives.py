@@ -116,6 +116,8 @@ def differing(device: torch.device, rank: int, ranks: int) -> dict[str, int]:
 class Alone:
     """Stand for a group whose messages take no time: this rank gets what it sends."""
 
+    group = None
+
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 

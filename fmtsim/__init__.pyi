@@ -70,6 +70,7 @@ from fmtsim.rounding.modes import Rounding as Rounding
 from fmtsim.spec.cast import RandomKey as RandomKey
 from fmtsim.spec.quantizer import Quantizer as Quantizer
 from fmtsim.spec.datapath import Datapath as Datapath
+from fmtsim.spec.datapath import IntegerDatapath as IntegerDatapath
 from fmtsim.spec.plan import GemmPlan as GemmPlan
 from fmtsim.gemm.layers.config import Gemm as Gemm
 from fmtsim.gemm.layers.config import LinearConfig as LinearConfig

@@ -211,7 +211,8 @@ def layers_table(results: list[layers.Result]) -> str:
         [
             Column("case", lambda x: x.case.name), Column("ms", lambda x: 1e3 * x.seconds, ">.3f"),
             Column("plain, ms", lambda x: 1e3 * x.plain_seconds, ">.3f"), Column("ratio", "ratio", ">.3f"),
-            Column("first, s", "first_seconds", ">.1f"), Column("loss", "loss", ">.4f", absent="-"),
+            Column("of kernels", "gpu_ratio", ">.3f", absent="-"), Column("first, s", "first_seconds", ">.1f"),
+            Column("loss", "loss", ">.4f", absent="-"),
         ], results,
     )  # fmt: skip
 

@@ -73,6 +73,7 @@ class Result:
     plain_seconds: float
     first_seconds: float  # of the first steps, which compile
     loss: float | None = None  # after the last step; None of ``layer``
+    gpu_ratio: float | None = None  # of the sums of kernels' times, which no host's speed changes; None elsewhere
 
     @property
     def ratio(self) -> float:
@@ -85,7 +86,7 @@ class Result:
         return {
             "case": case.name, "model": case.model, "mode": case.mode, "recipe": case.recipe, "ratio": self.ratio,
             "seconds": self.seconds, "plain_seconds": self.plain_seconds, "first_seconds": self.first_seconds,
-            "loss": self.loss,
+            "loss": self.loss, "gpu_ratio": self.gpu_ratio,
         }  # fmt: skip
 
 
@@ -117,7 +118,11 @@ class Bench:
         step.warm_up()
         first = time.perf_counter() - start
         seconds, base = step.in_turns_with(plain, self.repeats)
-        return Result(case=case, seconds=seconds, plain_seconds=base, first_seconds=first, loss=step.loss())
+        on_gpu = case.model != "layer" and _is_gpu(self.device)
+        return Result(
+            case=case, seconds=seconds, plain_seconds=base, first_seconds=first, loss=step.loss(),
+            gpu_ratio=step.kernels_seconds() / plain.kernels_seconds() if on_gpu else None,
+        )  # fmt: skip
 
     def _plain_of(self, case: Case) -> Any:
         key = (case.model, case.mode)
@@ -193,6 +198,14 @@ class Step:
     def loss(self) -> float:
         """Return the loss of one more step."""
         return float(self())
+
+    def kernels_seconds(self) -> float:
+        """Return the sum of the times of all kernels of one more step: what a GPU takes for which no host is late."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self()
+            wait(self.device)
+        kernels = (event for event in profile.events() if event.device_type.name == "CUDA")
+        return sum(kernel.time_range.elapsed_us() for kernel in kernels) / 1e6
 
 
 class _Layers:

@@ -5,6 +5,7 @@ A page has a table between ``<!-- table: NAME -->`` and ``<!-- end -->``, NAME b
 from the records of the catalogues and from the parsers of the command line.
 """
 
+import json
 import re
 import sys
 import tomllib
@@ -220,9 +221,25 @@ def not_reproduced_table() -> str:
 
 ON_SITE: Final = {"profile_details": profile_details}
 """Tables that the site alone has, in place of ``<!-- site table: NAME -->``: nobody reads so long ones in a file."""
+
+
+def steps_table() -> str:
+    """Return times of eager and compiled steps over plain ones, and of their kernels alone, with machine and date."""
+    record = json.loads((DOCS.parent / "benchmarks/results/layers_h200.json").read_text())
+    cells: dict[str, dict[str, str]] = {}
+    for result in record["results"]:
+        text = f"{result['ratio']:.2f} ({result['gpu_ratio']:.2f})"
+        cells.setdefault(result["recipe"], {})[result["mode"]] = text
+    rows = [(f"`{name}`", of.get("eager", ""), of.get("default", "")) for name, of in cells.items()]
+    about = record["machine"]
+    where = f"{about['device']}, torch {about['torch']}, {about['date'][:10]}, commit {about['commit']}"
+    return markdown([("recipe", "eager (kernels)", "compiled (kernels)"), *rows]) + f"\n\n{where}: `{about['command']}`"
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "recipes": recipe_table, "ptq": ptq_table, "schemes": scheme_table, "reductions": reduction_table,
     "cli": command_table, "layouts": layout_table, "profiles": profile_table, "not_reproduced": not_reproduced_table,
+    "steps": steps_table,
 }  # fmt: skip
 
 

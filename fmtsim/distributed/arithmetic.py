@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -173,8 +173,12 @@ class Hop:
         self.top = float(reduction.format.max)
         rounding, overflow = reduction.rounding, reduction.overflow_rule
         self.spec = CastSpec(format=reduction.format, rounding=rounding, overflow=overflow)
-        self.exact = replace(self.spec, rounding=Rounding())
         self.draws = rounding.mode == "stochastic"
+
+    @cached_property
+    def exact(self) -> CastSpec:
+        """The cast of values that are the format's already."""
+        return replace(self.spec, rounding=Rounding())
 
     def key(self, rank: int, step: int) -> RandomKey | None:
         """Return the random stream of a cast: step 0 is a rank's own tensor, step h the sum that it forms at hop h."""

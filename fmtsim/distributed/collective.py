@@ -2,7 +2,7 @@
 """Reductions over the processes of torch.distributed: codes travel, and the bits are those of the simulation."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from fmtsim.distributed.arithmetic import (
     result_counts,
     scaled,
 )
+from fmtsim.distributed.peers import MOST_TENSORS, Peers, peers_of
 from fmtsim.distributed.ranks import Ranks
 from fmtsim.distributed.reduction import Reduction, get_reduction
 from fmtsim.distributed.simulated_reduce import require_finite, ring, tree
@@ -36,17 +37,17 @@ from fmtsim.support.records import checked
 ROW = 16  # bytes: rows of wires begin at multiples
 
 
-def stages_of(batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor) -> Any:
+def stages_of(batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor, peers: Peers | None = None) -> Any:
     """Return the ``Stages`` of a reduction of a batch into out: the engine's kernels where they cover it.
 
-    Both have the same bits, those of wires too, so that ranks may differ in it.
+    Both have the same bits, those of wires too, so that ranks may differ in it; through ``peers`` they may not.
     """
     engine, record = ops.fused_engine(batch.x), hop.reduction
     if engine is not None and engine.covers_reduction(hop.spec, record.scaling, batch.x, ranks, out):
         return engine.ReductionStages(
             batch.x, batch.sizes, hop.spec, record.scaling, rank, ranks, hop.key(0, 0), out,
             tree=record.algorithm == "tree", propagates=record.nonfinite == "propagate", average=record.average,
-            factor=fixed_factor(record, ranks),
+            factor=fixed_factor(record, ranks), peers=peers,
         )  # fmt: skip
     return Stages(batch, hop, rank, ranks, out)
 
@@ -57,7 +58,9 @@ class Stages:
     Wires are uint8, chunks of the elements in rows.
     """
 
-    def __init__(self, batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor) -> None:
+    peers: Final = None
+
+    def __init__(self, batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor, peers: Any = None) -> None:
         self.batch, self.hop, self.rank, self.ranks, self.out = batch.float(), hop, rank, ranks, out
         self.length = -(-batch.x.numel() // ranks)
         self.bytes = packed_size(self.length, hop.spec.format.bits)
@@ -149,7 +152,7 @@ def all_reduce(
     batch = batch_of(items)
     factor = require_mu(chosen, mu, batch.x.device)
     shapes = [(tuple(x.shape), str(x.dtype)) for x in items]
-    ranks.agree(("all_reduce", chosen, shapes, _settings(mu, call)), batch.x.device)
+    ranks.agree(("all_reduce", chosen, shapes), batch.x.device, _settings(mu, call))
     out = torch.empty_like(batch.x[0])
     counts = reduce_batch(batch, chosen, factor, call, ranks, out, scatter=False)
     parts = (out,) if len(items) == 1 else [part.clone() for part in out.split(batch.sizes)]
@@ -190,7 +193,7 @@ def reduce_scatter(
             f"sizes={parts} sum to {sum(parts)}, not to the {columns} columns; name each tensor's columns, none below 0"
         )
     batch, factor = Batch(flat.reshape(ranks.size, columns), parts), require_mu(chosen, mu, x.device)
-    ranks.agree(("reduce_scatter", chosen, (parts, str(x.dtype)), _settings(mu, call)), x.device)
+    ranks.agree(("reduce_scatter", chosen, (parts, str(x.dtype))), x.device, _settings(mu, call))
     out = flat.new_empty(columns)
     return Reduced([out], reduce_batch(batch, chosen, factor, call, ranks, out, scatter=True))
 
@@ -203,12 +206,14 @@ def reduce_batch(
     Every rank gets its chunk of all ranks' casts, forms the sums of the chunk in the order that the reduction names,
     and sends them to all: twice the bytes of a part ``(ranks - 1) / ranks`` of the elements, as much as around a ring.
     """
-    stages = stages_of(batch, Hop(reduction, call), ranks.rank, ranks.size, out)
-    encode, decode = stages.factors(_amaxes(stages, batch, reduction, ranks), mu)
+    peers = peers_of(ranks, batch.x.device) if len(batch.sizes) < MOST_TENSORS else None
+    stages = stages_of(batch, Hop(reduction, call), ranks.rank, ranks.size, out, peers)
+    messages: Any = ranks if stages.peers is None else stages.peers
+    encode, decode = stages.factors(_amaxes(stages, batch, reduction, ranks, messages), mu)
     wires = stages.cast(encode)
     if ranks.size > 1 and batch.x.numel():
-        sums = stages.sum(ranks.exchange(wires, "the exchange of casts"))
-        wires = sums[None] if scatter else ranks.gather(sums, "the exchange of sums")
+        sums = stages.sum(messages.exchange(wires, "the exchange of casts"))
+        wires = sums[None] if scatter else messages.gather(sums, "the exchange of sums")
     counts = Counts._make(stages.finish(wires, decode))
     if not scatter:
         return counts
@@ -223,11 +228,11 @@ def _settings(mu: float | Tensor | None, call: int) -> str:
     return f"mu={mu}, call={shown(call)}"
 
 
-def _amaxes(stages: Any, batch: Batch, reduction: Reduction, ranks: Ranks) -> Tensor:
+def _amaxes(stages: Any, batch: Batch, reduction: Reduction, ranks: Ranks, messages: Any) -> Any:
     """Return the largest finite magnitude of each tensor on all ranks, after a look at NaN and Inf where asked for."""
     local_amaxes = stages.amaxes()
-    if reduction.nonfinite != "raise":
-        return ranks.largest(local_amaxes, "the exchange of largest magnitudes")
+    if reduction.nonfinite != "raise":  # a tensor, or for peers where those of all ranks are
+        return messages.largest(local_amaxes, "the exchange of largest magnitudes")
     wrong = (~batch.x.isfinite()).sum()
     amaxes = ranks.largest(
         torch.cat([local_amaxes, wrong.clamp(max=1).float().reshape(1)]), "the exchange of largest magnitudes"

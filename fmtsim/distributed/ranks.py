@@ -40,11 +40,10 @@ class Ranks:
         ):
             raise ArgumentError(f"group={shown(group)} is not a process group; pass what dist.new_group returned")
         self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.rank < 0:
+        if not isinstance(self.group, dist.ProcessGroup):
             raise ArgumentError("this process is not part of the group; call the collective on the group's ranks only")
+        self.rank, self.size = self.group.rank(), self.group.size()
         require_ranks(self.size)
-        self._agreed: set[tuple[Any, ...]] = set()
 
     def exchange(self, wires: Tensor, what: str) -> Tensor:
         """Send row r of a matrix to rank r, and return the rows that the ranks sent here, in their order."""
@@ -75,11 +74,12 @@ class Ranks:
         """Return the elementwise sum over the ranks, for whole numbers."""
         return self._reduce(x, dist.ReduceOp.SUM, what)
 
-    def agree(self, facts: tuple[Any, ...], device: torch.device) -> None:
+    def agree(self, facts: tuple[Any, ...], device: torch.device, settings: str = "") -> None:
         """Make sure that all ranks call the same collective on the same shapes, dtypes and record.
 
-        The ranks compare a fingerprint of the facts between their CPUs: on the CPU before every collective of this
-        object, on other devices, which could do other work meanwhile, only before the first one with these facts.
+        The ranks compare a fingerprint of the facts and settings between their CPUs: on the CPU before every
+        collective, on other devices, which could do other work meanwhile, only before the group's first one with these
+        facts, whatever the settings of later ones are.
 
         Raises:
             ArgumentError: They do not, or the group carries nothing between such devices.
@@ -92,8 +92,11 @@ class Ranks:
                 "move them, or pass another group"
             )
         hashable = tuple(tuple(fact) if isinstance(fact, list) else fact for fact in facts)
-        if self.size == 1 or (device.type != "cpu" and hashable in self._agreed):
+        assert self.group is not None
+        agreed = _AGREED.setdefault(self.group, set())
+        if self.size == 1 or (device.type != "cpu" and hashable in agreed):
             return
+        facts = (*facts, settings)
         print_ = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")
         prints = self._prints(print_)
         if any(other != print_ for other in prints):
@@ -106,7 +109,7 @@ class Ranks:
                 f"ranks disagree: rank 0 has {first}, rank {other} has {second}; "
                 "call the same collective with equal shapes, dtypes and records on all ranks"
             )
-        self._agreed.add(hashable)
+        agreed.add(hashable)
 
     def present(self, what: str) -> None:
         """Make sure that every rank answers; CollectiveError names the one that does not."""
@@ -200,6 +203,7 @@ class Ranks:
 
 
 _ROUNDS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_AGREED: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 class AbsentError(RuntimeError):

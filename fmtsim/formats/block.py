@@ -2,6 +2,7 @@
 """What a scaled format is: an element format, the block that shares a scale, and how the scale is made."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,6 +34,9 @@ class BlockFormat(Displayed):
     An operand is seen as a matrix: ``dim`` runs along its rows (the inner axis), all other dimensions, flattened in
     order, are its outer axis. ``block = (outer, inner)`` counts elements along both; None means the whole extent.
     So ``(1, 32)`` is an MX block, ``(128, 128)`` a tile, ``(1, None)`` a row (channel), ``(None, None)`` the tensor.
+
+    A power of two that a narrow scale format lacks becomes its largest or lowest: elements of blocks above saturate,
+    those of blocks below round in its coarser steps. Where the scale has no NaN either, NaN becomes the largest value.
 
     Args:
         name: The name under which the format is listed.
@@ -66,13 +70,10 @@ class BlockFormat(Displayed):
         check_use(f"format {shown(self.name)}:", self.scaling, "a block format")
         smooth = isinstance(self.element, CodebookFormat | LogFormat)
         check(not (rule == "even" and smooth), "scale_rule='even' needs mantissa bits", "floor or amax")
-        wide = f"scale_rule={rule!r} needs a scale with 8 exponent bits, not {scale.name}"
-        check(real or scale.exponent_bits >= 8, wide, "scale_rule='amax'")
         narrow = f"scale_rule='amax' needs a scale with mantissa bits, not {scale.name}"
         check(bool(scale.mantissa_bits) or not real, narrow, "floor, ceil, rceil or even")
         stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
-        check(stored, f"scale format {scale.name} is not supported", "fp32, bf16, fp16 or one of 8 bits or fewer")
-        check(scale.has_nan, f"scale format {scale.name} has no NaN, which marks blocks that hold one", "one that has")
+        check(stored, f"scale format {scale.name}", "fp32, bf16, fp16 or one of 8 bits or fewer, such as ue5m3 or uint6")
         tensor, several = self.scaling.tensor, len(self.scaling.candidates) > 1
         check(real or tensor is None, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
         compared = tensor is not None and tensor.order == "fouroversix"
@@ -125,9 +126,19 @@ class BlockFormat(Displayed):
         return self.scaling.exponent_rule is not None
 
     @property
+    def exponents(self) -> tuple[int, int]:
+        """Lowest and largest exponent of scales that are powers of two: what the scale format has of -127 to 127."""
+        return max(math.frexp(self.scale.min_subnormal)[1] - 1, -127), min(self.scale.max_exponent, 127)
+
+    @property
+    def has_usual_scale(self) -> bool:
+        """Whether the scale format marks blocks of NaN, and has all exponents where scales are powers of two."""
+        return self.scale.has_nan and (not self.power_of_two or self.exponents == (-127, 127))
+
+    @property
     def is_direct(self) -> bool:
-        """Whether ``scaling.is_direct`` is true and all blocks have the same elements: what kernels compute."""
-        return self.alternative is None and self.scaling.is_direct
+        """Whether kernels compute it: ``scaling.is_direct``, a usual scale, and the same elements in all blocks."""
+        return self.alternative is None and self.scaling.is_direct and self.has_usual_scale
 
     @property
     def bits(self) -> int:

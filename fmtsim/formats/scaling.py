@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, NamedTuple, get_args
 
+from fmtsim.formats.element import IntFormat
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
 from fmtsim.support.errors import FmtsimError, FormatError, shown
 from fmtsim.support.records import as_int, check_types
@@ -100,8 +101,8 @@ class Scaling:
     Args:
         block: Elements that share a scale, ``(outer, inner)`` as in BlockFormat; None is the whole extent.
         exponent_rule: Take the scale ``2**e`` from the exact exponent of the largest magnitude (OCP MX v1.0, 6.3, and
-            its variants; docs/semantics.md, section 5), e from -127 to 127; of a block of zeros -127. The fields of
-            real scales then mean nothing. None makes a real scale.
+            its variants; docs/semantics.md, section 5), the nearest that ``scale`` has, from -127 to 127; of a block of
+            zeros the lowest. The fields of real scales then mean nothing. None makes a real scale.
         zero_point: An integer zero point shifts the grid to the block's range of values (section 7).
         statistic: The number of a block: the largest magnitude, the standard deviation (population, mean removed),
             the root mean square, the mean magnitude, or the number one (a scale that is fixed).
@@ -122,7 +123,8 @@ class Scaling:
             where a logarithm may carry into the next power; and for "divide": ``2**ceil(log2(statistic / top))``, every
             step rounded to ``scale``, float32 or 16 bits of torch's.
         multiplier: What a scale is multiplied by after it became a power of two.
-        scale: The format that stores the scale.
+        scale: The format that stores the scale, a name or a record; of integers (``"uint6"``) as floats of one exponent
+            bit, which have the same values and codes.
         input_scale: Store the scale in the tensor's own dtype where that has 16 bits, else in ``scale``.
         scale_rounding: Rounding into that format; under ``eden`` that of the corrected scales.
         allowed: Scales to choose from, ascending: the least that is not below the scale, or the largest.
@@ -161,6 +163,8 @@ class Scaling:
 
     def __post_init__(self) -> None:
         check_block("Scaling ", self.block)
+        if not isinstance(self.scale, FloatFormat):
+            object.__setattr__(self, "scale", _scale_format(self.scale))
         check_types(self, FormatError)
         for name in ("factor", "top", "multiplier"):
             _positive(f"Scaling {name}", getattr(self, name))
@@ -298,6 +302,21 @@ def check_use(owner: str, scaling: Scaling, use: str, error: type[FmtsimError] =
                 f"{owner} scaling=[{scaling}]: {use} takes no {field.name}={shown(value)}; "
                 f"choose {', '.join(map(repr, allowed))}{instead}"
             )
+
+
+def _scale_format(scale: Any) -> Any:
+    """Return the record of a scale's format; integers become floats with an exponent field of one bit."""
+    from fmtsim.formats.registry import get_format  # which reads Scalings
+
+    fmt = get_format(scale) if isinstance(scale, str) else scale
+    if not isinstance(fmt, IntFormat) or fmt.half_offset:
+        return fmt
+    # subnormals and the one binade above them count in steps of the same size
+    mantissa_bits = fmt.bits - fmt.signed - 1
+    return FloatFormat(
+        name=fmt.name, exponent_bits=1, mantissa_bits=mantissa_bits, bias=1 - mantissa_bits + fmt.fraction_bits,
+        signed=fmt.signed, nan="none", infinities=False,
+    )  # fmt: skip
 
 
 def block_scaling(block: Block, scale_rule: ScaleRule = "amax", **fields: Any) -> Scaling:

@@ -163,6 +163,8 @@ def _scaling_of(quantizer: Quantizer) -> Scaling | None:
     element, scaling = (fmt.element, fmt.scaling) if isinstance(fmt, BlockFormat) else (fmt, quantizer.scaling)
     if scaling is None or not _is_usual(scaling) or (quantizer.overflow or fmt.default_overflow) != "saturate":
         return None
+    if isinstance(fmt, BlockFormat) and not fmt.has_usual_scale:
+        return None
     if not isinstance(element, FloatFormat) or not is_representable(element, torch.bfloat16):
         return None
     if not element.signed or not element.has_negative_zero or not _has_grid(element):

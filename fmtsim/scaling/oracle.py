@@ -278,7 +278,8 @@ def _quantize_block(
             exponent = floor_log2(amax + half_place) - top
         elif amax and (product := rn32(clamped32(amax) * rn32(1 / Fraction(fmt.element.max)))):
             exponent = ceil_log2(product)
-        scale = power_of_two(max(-127, min(127, exponent)))
+        powers = floor_log2(Fraction(fmt.scale.min_subnormal)), floor_log2(Fraction(fmt.scale.max))
+        scale = power_of_two(max(-127, powers[0], min(127, powers[1], exponent)))
         factor = 1 / scale
     else:
         m, a = rn32_or_infinite(Fraction(fmt.element.max)), clamped32(block.amax)
@@ -317,7 +318,7 @@ def _scaled_block(
     ]
     elements = [decode_value(code, element or fmt.element) for code in codes]
     # 2. values; a NaN that elements cannot express makes its block NaN
-    if block.has_nan and not fmt.element.has_nan:
+    if block.has_nan and not fmt.element.has_nan and fmt.scale.has_nan:
         return _Result(math.nan, codes, [math.nan] * len(codes), factor, level=level or Fraction(1))
     if level is not None:
         products = [times(times(q, step, FP64), scale, FP64) for q in elements]

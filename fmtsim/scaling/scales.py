@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
-from fmtsim.formats.scaling import ExponentRule, Scaling
+from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.element import FloatFormat, IntFormat
+from fmtsim.formats.scaling import Scaling
 from fmtsim.support.dispatch import is_recorded
 from fmtsim.support.float64 import float64, floor_log2
 
@@ -105,8 +106,9 @@ def one_level(a: Tensor, scaling: Scaling, top: float, store: Store, dtype: torc
     return Scales(stored, reciprocal(stored.clamp(min=least)))
 
 
-def exponent_scales(amax: Tensor, rule: ExponentRule, element: ElementFormat) -> Scales:
+def exponent_scales(amax: Tensor, fmt: BlockFormat) -> Scales:
     """Return scales that are powers of two by the exact exponents of largest magnitudes, in the operand's dtype."""
+    rule, element, (low, high) = fmt.scaling.exponent_rule, fmt.element, fmt.exponents
     top = element.max_exponent
     if rule == "rceil":
         amax, top = (amax.float().clamp(max=FLT_MAX) * float32(1.0 / element.max)).clamp(max=FLT_MAX), 0
@@ -118,8 +120,8 @@ def exponent_scales(amax: Tensor, rule: ExponentRule, element: ElementFormat) ->
         mantissa_bits = element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0
         half = 1 << (places - 1 - mantissa_bits) if mantissa_bits < places else 0
         exponent = exponent + (significand >= (2 << places) - half).long()
-    # 2. less the element's own, in the range of E8M0
-    exponent = torch.where(amax == 0, -127, (exponent - top).clamp(-127, 127))
+    # 2. less the element's own, in the range of the scale's format
+    exponent = torch.where(amax == 0, low, (exponent - top).clamp(low, high))
     code = torch.where(exponent == -127, 1 << 22, (exponent + 127) << 23)  # a subnormal number, and normal ones
     scale = code.to(torch.int32).view(torch.float32)
     return Scales(scale, scale, exponent=exponent)

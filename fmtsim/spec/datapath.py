@@ -2,6 +2,7 @@
 """How a matrix unit adds products: block length, alignment, rounding and accumulator, as plain records."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -63,6 +64,10 @@ class Datapath:
     signed_zero: bool = False
 
     def __post_init__(self) -> None:
+        integer = re.fullmatch(r"int(\d+)", str(getattr(self.accumulator, "name", self.accumulator)))
+        if integer:
+            unit = f"IntegerDatapath(accumulator_bits={integer[1]}, saturate=, block=)"
+            raise FormatError(f"accumulator={integer[0]!r} is of integers, which have a unit of their own: {unit}")
         object.__setattr__(self, "rounding", get_rounding(self.rounding))
         for name in ("accumulator", "promotion", "operand", "scale"):
             value: object = getattr(self, name)
@@ -168,19 +173,38 @@ class FmaDatapath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegerDatapath:
-    """Describe an integer unit: exact products, an int32 sum that wraps or saturates.
+    """Describe an integer unit: exact products of 8-bit integers, a sum of so many bits that wraps or saturates.
+
+    Sums are int32 tensors, int64 for more than 32 bits.
 
     Args:
-        saturate: Clamp to the range of int32 after every ``block`` products, instead of wrapping.
-        block: Products of one instruction; it matters for saturation only.
+        accumulator_bits: Width of the running sum with its sign, 2 to 64.
+        saturate: Clamp to the range of the accumulator after every ``block`` products, instead of wrapping.
+        block: Products of one instruction, 1 for a clamp after each; it matters for saturation only.
+
+    Raises:
+        ArgumentError: A width or a block that is not possible.
+
+    >>> import torch, fmtsim
+    >>> a = torch.full((1, 600), 127, dtype=torch.int8)  # 600 * 127 * 127 is beyond 2^23
+    >>> [fmtsim.int_mm(a, a.T, target=IntegerDatapath(accumulator_bits=24, saturate=s)).item() for s in (False, True)]
+    [-7099816, 8388607]
     """
 
+    accumulator_bits: int = 32
     saturate: bool = False
     block: int = 32
 
     def __post_init__(self) -> None:
         _check_count("block", self.block, 1)
         check_types(self)
+        if not 2 <= self.accumulator_bits <= 64:
+            raise ArgumentError(f"accumulator_bits={self.accumulator_bits} is not possible; choose 2 to 64")
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Lowest and largest sum."""
+        return -(1 << (self.accumulator_bits - 1)), (1 << (self.accumulator_bits - 1)) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,9 +274,9 @@ Arithmetic = Datapath | TwoStageDatapath | PairwiseDatapath | FmaDatapath | Inte
 
 
 def sum_dtype(arithmetic: Arithmetic) -> torch.dtype:
-    """Return the dtype of a unit's sums: float32, float64 where its accumulator or outer sum needs it, or int32."""
+    """Return the dtype of a unit's sums: float32, float64 where an accumulator needs it, int32 or int64."""
     if isinstance(arithmetic, IntegerDatapath):
-        return torch.int32
+        return torch.int32 if arithmetic.accumulator_bits <= 32 else torch.int64
     if isinstance(arithmetic, LogDatapath):
         return torch.float32 if arithmetic.accumulator_bits <= 25 else torch.float64
     if not isinstance(arithmetic, Datapath):

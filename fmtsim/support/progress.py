@@ -203,8 +203,8 @@ def _in_notebook(stream: TextIO) -> bool:
 
 
 def _span(seconds: float) -> str:
-    """Return ``9.3 s`` below a minute, ``1:02:03`` above."""
+    """Return ``9.3 s``, above a minute ``1 min 6 s``, above an hour ``1 h 2 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

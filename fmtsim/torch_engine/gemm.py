@@ -7,6 +7,7 @@ all its sums before the next one begins, which keeps memory independent of the s
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -51,8 +52,8 @@ def gemm(
         scale_b: [N, ceil(K / g)] float32, or None.
         spec: The unit, the accumulation order and the formats.
         random: The key of stochastic rounding, or None.
-        out: [M, N] contiguous; float32, float64 where float32 does not hold the accumulator, int32 of integers. NaN has
-            all bits set but the sign; without products it is c or +0.
+        out: [M, N] contiguous; float32, float64 where float32 does not hold the accumulator, int32 or int64 of
+            integers. NaN has all bits set but the sign; without products it is c or +0.
 
     The result depends on neither device, threads nor tiles. Arguments are not checked, except those that this engine
     cannot compute.
@@ -151,7 +152,7 @@ def _tiles(rows: int, columns: int, outputs: int, whole_rows: bool) -> Iterator[
 
 
 def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: GemmSpec, out: torch.Tensor) -> None:
-    """Write sums of integers modulo ``2**32``, or clamped to int32 after every block."""
+    """Write sums of integers that wrap, or are clamped after every block."""
     path = spec.datapath
     assert isinstance(path, IntegerDatapath)
     k = a.shape[1]
@@ -160,8 +161,8 @@ def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: Ge
         total = torch.zeros(m.stop - m.start, n.stop - n.start, dtype=torch.int64, device=out.device)
         if c is not None:
             total += c[m, n]
-        if not path.saturate:
-            out[m, n] = wrapped(total + integer_sums(a[m], b[n])).to(torch.int32)
+        if not path.saturate or (c is None and k << 14 < path.limits[1]):  # products are 2^14 at most
+            out[m, n] = wrapped(total + integer_sums(a[m], b[n]), path.accumulator_bits).to(out.dtype)
             continue
         parts = schedule(k, path, spec.plan)
         promote = spec.plan.promote_every is not None
@@ -172,12 +173,17 @@ def _integers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, spec: Ge
                 inner = torch.zeros_like(total) if promote else outer
                 for indices in chain.blocks:
                     block = slice(indices[0], indices[-1] + 1)  # blocks of integers are runs of K
-                    inner = _clamp(inner + integer_sums(a[m][:, block], b[n][:, block]))
-                outer = _clamp(outer + inner) if promote else inner
+                    inner = _clamped_sum(inner, integer_sums(a[m][:, block], b[n][:, block]), path)
+                outer = _clamped_sum(outer, inner, path) if promote else inner
             sums.append(outer)
-        total = combined(combination(k, spec.plan), sums.__getitem__, lambda x, y: _clamp(x + y)) if sums else total
-        out[m, n] = total.to(torch.int32)
+        add = partial(_clamped_sum, path=path)
+        total = combined(combination(k, spec.plan), sums.__getitem__, add) if sums else total
+        out[m, n] = total.to(out.dtype)
 
 
-def _clamp(sums: torch.Tensor) -> torch.Tensor:
-    return sums.clamp(-(1 << 31), (1 << 31) - 1)
+def _clamped_sum(x: torch.Tensor, y: torch.Tensor, path: IntegerDatapath) -> torch.Tensor:
+    low, high = path.limits
+    total = x + y
+    if path.accumulator_bits == 64:  # a sum that left int64 has another sign than both addends
+        total = torch.where((x ^ total) & (y ^ total) < 0, torch.where(x < 0, low, high), total)
+    return total.clamp(low, high)

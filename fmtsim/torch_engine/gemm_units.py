@@ -203,6 +203,6 @@ def integer_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return sum(rest, first)
 
 
-def wrapped(x: torch.Tensor) -> torch.Tensor:
-    """Return int64 elements modulo ``2**32`` in the range of int32."""
-    return ((x + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
+def wrapped(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return int64 elements modulo ``2**bits`` as signed numbers of so many bits."""
+    return x << (64 - bits) >> (64 - bits)

@@ -51,7 +51,7 @@ def encode(x: torch.Tensor, spec: CastSpec, words: torch.Tensor | None) -> Encod
         block_scales = tried._replace(scale=torch.where(takes, scale, block_scales.scale))
         codes, least = torch.where(takes.reshape(-1, 1), tried_codes, codes), torch.where(takes, error, least)
     scales = block_scales.scale
-    if not fmt.element.has_nan:  # a NaN that elements cannot express makes its block NaN
+    if not fmt.element.has_nan and fmt.scale.has_nan:  # a NaN that elements cannot express makes its block NaN
         scales = torch.where(blocks.per_block(largest(folded, torch.isnan)), float("nan"), scales)
     tensor = None if block_scales.tensor is None else packed_level(block_scales.tensor, fmt.scaling)
     return EncodedParts(blocks.unfold(codes), scales, tensor, block_scales.offsets)
@@ -141,7 +141,7 @@ def _scales(blocks: Blocks, folded: torch.Tensor, fmt: BlockFormat, times: float
         return range_scales(blocks.per_block(low), blocks.per_block(high), fmt.element.max_code)
     amax = blocks.per_block(largest(folded, magnitudes))
     if fmt.scaling.exponent_rule is not None:
-        return exponent_scales(amax, fmt.scaling.exponent_rule, fmt.element)
+        return exponent_scales(amax, fmt)
     amax, top, store = amax.float().clamp(max=FLT_MAX), float(fmt.element.max), partial(_stored, fmt=fmt.scale)
     if fmt.scaling.tensor is None:
         return one_level(amax, fmt.scaling, top, store)

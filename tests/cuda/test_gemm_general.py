@@ -112,6 +112,16 @@ def test_integers_at_the_ends_of_int32():
     check_ends_of_int32()
 
 
+@pytest.mark.parametrize("plan", [GemmPlan(), GemmPlan(k_tile=20, split=3), GemmPlan(promote_every=24)], ids=str)
+def test_accumulators_of_integers_of_every_width(plan):
+    for bits in range(16, 33):
+        for saturate, block in ((False, 32), (True, 1), (True, 32)):
+            unit = IntegerDatapath(accumulator_bits=bits, saturate=saturate, block=block)
+            end = min(unit.limits[1], 1 << 20)
+            a, b = operand("int8", 2, 85, "huge", bits), operand("int8", 3, 85, "huge", bits + 1)
+            check(a, b, gemm_spec(unit, "int8", plan=plan), c=torch.tensor([[end] * 3, [-end] * 3], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("term", TERM_ROUNDINGS)
 @pytest.mark.parametrize("block", [16, 40])
 def test_term_roundings(term, block):

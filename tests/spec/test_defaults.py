@@ -43,7 +43,7 @@ DEFAULTS = {  # all but None, False, "" and (), which the other fields have
     TwoStageDatapath: {"fraction_bits": 24, "sum_bits": 31},
     PairwiseDatapath: {},
     FmaDatapath: {"block": 2},
-    IntegerDatapath: {"block": 32},
+    IntegerDatapath: {"accumulator_bits": 32, "block": 32},
     LogDatapath: {"entries": 8, "fraction_bits": 8, "block": 32, "accumulator_bits": 24, "guard_bits": 5},
     GemmPlan: {"split": 1, "lanes": 1, "lane_reduce": "serial", "owner": "contiguous", "reduce": "serial",
                "epilogue": "scale"},

@@ -290,7 +290,8 @@ def other_units(draw, kind: str):
     if kind == "pairwise":
         fused = FmaDatapath(block=pick(2, 4, 32), parity=pick(False, True))
         return pick(PairwiseDatapath(block=pick(1, 2, 4, 8)), fused)
-    return IntegerDatapath(saturate=pick(True, True, False), block=pick(32, 4, 300, 1))
+    bits = pick(32, 32, 24, 16)
+    return IntegerDatapath(accumulator_bits=bits, saturate=pick(True, True, False), block=pick(32, 4, 300, 1))
 
 
 @st.composite

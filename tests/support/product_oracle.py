@@ -29,7 +29,7 @@ from tests.support.product_oracle_units import (
     integer_block,
     multiply,
     pairwise_block,
-    to_int32,
+    to_accumulator,
     two_stage_block,
 )
 
@@ -202,7 +202,7 @@ def _promoted(outer: Any, p: Any, scales: set[Any], chain: Chain, spec: GemmSpec
     """Add a chain to the outer sum (rule 4)."""
     unit, plan = spec.datapath, spec.plan
     if isinstance(unit, IntegerDatapath):
-        return to_int32(outer + p, unit.saturate)
+        return to_accumulator(outer + p, unit)
     if not isinstance(unit, Datapath) or plan.promote_every is not None:
         target = FP32
     else:
@@ -286,7 +286,7 @@ def _plus(x: Any, y: Any, spec: GemmSpec) -> Any:
     """Add two parts."""
     unit, plan = spec.datapath, spec.plan
     if isinstance(unit, IntegerDatapath):
-        return to_int32(x + y, unit.saturate)
+        return to_accumulator(x + y, unit)
     wide = isinstance(unit, Datapath) and _wider_than_fp32(unit.accumulator)
     total = add(unit.accumulator if isinstance(unit, Datapath) and wide else FP32, x, y)
     return add(plan.partial, total, -0.0) if plan.partial is not None and plan.round_trip else total

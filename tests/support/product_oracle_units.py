@@ -290,10 +290,11 @@ def fma_block(products: Sequence[Product], c: float, datapath: FmaDatapath, a: F
 
 
 def integer_block(products: Sequence[tuple[Any, ...]], c: int, datapath: IntegerDatapath) -> int:
-    """Return the int32 that an integer unit makes of one block of integers, two first of each, and the running sum."""
-    return to_int32(c + sum(x * y for x, y, *_ in products), datapath.saturate)
+    """Return the sum that an integer unit makes of one block of integers, two first of each, and the running sum."""
+    return to_accumulator(c + sum(x * y for x, y, *_ in products), datapath)
 
 
-def to_int32(n: int, saturate: bool) -> int:
-    """Bring an integer into the range of int32: clamp it or take it modulo ``2**32``."""
-    return min(max(n, -(1 << 31)), (1 << 31) - 1) if saturate else (n + (1 << 31)) % (1 << 32) - (1 << 31)
+def to_accumulator(n: int, datapath: IntegerDatapath) -> int:
+    """Bring an integer into the range of the accumulator: clamp it or take it modulo ``2**accumulator_bits``."""
+    half = 1 << (datapath.accumulator_bits - 1)
+    return min(max(n, -half), half - 1) if datapath.saturate else (n + half) % (2 * half) - half

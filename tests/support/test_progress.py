@@ -51,8 +51,8 @@ def test_a_quick_stage_leaves_one_line(clock):
 def test_a_slow_stage_prints_tenths_with_the_time_left(clock):
     printed = lines_of(clock, 25, 3.0)
     assert len(printed) == 10
-    assert printed[0] == "weights: 3/25  9.0 s, 0:01:06 left"
-    assert printed[-1] == "weights: 25/25  0:01:15"
+    assert printed[0] == "weights: 3/25  9.0 s, 1 min 6 s left"
+    assert printed[-1] == "weights: 25/25  1 min 15 s"
 
 
 def test_lines_keep_a_pause_between_them(clock):

@@ -69,7 +69,7 @@ def scale_parameters(fmt: BlockFormat) -> ScaleParameters:
         largest = np.float32(fmt.element.max)
     return ScaleParameters(
         rule=_RULES[fmt.scale_rule],
-        arithmetic=TWO_LEVEL if fmt.tensor_scale else _ARITHMETIC[fmt.arithmetic],
+        arithmetic=TWO_LEVEL if fmt.tensor_scale else _ARITHMETIC["encode" if fmt.power_of_two else fmt.arithmetic],
         max=largest,
         reciprocal_max=np.float32(1.0 / float(largest if fmt.tensor_scale else fmt.element.max)),  # of RN32(m), or of m
         max_exponent=fmt.element.max_exponent,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of integers: exact, by float32 multiply-adds, with an int32 sum that wraps or saturates.
+"""Products of integers: exact, by float32 multiply-adds, with a sum of up to 32 bits that wraps or saturates.
 
 A product of 8-bit integers is at most 2^14, so that 128 of them added to M = 1.5 * 2^23 stay in the binade of M, where
 float32 counts in ones: the running sum is exact, and its bits minus those of M are the sum as an int32.
@@ -37,13 +37,15 @@ from fmtsim.spec.plan import GemmPlan
 _RUN = 128
 _MAGIC = 1.5 * 2.0**23
 _MAGIC_BITS = 0x4B400000
-_LOW, _HIGH = -(1 << 31), (1 << 31) - 1
+_HIGH = (1 << 31) - 1
 
 
 def covers(spec: GemmSpec, k: int) -> bool:
-    """Return True if an int32 holds the sum of every block, which a unit that saturates adds at once."""
+    """Return True if an int32 holds the sums, and that of every block, which a unit that saturates adds at once."""
     unit = spec.datapath
-    return isinstance(unit, IntegerDatapath) and (not unit.saturate or min(unit.block, k) <= 1 << 16)
+    if not isinstance(unit, IntegerDatapath) or unit.accumulator_bits > 32:
+        return False
+    return not unit.saturate or min(unit.block, k) <= 1 << 16
 
 
 def gemm(a: Tensor, b: Tensor, c: Tensor | None, _: Scales, spec: GemmSpec, __: RandomKey, out: Tensor) -> None:
@@ -53,6 +55,7 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, _: Scales, spec: GemmSpec, __: 
     addend = None if c is None else c.detach().to(torch.int32).numpy()
     blocks, parts = _blocks(a.shape[1], unit, plan)
     promote = unit.saturate and plan.promote_every is not None
+    limits, unused = np.array(unit.limits, np.int32), 32 - unit.accumulator_bits
 
     def compute(tile: Tile) -> None:
         size = tile.height * LANES
@@ -61,8 +64,11 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, _: Scales, spec: GemmSpec, __: 
         acc[:], total[:] = 0, 0
         if addend is not None:
             tile.part_of(total if promote else acc)[:] = addend[tile.row, tile.column]
-        add_integers(tile.rows, tile.panel, blocks, unit.saturate, promote, acc, total, sums)
-        result[tile.row, tile.column] = tile.part_of(_reduced(sums.reshape(parts, size), plan))
+        add_integers(tile.rows, tile.panel, blocks, unit.saturate, limits, promote, acc, total, sums)
+        total_of_parts = _reduced(sums.reshape(parts, size), plan, unit)
+        if not unit.saturate:  # modulo 2^32 until here: the lower bits, with the sign of the highest of them
+            total_of_parts = total_of_parts << unused >> unused
+        result[tile.row, tile.column] = tile.part_of(total_of_parts)
 
     each_tile(a, b, np.float32, compute)
 
@@ -83,11 +89,11 @@ def _blocks(k: int, unit: IntegerDatapath, plan: GemmPlan) -> tuple[np.ndarray, 
     return np.stack([first, first + (slots >= 0).sum(1), order.ends, order.parts], 1), slabs.parts
 
 
-def _reduced(parts: np.ndarray, plan: GemmPlan) -> np.ndarray:
+def _reduced(parts: np.ndarray, plan: GemmPlan, unit: IntegerDatapath) -> np.ndarray:
     """Add the parts [parts][.] as a plan says; only sums that saturate come in more than one."""
 
     def plus(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return np.clip(x.astype(np.int64) + y, _LOW, _HIGH)
+        return np.clip(x.astype(np.int64) + y, *unit.limits)
 
     if plan.reduce == "serial" or len(parts) == 1:
         result, rest = parts[0], list(parts[1:])
@@ -101,17 +107,19 @@ def _reduced(parts: np.ndarray, plan: GemmPlan) -> np.ndarray:
 
 
 @device
-def _plus(a, b, saturate):  # type: ignore[no-untyped-def]
-    """Return a + b modulo 2^32, or clamped to int32."""
+def _plus(a, b, saturate, limits):  # type: ignore[no-untyped-def]
+    """Return a + b modulo 2^32, or clamped to the accumulator's limits, int32 [2]."""
     s = iadd(a, b)
     if not saturate:
         return s
     limit = xor(ashr(a, splat(np.int32(31))), splat(np.int32(_HIGH)))  # on the side of a
-    return where_below(and_(xor(a, s), xor(b, s)), splat(np.int32(0)), limit, s)
+    s = where_below(and_(xor(a, s), xor(b, s)), splat(np.int32(0)), limit, s)
+    low, high = splat(limits[0]), splat(limits[1])
+    return where_below(s, low, low, where_below(high, s, high, s))
 
 
 @kernel
-def add_integers(rows, panel, blocks, saturate, promote, acc, total, parts):  # type: ignore[no-untyped-def]
+def add_integers(rows, panel, blocks, saturate, limits, promote, acc, total, parts):  # type: ignore[no-untyped-def]
     """Add the products of all blocks to the running chains acc, int32 [height][64], and keep the parts.
 
     rows [height][K] and panel [K][64] are float32. With ``promote`` chains join ``total``.
@@ -134,20 +142,21 @@ def add_integers(rows, panel, blocks, saturate, promote, acc, total, parts):  # 
                 sum0 = iadd(sum0, isub(as_i32(s0), magic_bits))
                 sum1 = iadd(sum1, isub(as_i32(s1), magic_bits))
             # 3. joined to the running sum, wrapping or saturating
-            store(acc, m * LANES, _plus(load(acc, m * LANES), sum0, saturate))
-            store(acc, (m + 1) * LANES, _plus(load(acc, (m + 1) * LANES), sum1, saturate))
+            store(acc, m * LANES, _plus(load(acc, m * LANES), sum0, saturate, limits))
+            store(acc, (m + 1) * LANES, _plus(load(acc, (m + 1) * LANES), sum1, saturate, limits))
         if blocks[index, 2]:
-            _end(acc, total, parts, blocks[index, 3] * acc.size, blocks[index, 2] == PART_END, saturate, promote)
+            place, keep = blocks[index, 3] * acc.size, blocks[index, 2] == PART_END
+            _end(acc, total, parts, place, keep, saturate, limits, promote)
 
 
 @device
-def _end(acc, total, parts, place, keep, saturate, promote):  # type: ignore[no-untyped-def]
+def _end(acc, total, parts, place, keep, saturate, limits, promote):  # type: ignore[no-untyped-def]
     """Let a chain join the outer sum where something promotes, and keep the sum of a part that ends."""
     zero = splat(np.int32(0))
     for at in range(0, acc.size, LANES):
         result = load(acc, at)
         if promote:
-            result = _plus(load(total, at), result, saturate)
+            result = _plus(load(total, at), result, saturate, limits)
             store(total, at, result)
         store(acc, at, zero)
         if keep:

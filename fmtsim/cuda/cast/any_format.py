@@ -102,7 +102,7 @@ def _constant_part(spec: CastSpec) -> bytes:
         element.max_exponent,
         element.mantissa_bits if isinstance(element, FloatFormat | IntFormat) else 0,
         fmt.arithmetic == "encode",
-        fmt.arithmetic == "divide",
+        fmt.arithmetic == "divide" and not fmt.power_of_two,
         fmt.scale.name == "fp32",
         fmt.tensor_scale,
         fmt.zero_point,

@@ -22,6 +22,15 @@ struct alignas(16) Parts {
   i64 columns, count;
 };
 
+// Rows of codes: those of a matrix, or at the same place in the memory of every rank of a table.
+struct alignas(16) Rows {
+  const u64* ranks;
+  u64 first;
+  i64 stride;
+
+  DEVICE const u8* at(i64 row) const { return (const u8*)(ranks ? ranks[row] + first : first + row * stride); }
+};
+
 // Which tensor an element is of, from one element to the next.
 struct Walk {
   i64 column, left;  // left: elements from this one to the tensor's end
@@ -208,7 +217,7 @@ DEVICE float rounded_sum(float a, float b, u32 rest, const Grid& g) { return cas
 // Rows of codes are those of all ranks. values: those of codes, float32 [256]; first: the rank where the ring begins, 0
 // for a tree; base: place of the chunk's first element where words are counted, 0 for a ring.
 KERNEL __launch_bounds__(THREADS) sum_chunks(
-    const u8* codes, u8* sums, const float* values, i64 stride, i64 base, i32 first, const Grid g, const Draw d) {
+    const Rows codes, u8* sums, const float* values, i64 stride, i64 base, i32 first, const Grid g, const Draw d) {
   __shared__ float table[256];
   table[threadIdx.x] = values[threadIdx.x];
   i64 start = ((i64)blockIdx.x * THREADS * SUM_RUNS + threadIdx.x) * RUN;
@@ -216,7 +225,7 @@ KERNEL __launch_bounds__(THREADS) sum_chunks(
   UNROLLED for (int u = 0; u < SUM_RUNS; u++) {
     i64 place = start + u * THREADS * RUN;
     if (place >= stride) break;
-    UNROLLED for (int r = 0; r < RANKS; r++) words[u][r] = *(const u32*)(codes + (first + r) % RANKS * stride + place);
+    UNROLLED for (int r = 0; r < RANKS; r++) words[u][r] = *(const u32*)(codes.at((first + r) % RANKS) + place);
   }
   __syncthreads();
   UNROLLED for (int u = 0; u < SUM_RUNS; u++) {
@@ -245,8 +254,8 @@ KERNEL __launch_bounds__(THREADS) sum_chunks(
 
 // Block rows are chunks. counts: elements, those at the largest magnitude, those that are not finite.
 KERNEL __launch_bounds__(THREADS) finish_sums(
-    const u8* codes, Output* out, const float* values, const float* factors, u64* counts, i64 count, i64 length,
-    i64 stride, float largest, const Parts p) {
+    const Rows codes, Output* out, const float* values, const float* factors, u64* counts, i64 count, i64 length,
+    float largest, const Parts p) {
   __shared__ float table[256];
   table[threadIdx.x] = values[threadIdx.x];
   __syncthreads();
@@ -255,7 +264,7 @@ KERNEL __launch_bounds__(THREADS) finish_sums(
   u32 words[RUNS], counted[2] = {};
   UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 place = first + u * THREADS * RUN;
-    words[u] = place < end ? *(const u32*)(codes + blockIdx.y * stride + place) : 0;
+    words[u] = place < end ? *(const u32*)(codes.at(blockIdx.y) + place) : 0;
   }
   UNROLLED for (int u = 0; u < RUNS; u++) {
     i64 place = first + u * THREADS * RUN;

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ _OUTPUTS = (torch.float32, torch.bfloat16)
 _THREADS, _RUN, _RUNS = 256, 4, 4
 _STEP = 16  # bytes: rows of codes begin at multiples
 _PARTS = struct.Struct("<Qqq8x")
+_ROWS = struct.Struct("<QQq8x")  # a table of ranks' memories or 0, where rows begin there or at all, and their stride
 
 
 def covers_reduction(spec: CastSpec, scaling: Scaling | None, x: Tensor, ranks: int, out: Tensor) -> bool:
@@ -65,11 +67,14 @@ class ReductionStages:
         propagates: Whether Inf becomes NaN.
         average: Whether the result is a mean.
         factor: What multiplies the scaled tensor where no mu does.
+        peers: Memory that all ranks read (fmtsim/distributed/peers.py); its owner is told where a reduction begins and
+            ends. None has rows of codes brought here.
     """
 
     def __init__(
         self, x: Tensor, sizes: tuple[int, ...], spec: CastSpec, scaling: Scaling | None, rank: int, ranks: int,
         key: RandomKey | None, out: Tensor, *, tree: bool, propagates: bool, average: bool, factor: float,
+        peers: Any = None,
     ) -> None:  # fmt: skip
         element, grid = spec.format, grid_of(spec.format, spec.rounding, spec.overflow)  # type: ignore[arg-type]
         assert grid is not None and isinstance(element, FloatFormat | IntFormat)
@@ -87,26 +92,36 @@ class ReductionStages:
         self._ends = _ends_of(sizes, x.device)
         self._parts = _PARTS.pack(self._ends.data_ptr(), x.shape[1], len(sizes))
         self._counts = torch.zeros(6, dtype=torch.int64, device=x.device)
+        self.peers = peers
+        if peers is not None:
+            peers.begin(self._stride)
 
     def amaxes(self) -> Tensor:
         """Return the largest finite magnitude of each tensor."""
-        tops, count = torch.zeros(len(self._ends), device=self._x.device), self._x.numel()
+        tensors, count = len(self._ends), self._x.numel()
+        tops = self.peers.tops(tensors) if self.peers is not None else torch.zeros(tensors, device=self._x.device)
         self._kernel("largest_magnitudes")(_blocks(count), _THREADS, self._x, tops, np.int64(count), self._parts)
         return tops
 
-    def factors(self, amaxes: Tensor, mu: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the factors of elements before the cast and after the sums, float32 [tensors] each."""
-        both, count = amaxes.new_empty(2, len(amaxes)), len(amaxes)
-        kernel("statistic.cu", "factors_of_tensors", device_index(amaxes))(
-            -(-count // _THREADS), _THREADS, amaxes, mu, both, np.int64(count), self._factor, self._mean_of,
-            self._scaled, self._rule,
+    def factors(self, amaxes: Tensor | int, mu: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the factors of elements before the cast and after the sums, float32 [tensors] each.
+
+        amaxes: The largest magnitudes on all ranks, or the table of the memories that begin with those of a rank.
+        """
+        count = len(self._ends)
+        both = torch.empty(2, count, device=self._x.device)
+        tables = (None, np.uint64(amaxes)) if isinstance(amaxes, int) else (amaxes, np.uint64(0))
+        kernel("statistic.cu", "factors_of_tensors", device_index(both))(
+            -(-count // _THREADS), _THREADS, *tables, mu, both, np.int64(count), np.int32(self._ranks), self._factor,
+            self._mean_of, self._scaled, self._rule,
         )  # fmt: skip
         encode, decode = both.unbind()
         return encode, decode
 
     def cast(self, encode: Tensor) -> Tensor:
         """Return the casts of the elements, and count what becomes of them."""
-        codes = torch.empty(self._ranks, self._stride, dtype=torch.uint8, device=self._x.device)
+        shape = self._ranks, self._stride
+        codes = self._x.new_empty(shape, dtype=torch.uint8) if self.peers is None else self.peers.codes(self._stride)
         sizes = np.int64(self._x.numel()), np.int64(self._length), np.int64(self._stride)
         self._kernel("cast_chunks")(
             (_blocks(self._stride), self._ranks), _THREADS, self._x, codes, encode, self._counts[3:], *sizes,
@@ -114,26 +129,34 @@ class ReductionStages:
         )  # fmt: skip
         return codes
 
-    def sum(self, wires: Tensor) -> Tensor:
+    def sum(self, wires: Tensor | tuple[int, int]) -> Tensor:
         """Return this rank's chunk of the sums."""
-        sums = torch.empty(self._stride, dtype=torch.uint8, device=wires.device)
+        new = self._x.new_empty
+        sums = new(self._stride, dtype=torch.uint8) if self.peers is None else self.peers.sums(self._stride)
         base, first = (self._rank * self._length, 0) if self._tree else (0, (self._rank + 1) % self._ranks)
         self._kernel("sum_chunks")(
-            -(-self._stride // (_THREADS * _RUN * _sum_runs(self._ranks))), _THREADS, wires, sums, self._values,
+            -(-self._stride // (_THREADS * _RUN * _sum_runs(self._ranks))), _THREADS, _rows(wires), sums, self._values,
             np.int64(self._stride), np.int64(base), np.int32(first), self._grid, self._draw(0),
         )  # fmt: skip
         return sums
 
-    def finish(self, wires: Tensor, decode: Tensor) -> Sequence[Tensor]:
+    def finish(self, wires: Tensor | tuple[int, int], decode: Tensor) -> Sequence[Tensor]:
         """Write the result, and count."""
-        sizes = np.int64(self._out.numel()), np.int64(self._length), np.int64(self._stride)
+        count, length = self._out.numel(), self._length
         self._kernel("finish_sums")(
-            (_blocks(self._stride), len(wires)), _THREADS, wires, self._out, self._values, decode, self._counts,
-            *sizes, self._largest, self._parts,
+            (_blocks(self._stride), -(-count // length)), _THREADS, _rows(wires), self._out, self._values, decode,
+            self._counts, np.int64(count), np.int64(length), self._largest, self._parts,
         )  # fmt: skip
         if not self._out.is_inference():
             torch.autograd.graph.increment_version(self._out)  # autograd must notice where it was saved for a backward
         return self._counts.unbind()
+
+
+def _rows(wires: Tensor | tuple[int, int]) -> bytes:
+    """Return the bytes of ``struct Rows``: of a matrix, or of a place in each rank's memory."""
+    if isinstance(wires, Tensor):
+        return _ROWS.pack(0, wires.data_ptr(), wires.stride(0))
+    return _ROWS.pack(*wires, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -173,6 +196,7 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             for dtype in _OUTPUTS if ranks == 2 else _OUTPUTS[:1]:
                 yield "reduction.cu", kind, reduction_macros(grid, dtype, dtype, True, ranks, tree, True)
     yield "statistic.cu", "factors_of_tensors", ()
+    yield "statistic.cu", "largest_of_ranks", ()
 
 
 def _kernel(index: int, defines: Defines, name: str) -> Callable[..., None]:

@@ -242,13 +242,18 @@ KERNEL __launch_bounds__(1024) advance(
 // A reduction over ranks (docs/distributed.md, reduction.cu), a thread a tensor.
 
 // What elements are multiplied with before the cast and behind the sums, factors [2, tensors], from the largest
-// magnitudes of all ranks. factor: the reduction's, in place of mu; scaled: else the scale is 1; ranks: 0 for a sum.
+// magnitudes of all ranks: tops, or the largest of those that begin each rank's memory. factor: the reduction's, in place of mu; scaled: else the scale is 1; ranks: 0 for a sum.
 KERNEL factors_of_tensors(
-    const float* tops, const float* mu, float* factors, i64 count, float factor, float ranks, i32 scaled, const Rule r) {
+    const float* tops, const u64* memories, const float* mu, float* factors, i64 count, i32 members, float factor,
+    float ranks, i32 scaled, const Rule r) {
   i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
+  float top = memories ? 0.0f : tops[i];
+  for (i32 member = 0; memories && member < members; member++) {
+    top = fmaxf(top, ((const volatile float*)memories[member])[i]);  // another rank's
+  }
   const Grid none = {};  // scales are float32
-  float encode = __fmul_rn(scaled ? scale_of(tops[i], r, none).factor : 1.0f, mu == nullptr ? factor : *mu);
+  float encode = __fmul_rn(scaled ? scale_of(top, r, none).factor : 1.0f, mu == nullptr ? factor : *mu);
   encode = fminf(fmaxf(encode, FLOAT_MIN), FLOAT_MAX);
   float decode = reciprocal(encode);
   factors[i] = encode;

@@ -137,7 +137,7 @@ DEVICE double block_sum(Inputs& in, const Problem& p, i64 first, double running)
       sum += (i64)(values[0][threadIdx.x / SIDE][at + i] * values[1][threadIdx.x % SIDE][at + i]);
     }
   }
-  return to_int32((double)sum, p);
+  return to_integer((double)sum, p);
 }
 
 #endif

@@ -44,8 +44,9 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
     """Return True if the kernels take a unit, its plan and operands of these formats and dtypes."""
     unit, plan = spec.datapath, spec.plan
     if isinstance(unit, IntegerDatapath):
-        integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat)
-        return integers and a == b == torch.int8 and min(unit.block, k) <= 1 << 36 and adds_in_order(plan)
+        integers = isinstance(spec.a, IntFormat) and isinstance(spec.b, IntFormat) and a == b == torch.int8
+        narrow = unit.accumulator_bits <= 32 or not unit.saturate  # torch operations clamp wider sums
+        return integers and narrow and min(unit.block, k) <= 1 << 36 and adds_in_order(plan)
     floats = isinstance(spec.a, FloatFormat) and isinstance(spec.b, FloatFormat)
     if not floats or not is_plain(plan.partial) or plan.reduce == "neighbours":  # which torch operations add
         return False
@@ -62,7 +63,7 @@ def covers(spec: GemmSpec, a: torch.dtype, b: torch.dtype, k: int) -> bool:
 
 
 def ignores_order(spec: GemmSpec) -> bool:
-    """Return True if every accumulation order gives the same bits: integers modulo 2^32, written without parts."""
+    """Return True if every accumulation order gives the same bits: integers that wrap, written without parts."""
     return isinstance(spec.datapath, IntegerDatapath) and not spec.datapath.saturate
 
 
@@ -70,7 +71,8 @@ def run(job: Job, sums: Tensor, marks: Tensor | None) -> None:
     """Write the sums [parts, M, N] of the tiles that are marked, of all tiles where ``marks`` is None."""
     unit = job.spec.datapath
     if ignores_order(job.spec):
-        # Add products modulo 2^32: torch's own product, as many at once as cannot reach int32's ends, where it clamps.
+        # Add products modulo 2^32 or 2^64 by torch's own product, as many at once as cannot reach int32's ends, where it
+        # clamps.
         m, n, k = job.shape
         total = sums[0].zero_() if job.c is None else sums[0].copy_(job.c)
         for start in range(0, k, _WITHIN_INT32):
@@ -78,6 +80,9 @@ def run(job: Job, sums: Tensor, marks: Tensor | None) -> None:
             # cuBLASLt takes multiples of 8 columns and of 32 rows
             a, b = (row_major(F.pad(x, (0, -x.shape[1] % 8, 0, -x.shape[0] % 32))) for x in (a, b))
             total += torch._int_mm(a, b.mT)[:m, :n]
+        unused = 8 * total.element_size() - unit.accumulator_bits
+        if unused:  # the bits of the accumulator, with the sign of the highest
+            total.bitwise_left_shift_(unused).bitwise_right_shift_(unused)
     elif not isinstance(unit, Datapath):
         _launch(job, sums, marks, "cdna.cu", "cdna_product", (("UNIT", str(_UNITS[type(unit)])),))
     else:

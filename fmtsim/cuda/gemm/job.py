@@ -332,7 +332,7 @@ def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
     if isinstance(unit, TwoStageDatapath):
         fraction_bits, sum_bits, parity = unit.fraction_bits, unit.sum_bits, unit.parity
     leaves = unit.block if isinstance(unit, PairwiseDatapath) else 0
-    saturates = isinstance(unit, IntegerDatapath) and unit.saturate
+    saturates, width = (unit.saturate, unit.accumulator_bits) if isinstance(unit, IntegerDatapath) else (False, 0)
     a, b, scale = exponent_range(spec.a), exponent_range(spec.b), exponent_range(fused.scale)
     lowest = (fused.operand or fmt for fmt in (spec.a, spec.b))
     rest = struct.pack(
@@ -342,7 +342,7 @@ def _constants(spec: GemmSpec, grid: int) -> tuple[bytes, bytes]:
         fused.group, fused.signed_zero,
         fused.scale_block, scale.bits - 1, 0 if fused.scale is None else fused.scale.min_exponent, sum_bits,
         a.bits - 1, b.bits - 1, *(fmt.min_exponent if isinstance(fmt, FloatFormat) else 0 for fmt in lowest),
-        grid, a.lsb, b.lsb, parity, leaves, saturates, 0, 0,
+        grid, a.lsb, b.lsb, parity, leaves, saturates, width, 0,
     )  # fmt: skip
     return formats, rest
 

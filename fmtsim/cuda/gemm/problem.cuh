@@ -20,7 +20,7 @@ struct alignas(16) Problem {
   i32 scale_block, scale_bits, scale_emin, sum_bits;      // of scales inside the unit; of a two-stage unit
   i32 a_bits, b_bits, a_emin, b_emin;                     // mantissa bits, and the exponent of subnormals
   i32 grid, a_lsb, b_lsb, parity;    // place of the lowest bit of an exact sum; of an operand's last bit
-  i32 leaves, saturates, spare0, spare1;  // products of a pairwise unit; of an integer unit
+  i32 leaves, saturates, sum_width, spare;  // of a pairwise unit: products; of an integer unit: clamps, bits of its sum
 };
 
 #define NO_FRACTION -1
@@ -64,14 +64,17 @@ DEVICE float scale_at(const float* scales, i64 row_stride, i64 stride, i64 row, 
   return scales == nullptr ? 1.0f : scales[row * row_stride + group * stride];
 }
 
-DEVICE double to_int32(double n, const Problem& p) {  // n below 2^53
-  if (p.saturates) return fmin(fmax(n, -2147483648.0), 2147483647.0);
-  return (double)(i32)(u32)(u64)__double2ll_rn(n);
+// An integer below 2^53 brought into an accumulator of up to 32 bits.
+DEVICE double to_integer(double n, const Problem& p) {
+  const double beyond = (double)(1ll << (p.sum_width - 1));
+  if (p.saturates) return fmin(fmax(n, -beyond), beyond - 1);
+  const int unused = 64 - p.sum_width;  // the sign is that of the highest bit left
+  return (double)((i64)((u64)__double2ll_rn(n) << unused) >> unused);
 }
 
 // A chain added to the outer sum (docs/matmul.md, section 4, step 4).
 DEVICE double promoted(double total, double chain, const Problem& p, float scale_a, float scale_b) {
-  if (p.kind == KIND_INT32) return to_int32(total + chain, p);
+  if (p.kind == KIND_INT32) return to_integer(total + chain, p);
   if (!p.scaled_promotion) return add_in(total, chain, p.outer);
   float of_chain = (float)chain, sum = (float)total;
   if (p.successive) return __fmaf_rn(__fmul_rn(of_chain, scale_a), scale_b, sum);

@@ -28,7 +28,7 @@ struct Reduction {
   }
 
   DEVICE double added(double x, double y) const {
-    if (p.kind == KIND_INT32) return to_int32(x + y, p);  // exact in doubles
+    if (p.kind == KIND_INT32) return to_integer(x + y, p);  // exact in doubles
     const double s = add_in(x, y, formats.sum);
     return partial && round_trip ? kept(s) : s;
   }

@@ -26,7 +26,7 @@ from fmtsim.gemm.layers.quantize_operand import dequantize, is_on_gpu, multiplie
 from fmtsim.gemm.products.native import FP8_DTYPES, SCALED_MULTIPLE, check_library
 from fmtsim.gemm.products.operand_scales import padded_scales
 from fmtsim.gemm.products.operands import matrix_layout, operand_format, own_dtype
-from fmtsim.gemm.products.resolver import gemm_call, run_product
+from fmtsim.gemm.products.resolver import accumulate_name, gemm_call, integer_sums, run_product
 from fmtsim.gemm.units import unit as units
 from fmtsim.gemm.units.unit import unit_takes
 from fmtsim.scaling.inlined import inlined_product
@@ -163,9 +163,10 @@ def _multiply_on_machine(
         a_int8, b_int8 = a.elements.to(torch.int8), b.elements.to(torch.int8)
         if library:  # which takes some sizes alone; zeros add nothing
             a_int8, b_int8 = _padded(a_int8, max(m, 17), 8), _padded(b_int8, -(-n // 8) * 8, 8)
+        sums = integer_sums(gemm.target)
         y = _run(
-            gemm, Operands(a_int8, b_int8), torch.int32, bare=not traced, operation="int_mm", formats=(INT8, INT8),
-            target=gemm.target, plan=gemm.plan, accumulate="int32",
+            gemm, Operands(a_int8, b_int8), sums, bare=not traced, operation="int_mm", formats=(INT8, INT8),
+            target=gemm.target, plan=gemm.plan, accumulate=accumulate_name(sums),
         )[:m, :n]  # fmt: skip
     else:
         if route.how != "elements":

@@ -115,7 +115,7 @@ def factors(m: int, n: int, k: int, a: str, b: str) -> str:
 def _order(k: int, spec: GemmSpec) -> str:
     plan, path = spec.plan, spec.datapath
     if isinstance(path, IntegerDatapath) and not path.saturate:
-        return "of no consequence: sums are exact modulo 2^32"
+        return f"of no consequence: sums are exact modulo 2^{path.accumulator_bits}"
     # a chain, promoted every so many products, in instructions, in lanes of a tile
     promote = plan.promote_every or (path.promote_every if isinstance(path, Datapath) else None)
     chain = "one chain from +0, k in order"

@@ -23,7 +23,7 @@ from fmtsim.gemm.products.operands import (
     operand_formats,
     output_dtype,
 )
-from fmtsim.gemm.products.resolver import check_target, product_call, run_product
+from fmtsim.gemm.products.resolver import accumulate_name, check_target, integer_sums, product_call, run_product
 from fmtsim.gemm.units import unit as units
 from fmtsim.spec.call import GemmCall, Operands, Operation
 from fmtsim.spec.cast import RandomKey
@@ -180,13 +180,13 @@ def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = 
     Args:
         a: [M, K], int8.
         b: [K, N], int8.
-        target: A unit with an int8 mode (``"int8"`` has sums that wrap), an IntegerDatapath, or a GPU with its library,
-            whose limits on shapes then hold too.
+        target: A unit with an int8 mode (``"int8"`` has sums that wrap), an IntegerDatapath of any width, or a GPU with
+            its library, whose limits on shapes then hold too.
         native: As in ``mm``.
 
     Returns:
-        [M, N], int32. Sums that leave int32 wrap in unit ``"int8"`` and are clamped in ``"int8.satfinite"``, which is
-        what cuBLASLt runs on an H200 (``target="h200"``). It has no gradient.
+        [M, N], int32, or int64 for an accumulator of more bits. Sums that leave int32 wrap in unit ``"int8"`` and are
+        clamped in ``"int8.satfinite"``, which is what cuBLASLt runs on an H200 (``target="h200"``). It has no gradient.
 
     Raises:
         ArgumentError: Shapes that do not fit each other or the target.
@@ -195,7 +195,8 @@ def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = 
     >>> int_mm(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8))
     tensor([[-5]], dtype=torch.int32)
     """
-    options: Options = {"target": target, "accumulate": "int32", "out_dtype": torch.int32, "native": native}
+    dtype = integer_sums(target)
+    options: Options = {"target": target, "accumulate": accumulate_name(dtype), "out_dtype": dtype, "native": native}
     return _multiply("int_mm", a, b, None, *_options("int_mm", options))
 
 

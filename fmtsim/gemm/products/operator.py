@@ -61,8 +61,8 @@ def run_gemm(
         bare: All tensors are known to be ``fmtsim.support.dispatch.is_bare``, which need no dispatcher.
 
     Returns:
-        [M, N] or [B, M, N]: ``dtype``, or float32, float64 where the accumulator needs it, int32 for an
-        IntegerDatapath. NaN is 0x7FFFFFFF (float64 0x7FFFFFFFFFFFFFFF).
+        [M, N] or [B, M, N]: ``dtype``, or float32, float64 where the accumulator needs it, int32 or int64
+        for an IntegerDatapath. NaN is 0x7FFFFFFF (float64 0x7FFFFFFFFFFFFFFF).
 
     Raises:
         ArgumentError: An operand holds a number that its format lacks.
@@ -180,7 +180,7 @@ def _product(operands: Operands, spec: GemmSpec, key: Tensor | None, out: Tensor
         multiply = partial(gemm_converting_slices, engine) if to_tf32 or FP4 in (a.dtype, b.dtype) else engine.gemm
         multiply(a[rows], b, c_rows, scale_rows, scale_b, spec, random, sums)
         # 4. the epilogue
-        if wide != torch.int32:
+        if wide.is_floating_point:
             scales = {"row": row, "column": operands.column, "result_scale": operands.result_scale}
             finish(sums, out.dtype, spec.plan, bias=bias, out=part, **scales)
 

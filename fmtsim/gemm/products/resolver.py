@@ -37,7 +37,9 @@ from fmtsim.spec.schedule import adds_in_order, schedule
 from fmtsim.support.dispatch import constant_in_graphs
 from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, shown
 
-ACCUMULATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32}
+ACCUMULATE_DTYPES = {
+    "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "int32": torch.int32, "int64": torch.int64,
+}  # fmt: skip
 _ACCUMULATE = {dtype: name for name, dtype in ACCUMULATE_DTYPES.items()}
 _recording: ContextVar[dict[GemmCall, GemmSpec] | None] = ContextVar("recording", default=None)
 
@@ -101,9 +103,9 @@ def run_product(
     # 2. the datapath, accumulation order and formats of the call
     spec = resolve(call)
     dtype = dtype or ACCUMULATE_DTYPES[spec.accumulate]
-    if spec.accumulate == "int32" and dtype != torch.int32:
-        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose torch.int32")
-    if spec.accumulate != "int32" and dtype not in OUT_DTYPES:
+    if not spec.sum_dtype.is_floating_point and dtype != spec.sum_dtype:
+        raise DtypeError(f"out_dtype={dtype} is not what integers sum to; choose {spec.sum_dtype}")
+    if spec.sum_dtype.is_floating_point and dtype not in OUT_DTYPES:
         output_format(dtype)  # raises an error that lists the output dtypes
     # 3. operands and scales as engines take them
     a_values, b_values = a, b
@@ -286,8 +288,10 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
             # a datapath takes every format of its kind
             kind, words = _TAKES.get(type(path), (FloatFormat, "floating-point formats"))
             if not all(isinstance(fmt, kind) for fmt in formats):
+                integers = all(isinstance(fmt, IntFormat) for fmt in formats)
+                other = "target=IntegerDatapath(accumulator_bits=)" if integers else "another datapath"
                 raise FormatError(
-                    f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose {words}, or another datapath"
+                    f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose {words}, or {other}"
                 )
             if isinstance(path, LogDatapath):
                 _check_logarithms(path, a, b)
@@ -368,6 +372,11 @@ def _check_scale_blocks(block: int, plan: GemmPlan, k: int) -> None:
         raise ArgumentError(f"{text}; choose whole blocks for each")
     if plan.residue_first and k % block:
         raise ArgumentError(f"residue_first with K={k} cuts the unit's scale blocks of {block}; pad K")
+
+
+def integer_sums(target: Any) -> torch.dtype:
+    """Return the dtype of a target's sums of integers: int64 of a datapath of more than 32 bits, else int32."""
+    return sum_dtype(target) if isinstance(target, IntegerDatapath) else torch.int32
 
 
 def accumulate_name(dtype: torch.dtype) -> str:

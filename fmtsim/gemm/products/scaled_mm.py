@@ -333,6 +333,8 @@ def _addend(c: Tensor, text: str) -> Tensor:
     """Return c as values of the accumulator of a product's definition, in the dtype of the sums."""
     path = gemm_spec_from_json(text).datapath
     if isinstance(path, IntegerDatapath):
+        if bool((c != c.clamp(*path.limits)).any()):
+            raise ArgumentError(f"c holds numbers beyond {path.accumulator_bits} bits; clamp it to {path.limits}")
         return c
     if isinstance(path, LogDatapath):
         raise ArgumentError("a LogDatapath starts its sums at zero; leave c out, and add it to the result")

@@ -26,7 +26,7 @@ from fmtsim.support.errors import ArgumentError, did_you_mean, shown
 from fmtsim.support.records import check_types
 from fmtsim.support.table import Row, aligned, filled, html
 
-Accumulate = Literal["fp32", "fp16", "fp64", "int32"]
+Accumulate = Literal["fp32", "fp16", "fp64", "int32", "int64"]
 Strength = Literal["recorded", "compared", "reported", "defined"]
 ACCUMULATES: tuple[Accumulate, ...] = get_args(Accumulate)
 STRENGTHS: dict[Strength, str] = {
@@ -279,7 +279,8 @@ def describe(datapath: Arithmetic) -> str:
     """Return a unit's arithmetic in a line: blocks, bits kept, rounding."""
     match datapath:
         case IntegerDatapath():
-            return f"exact, int32 {f'clamped every {datapath.block}' if datapath.saturate else 'modulo 2^32'}"
+            bits = datapath.accumulator_bits
+            return f"exact, int{bits} {f'clamped every {datapath.block}' if datapath.saturate else f'modulo 2^{bits}'}"
         case LogDatapath():
             table = f"{datapath.entries} constants of {datapath.fraction_bits} bits"
             return f"logarithms in blocks of {datapath.block}, {table}, clamped to {datapath.accumulator_bits} bits"

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import takes
-from fmtsim.gemm.layers.config import PRODUCTS
 from fmtsim.gemm.layers.watch import watching
 from fmtsim.lab.analysis.attribution import Attribution, AttributionRow
-from fmtsim.lab.analysis.operand_probe import ALL, AttentionSite, Backward, Key, Probe, Site, list_sites
+from fmtsim.lab.analysis.operand_probe import ALL, AttentionSite, Backward, Key, Probe, Site, before_of, list_sites
 from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.convert import convert
-from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.state import is_converted
 from fmtsim.ptq.calibrate import call, check_model
 from fmtsim.support.errors import ArgumentError, shown
@@ -136,13 +134,14 @@ def attribute(
     model: nn.Module, batch: Any, loss: Callable[..., Tensor] | None = None, recipe: Any = None, *, exact: bool = False,
     logits: Callable[[Any], Tensor] | None = None, generator: int = 0, progress: bool | None = None, **options: Any,
 ) -> Attribution:  # fmt: skip
-    """Say what each operand of each layer costs: in loss, in KL of the outputs, in noise of the gradients.
+    """Say what each operand and product of each layer costs: in loss, in KL of the outputs, in noise of the gradients.
 
     Everything is about one batch and the model as it is: rounding of an operand alone against no rounding, both in
-    float32 arithmetic on no machine. Operands of the forward pass (``x_f w_f``, ``q k v p`` of quantised attention)
-    have a loss and a KL. Those of the backward pass (``g_d w_d g_w x_w``) change neither; they have
-    ``gradient_noise``, the squared error of the gradient of all Parameters relative to its square. That is what an
-    optimizer sees: an error without bias adds to the noise of the batch, by its square.
+    float32 arithmetic on no machine. A product that a machine multiplies or that is rounded (``fprop dgrad wgrad``)
+    is held to the product of the same rounded operands in float32. Operands of the forward pass (``x_f w_f``, ``q k v
+    p`` of quantised attention) and ``fprop`` have a loss and a KL. Those of the backward pass (``g_d w_d g_w x_w``)
+    change neither; they have ``gradient_noise``, the squared error of the gradient of all Parameters relative to its
+    square. That is what an optimizer sees: an error without bias adds to the noise of the batch, by its square.
 
     The estimate is to second order: ``<g, e> + <g' - g, s e> / 2``, e being what an operand's rounding adds to its
     product, g the gradient there, and g' that of a pass in which the errors of all operands are added, each with a
@@ -200,12 +199,8 @@ def attribute(
         if not converted:
             convert(copied, recipe, **options)
         # 2. Note what of the model's arithmetic is not attributed to any operand.
-        emulations = [
-            m.emulation for m in copied.modules() if isinstance(m, EmulatedModule) and m.emulation is not None
-        ]
-        gemms = [getattr(emulation.config, product) for emulation in emulations for product in PRODUCTS]
-        machines = {gemm.machine for gemm in gemms if gemm.machine}
-        notes = [f"no row has what this costs: products {'; '.join(sorted(machines))}"] if machines else []
+        attentions = [site.call.config.target for site in all_settings(copied, "attention")]
+        notes = ["no row has what the products of attention cost on their target"] if any(attentions) else []
         if all_settings(copied, "scaled") or all_settings(copied, "saving"):
             notes.append(
                 "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are "
@@ -272,16 +267,27 @@ def _attribute(runs: Runs, sites: list[Site], exact: bool, seed: int, show: Prog
         keys, costs = _keys(sites, "forward"), dict[Key, Cost]()
         show.stage("operands of the forward pass", len(keys))
         for i, (site, operand) in enumerate(keys):
+            before, outputs = start, reference
+            if (base := before_of(operand)) is not None:  # a product on its machine comes after its operands
+                site.install(base)
+                with torch.no_grad():
+                    loss, outputs = runs.forward()
+                before = loss.item()
             site.install(operand)
-            changed, kl = runs.measure(reference)
+            changed, kl = runs.measure(outputs)
             site.install(None)
             sound = math.isfinite(changed)
-            costs[site, operand] = (changed - start, kl) if sound else (math.inf, kl and math.inf)
+            costs[site, operand] = (changed - before, kl) if sound else (math.inf, kl and math.inf)
             show.step(i + 1)
-    # 5. All operands of the forward pass together.
+    # 5. All operands of the forward pass together, and then with products on their machines.
     for site in sites:
         site.install(ALL)
     rounded, kl = runs.measure(reference)
+    simulated = rounded
+    if any("fprop" in site.forward for site in sites):
+        for site in sites:
+            site.install(site.whole)
+        simulated, kl = runs.measure(reference)
     total = sum(map(_square, plain)) or 1.0
     noise = {key: math.inf if key in probe.broken else square / total for key, square in noise.items()}
     rows = []
@@ -294,7 +300,7 @@ def _attribute(runs: Runs, sites: list[Site], exact: bool, seed: int, show: Prog
                 module=None if isinstance(site, AttentionSite) else site.module,
             ))  # fmt: skip
     return Attribution(
-        rows=tuple(rows), exact=exact, plain_loss=start, rounded_loss=rounded, rounded_kl=kl,
+        rows=tuple(rows), exact=exact, plain_loss=start, rounded_loss=rounded, simulated_loss=simulated, rounded_kl=kl,
         passes=(runs.forwards, runs.backwards), notes=(*notes, *_notes(runs, probe, rows, loss.dtype, idle)),
     )  # fmt: skip
 

@@ -28,12 +28,12 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributionRow:
-    """Say what one operand of one layer costs.
+    """Say what one operand of one layer costs, or one product that a machine multiplies.
 
     Args:
         layer: Its name, as in statistics.
-        operand: ``x_f w_f g_d w_d g_w x_w``, or one of attention's.
-        format: What it is rounded to.
+        operand: ``x_f w_f g_d w_d g_w x_w``, or one of attention's; of products ``fprop dgrad wgrad``.
+        format: What it is rounded to; of products what multiplies.
         loss: Change of the batch's loss; None for operands of the backward pass, which do not change it.
         kl: ``KL(without || with rounding)`` of the predicted distributions, nats, the mean over positions; None for
             operands of the backward pass, and where the model's logits are not known.
@@ -60,7 +60,8 @@ class Attribution(Result):
         exact: Whether operands were switched one at a time; else these are estimates.
         plain_loss: Loss of the batch where nothing is rounded.
         rounded_loss: Loss where all operands of the forward pass are.
-        rounded_kl: KL of the two, None where logits are not known.
+        simulated_loss: Loss where its products run on their machines, too.
+        rounded_kl: KL of the first and the last, None where logits are not known.
         passes: Forward and backward passes of the model that it took.
         notes: What was left out or could not be told.
     """
@@ -69,6 +70,7 @@ class Attribution(Result):
     exact: bool
     plain_loss: float
     rounded_loss: float
+    simulated_loss: float
     rounded_kl: float | None = None
     passes: tuple[int, int] = (0, 0)
     notes: tuple[str, ...] = ()
@@ -201,9 +203,11 @@ class Attribution(Result):
         yield table_of(_COLUMNS, shown, filled=True)
         if len(shown) < len(self.rows):
             yield f"and {len(self.rows) - len(shown)} more rows"
-        kl = "" if self.rounded_kl is None else f", KL {self.rounded_kl:.3g} nats"
-        change = self.rounded_loss - self.plain_loss
-        yield f"loss {self.plain_loss:.6g} without rounding, {change:+.3g} with all operands of the forward pass{kl}"
+        kl = "" if self.rounded_kl is None else f"; KL {self.rounded_kl:.3g} nats"
+        change, operands = self.simulated_loss - self.plain_loss, self.rounded_loss - self.plain_loss
+        machine = any(row.operand == "fprop" for row in self.rows)
+        more = f" = {operands:+.3g} operands {change - operands:+.3g} arithmetic" if machine else ""
+        yield f"loss {self.plain_loss:.6g} without rounding, {change:+.3g} with all of the forward pass{more}{kl}"
         kind = "operands switched one at a time" if self.exact else "estimates"
         yield f"{kind}, from {self.passes[0]} forward and {self.passes[1]} backward passes"
         yield from self.notes

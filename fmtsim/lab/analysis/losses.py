@@ -41,7 +41,7 @@ class Losses(Result, tuple[Loss, ...]):
     __slots__ = ()
 
     def _content(self) -> tuple[Rows]:
-        return (table_of(_COLUMNS, self),)
+        return (table_of(_COLUMNS, self, filled=True),)
 
 
 _COLUMNS = (
@@ -54,6 +54,7 @@ _COLUMNS = (
     Column("saturation %", lambda loss: loss.stats.saturation_percent, ">.3f"),
     Column("SQNR dB", lambda loss: decibels(loss.stats.sqnr_db), ">"),
     Column("amax", lambda loss: loss.stats.amax, ">.3g"),
+    Column("bits lost in", lambda loss: ", ".join(f"{k} {x:z.1f}" for k, x in loss.stats.bits_lost.items()) or None),
 )
 
 

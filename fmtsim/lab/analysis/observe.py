@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """observe: collect statistics of every operand of a converted model while it runs."""
 
+import math
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -18,6 +19,8 @@ from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.keys import Layer
+from fmtsim.gemm.layers.multiply import layer_product, multiply
 from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.lab.analysis.measure import measure
 from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
@@ -27,9 +30,13 @@ from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes.recipe import Recipe, Rule
+from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.operand import Operand
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import some
 
+_FP64: Any = get_format("fp64")
 _UNREAD = 1024  # operands whose counts stay on their devices, some 20 KB each: a step waits for no device
 
 
@@ -54,6 +61,7 @@ class ModelObservation(Observation):
         self._stance: Any = None  # of compilers, before the with
         self._hooks: list[RemovableHandle] = []
         self._unread: list[tuple[int, str, str, Format | None, Tensor]] = []
+        self._products: list[tuple[int, str, str, OperandStats]] = []
         if not self._modules and not self._attention:
             raise ArgumentError(
                 f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first, "
@@ -116,7 +124,7 @@ class ModelObservation(Observation):
     def _watch(self, step: int | None) -> None:
         """Observe layers from now on, as parts of a step; None stops it."""
         for name, place in self._places():
-            place.observer = None if step is None else partial(_Layer, self, step, name)
+            place.observer = None if step is None else partial(_Layer, self, step, name, place)
 
     def _places(self) -> Iterator[tuple[str, Emulation | AttentionCall]]:
         """Yield what is observed, by name; a module that was reverted meanwhile is none."""
@@ -145,6 +153,11 @@ class ModelObservation(Observation):
             fmt, (x, q, dim) = seen.quantized.quantizer.format, seen.rounded()
             self._unread.append((step, layer, seen.name, fmt, measure(x, q, fmt, dim, seen.scales())))
 
+    def see_product(self, step: int, layer: str, name: str, seen: OperandStats) -> None:
+        """Count a product of a layer in a step."""
+        if self._active:
+            self._products.append((step, layer, name, seen))
+
     def _read(self) -> None:
         """Take what was counted from its devices, each asked once."""
         # 1. Copy what lies on each device at once.
@@ -156,16 +169,52 @@ class ModelObservation(Observation):
         # 2. Add it up in the order in which it was seen.
         for i, (step, layer, operand, fmt, _) in enumerate(unread):
             self.count(step, layer, operand, OperandStats().read(numbers[i], fmt))
+        products, self._products = self._products, []
+        for product in products:
+            self.count(*product)
 
 
 class _Layer(Watcher):
-    """Let an observation see the operands of a layer in a step."""
+    """Let an observation see the operands of a layer in a step, and the products that a machine multiplies."""
 
-    def __init__(self, observation: ModelObservation, step: int, module: str, part: str) -> None:
-        self._observation, self._step, self._name = observation, step, _join(module, part)
+    def __init__(
+        self, observation: ModelObservation, step: int, module: str, place: Emulation | AttentionCall, part: str
+    ) -> None:
+        self._observation, self._step, self._name, self._place = observation, step, _join(module, part), place
 
     def operand(self, seen: Seen) -> None:
         self._observation.see(self._step, self._name, seen)
+
+    def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
+        y, config = run(), self._place.config
+        if not isinstance(config, LinearConfig) or not getattr(config, name).machine:
+            return y
+        # 1. against the exact product of the same operands, float64
+        exact = multiply(a, b, bias, torch.float64, torch.float64)
+        seen = OperandStats().add(exact, y, None)
+        seen.format = getattr(config, name).machine.replace(", ", "; ")
+        # 2. without one loss alone, which a Datapath that runs again can leave out
+        for loss, layer in _layers_without(config, name, y.dtype).items():
+            dtype = torch.float32 if loss == "output" else y.dtype
+            error = layer_product(layer, name, a, b, bias, dtype, y.dtype).double() - exact
+            seen.without[loss] = error.square().sum().nan_to_num(math.inf).item()
+        self._observation.see_product(self._step, self._name, name, seen)
+        return y
+
+
+@lru_cache(maxsize=256)
+def _layers_without(config: LinearConfig, name: str, dtype: torch.dtype) -> dict[str, Layer]:
+    """Return layers whose Datapath lacks one loss: of alignment, of the accumulator, of the output."""
+    gemm = getattr(config, name)
+    changes: dict[str, dict[str, Any]] = {}
+    if isinstance(gemm.target, Datapath):
+        if gemm.target.fraction_bits is not None:
+            changes["alignment"] = {"target": replace(gemm.target, fraction_bits=None)}
+        changes["accumulator"] = {"target": replace(gemm.target, accumulator=_FP64, promotion=None)}
+        if gemm.out.format is not None or dtype.itemsize < 4:
+            changes["output"] = {"out": Quantizer()}
+    # a generator of its own: the model's random numbers stay as they are
+    return {loss: Layer(replace(config, **{name: replace(gemm, **change)}), 0) for loss, change in changes.items()}
 
 
 @overload
@@ -180,6 +229,10 @@ def observe(
     rules: Sequence[Rule] | str | Path = (), every: int = 1,
 ) -> ModelObservation | TensorStats:  # fmt: skip
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
+
+    A product that a target multiplies has a row too (``fprop dgrad wgrad``): its result against the exact product of
+    the same quantised operands. For a ``Datapath``, which runs some three times more, ``bits_lost`` says how many bits
+    better that result is where alignment, accumulator or output alone lose nothing.
 
     ``observe(x, format)`` returns those of a tensor, rounded to nearest as ``fmtsim.quantize`` does: underflow,
     saturation, SQNR, MSE, cosine, exponents and ``plot()``. A last block that is not whole is padded with zeros.

@@ -33,13 +33,16 @@ from fmtsim.support.errors import ArgumentError
 _MADE_OF = {"w_d": "w_f", "x_w": "x_f", "g_w": "g_d"}  # what an operand with source "forward" is, or is made of
 _REUSED = ("forward", "requantised")
 ALL: Final = "all of the forward pass"  # in place of an operand's name
+BEFORE: Final = "operands of "  # likewise, and a product's name
 
 
 class Site:
     """One product of a model, forward and backward, with the operands that it rounds.
 
     Nothing is rounded until ``install`` says what; the arithmetic is float32 (float64 for float64 tensors), on no
-    machine, and every stochastic rounding has a key of its own that is the same in each call.
+    machine, and every stochastic rounding has a key of its own that is the same in each call. A product that a machine
+    multiplies, or that is rounded, is an operand of its own name (``fprop dgrad wgrad``): the product of the rounded
+    operands there, against their product in float32.
 
     Attributes:
         name: As in statistics: the module's name, and the part's where it has several products.
@@ -52,13 +55,18 @@ class Site:
         expected: Whether a batch that does not run it is worth a note: Parameters may never be multiplied with.
     """
 
-    def __init__(self, name: str, module: str, quantizers: Mapping[str, Quantizer], forward: Any, seed: int) -> None:
+    def __init__(self, name: str, module: str, formats: Mapping[str, Any], forward: Any, seed: int) -> None:
         self.name, self.module, self.seed = name or "(model)", module, seed
-        self.formats = {operand: str(quantizer) for operand, quantizer in quantizers.items()}
-        self.forward = tuple(operand for operand in quantizers if operand in forward)
-        self.backward = tuple(operand for operand in quantizers if operand not in forward)
+        self.formats = {operand: str(what) for operand, what in formats.items()}
+        self.forward = tuple(operand for operand in formats if operand in forward)
+        self.backward = tuple(operand for operand in formats if operand not in forward)
         self.local: tuple[str, ...] = ()
         self.expected = True
+
+    @property
+    def whole(self) -> str:
+        """What the forward pass is with all that rounds: its product on a machine, or its operands alone."""
+        return "fprop" if "fprop" in self.forward else ALL
 
     def install(self, operand: str | None) -> None:
         """Round one operand in the model from now on, none (None), or ``ALL``."""
@@ -77,8 +85,11 @@ class Site:
         """Return what rounding each operand of the forward pass alone adds to the result."""
         if not self.forward:
             return {}
-        plain = self.run(None, inputs)
-        return {operand: (self.run(operand, inputs) - plain).to(inputs[0].dtype) for operand in self.forward}
+        before = {base: self.run(base, inputs) for base in {before_of(operand) for operand in self.forward}}
+        return {
+            operand: (self.run(operand, inputs) - before[before_of(operand)]).to(inputs[0].dtype)
+            for operand in self.forward
+        }
 
     def gradient_errors(
         self, inputs: tuple[Tensor, ...], g: Tensor, operands: tuple[str, ...]
@@ -87,7 +98,7 @@ class Site:
         errors: dict[str, dict[int, Tensor]] = {}
         for operand in operands:
             places = self.differs(operand)
-            rounded, plain = (self._gradients(which, inputs, g, places) for which in (operand, None))
+            rounded, plain = (self._gradients(which, inputs, g, places) for which in (operand, before_of(operand)))
             errors[operand] = {i: a - b for i, a, b in zip(places, rounded, plain, strict=True)}
         return errors
 
@@ -125,13 +136,18 @@ class LinearSite(Site):
             name: q for name, q in quantizers.items()
             if q.format is not None or q.then is not None or any(isinstance(t, Clamp | Sparsity) for t in q.transforms)
         }  # fmt: skip
-        super().__init__(".".join(filter(None, (module, part))), module, quantizers, FORWARD, seed)
-        self.local = tuple(name for name in self.backward if operand_product(name) == "wgrad")
-        # 3. A layer for each operand that may be rounded alone, for all of the forward pass, and for none.
+        machines = {name: machine for name in PRODUCTS if (machine := getattr(config, name).machine)}
+        name, formats = ".".join(filter(None, (module, part))), {**quantizers, **machines}
+        super().__init__(name, module, formats, (*FORWARD, "fprop"), seed)
+        self.local = tuple(name for name in self.backward if name in ("g_w", "x_w", "wgrad"))
+        # 3. A layer for each operand that may be rounded alone, for all of the forward pass, and for none; for a
+        #    product on its machine one with its operands rounded, and one for those operands without the machine.
         self._kinds, self._layers = kinds, dict[str | None, Layer]()
-        for operand in (None, ALL, *quantizers):
-            on = {operand} if operand != ALL else set(self.forward)
-            layer = Layer(_round_alone(config, on), seed, {} if fresh else original.state)
+        rounded = {name: {one for one in quantizers if operand_product(one) == name} for name in PRODUCTS}
+        for operand in (None, ALL, *quantizers, *machines, *map(before_of, machines)):
+            product = "fprop" if operand == ALL else str(operand).removeprefix(BEFORE)
+            on = rounded.get(product, {operand})
+            layer = Layer(_round_alone(config, on, operand), seed, {} if fresh else original.state)
             layer.sized, layer.rows = original.sized, original.rows  # so that calls are padded alike
             self._layers[operand] = layer
 
@@ -147,8 +163,9 @@ class LinearSite(Site):
         self._how.config = layer.config
 
     def run(self, operand: str | None, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Return ``x w^T``."""
-        x, w = map(_to_float, inputs)
+        """Return ``x w^T``; on a machine of tensors in the dtype of the pass, else of float32 or wider."""
+        narrow = min((t.dtype for t in inputs), key=lambda dtype: dtype.itemsize)
+        x, w = (t.to(narrow) if operand in PRODUCTS else _to_float(t) for t in inputs)
         with watching(None):  # the probe itself does not look
             return run_layer(x, w, None, self._layers[operand])
 
@@ -213,8 +230,13 @@ def list_sites(model: nn.Module, seed: int, *, fresh: bool) -> list[Site]:
     return [site for site in sites if site.formats]
 
 
-def _round_alone(config: LinearConfig, operands: Collection[Any]) -> LinearConfig:
-    """Return a layer that rounds some operands alone, in float32 on no machine; rotations stay."""
+def before_of(operand: str) -> str | None:
+    """Return what an operand's rounding is added to: nothing, or for a product on a machine its rounded operands."""
+    return None if operand not in PRODUCTS else ALL if operand == "fprop" else BEFORE + operand
+
+
+def _round_alone(config: LinearConfig, operands: Collection[Any], machine: str | None = None) -> LinearConfig:
+    """Return a layer that rounds some operands alone, in float32 but for the product ``machine``; rotations stay."""
     # An operand that is made of one of another product brings the quantiser of that.
     reused = (name for name in operands if name in _MADE_OF and config.operands[name].source in _REUSED)
     on = {*operands, *(_MADE_OF[name] for name in reused)}
@@ -224,7 +246,7 @@ def _round_alone(config: LinearConfig, operands: Collection[Any]) -> LinearConfi
         makers = [config.operands.get(_MADE_OF.get(name, "")) for name in names]
         pairs = zip(names, (gemm.a, gemm.b), makers, strict=True)
         a, b = (q if name in on else _without_rounding(q, forward) for name, q, forward in pairs)
-        gemms[product] = Gemm(a=a, b=b)
+        gemms[product] = replace(gemm, a=a, b=b) if product == machine else Gemm(a=a, b=b)
     return replace(config, **gemms)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.formats.block import Format
-from fmtsim.gemm.layers.config import OPERANDS
+from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.measure import BINS, FIGURES, LOWEST_EXPONENT, magnitude_range, measure
 from fmtsim.recipes.attention_config import BACKWARD
 from fmtsim.support.plotting import BLUE, ORANGE, label_axes, new_panels, saved, set_title
@@ -20,7 +20,7 @@ from fmtsim.support.table import aligned
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"))
+_NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"), *PRODUCTS)
 _PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
 
 
@@ -102,12 +102,20 @@ class OperandStats(Counts):
         exponents: Elements by ``floor(log2|x|)``, from LOWEST_EXPONENT to HIGHEST_EXPONENT, int64.
         scaled_exponents: The same of x divided by its block's scale: what the element format sees.
         window: Smallest and largest magnitude of the element format, None where there is none.
+        without: Of a product, ``noise`` where one loss of its Datapath is taken away, by that loss.
     """
 
     format: str = ""
     exponents: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), repr=False)
     scaled_exponents: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), repr=False)
     window: tuple[float, float] | None = None
+    without: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bits_lost(self) -> dict[str, float]:
+        """Bits by which a product is better where one loss alone is taken away; inf where nothing else is lost."""
+        ratio = lambda noise: self.noise / noise if noise else math.inf if self.noise else 1.0  # noqa: E731
+        return {loss: 0.5 * math.log2(ratio(n)) if ratio(n) > 0 else math.nan for loss, n in self.without.items()}
 
     def add(self, x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> "OperandStats":
         """Count a tensor, its quantised values and the format they are in (None for high precision); return self."""
@@ -117,7 +125,9 @@ class OperandStats(Counts):
         """Count what ``measure`` returned for a tensor in a format; return self."""
         numbers = measured.cpu()
         figures = dict(zip(FIGURES, numbers[: len(FIGURES)].tolist(), strict=True))
-        whole = {name: value if name in ("amax", "signal", "noise") else int(value) for name, value in figures.items()}
+        whole: Any = {
+            name: value if name in ("amax", "signal", "noise") else int(value) for name, value in figures.items()
+        }
         counts = numbers[len(FIGURES) :].long()
         return self.merge(
             OperandStats(
@@ -133,6 +143,7 @@ class OperandStats(Counts):
         self.exponents += other.exponents
         self.scaled_exponents += other.scaled_exponents
         self.window = other.window or self.window
+        self.without = {loss: noise + self.without.get(loss, 0.0) for loss, noise in other.without.items()}
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,6 +152,8 @@ class OperandStats(Counts):
             "format": self.format, **Sample.of(self).to_dict(), "exponents": _by_exponent(self.exponents),
             "scaled_exponents": _by_exponent(self.scaled_exponents),
             "window": None if self.window is None else list(self.window),
+            **({"bits_lost": {k: x if math.isfinite(x) else None for k, x in self.bits_lost.items()}} if self.without
+               else {}),
         }  # fmt: skip
 
 
@@ -202,8 +215,8 @@ def in_order(operands: Iterable[str]) -> list[str]:
 def operand_in_words(operand: str) -> str:
     """Return an operand's tensor and product in words; any other name is returned unchanged.
 
-    >>> operand_in_words("g_w"), operand_in_words("q"), operand_in_words("dv.a")
-    ('gradients, weight gradient', 'queries, attention', "attention's dv")
+    >>> operand_in_words("g_w"), operand_in_words("q"), operand_in_words("dv.a"), operand_in_words("dgrad")
+    ('gradients, weight gradient', 'queries, attention', "attention's dv", 'product, input gradient')
     """
     tensors = {"x": "activations", "w": "weights", "g": "gradients"}
     products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
@@ -211,6 +224,8 @@ def operand_in_words(operand: str) -> str:
     tensor, _, product = operand.partition("_")
     if tensor in tensors and product in products:
         return f"{tensors[tensor]}, {products[product]}"
+    if operand in PRODUCTS:
+        return f"product, {products[operand[0]]}"
     if operand[:2] in ("dq", "dk", "dv", "dp"):
         return f"attention's {operand[:2]}"
     return f"{attention[operand]}, attention" if operand in attention else operand

@@ -122,7 +122,8 @@ def add_target(parser: Parser) -> None:
     """Add ``--target`` and ``--plan``: what multiplies, and the accumulation order."""
     kinds = (
         "a GPU with its library, such as h200, or a plan file; an MMA unit alone, such as hopper.wgmma or exact; or a "
-        "datapath: a JSON file, or fields such as block=32,fraction_bits=10 or logarithms,entries=4"
+        "datapath: a JSON file, or fields such as block=32,fraction_bits=10, integers,accumulator_bits=24 or "
+        "logarithms,entries=4"
     )
     option(parser, "--target", kinds, names=names.targets_and_units)
     option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar="FIELD=VALUE,...")
@@ -144,13 +145,13 @@ def add_tokens(parser: Parser) -> None:
 
 def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return ``--target`` and ``--plan`` as ``target=`` and ``plan=`` of verbs: fields become records."""
-    from fmtsim.spec.datapath import Datapath, LogDatapath
+    from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
     from fmtsim.spec.plan import GemmPlan
 
     target, plan = arguments.target, arguments.plan
     fields = target is not None and not target.endswith(".json") and not target.lstrip().startswith("{")
-    if fields and ("=" in target or target.partition(",")[0].strip() == "logarithms"):
-        target = parse_record(target, Datapath, "--target", logarithms=LogDatapath)
+    if fields and ("=" in target or target.partition(",")[0].strip() in ("integers", "logarithms")):
+        target = parse_record(target, Datapath, "--target", integers=IntegerDatapath, logarithms=LogDatapath)
     return {"target": target, "plan": None if plan is None else parse_record(plan, GemmPlan, "--plan")}
 
 

@@ -33,6 +33,7 @@ from fmtsim.lab.training.sweep import SweepConfig, points_of, speed_of
 from fmtsim.lab.training.sweep_result import Choice, ScalingLaw, SweepResult, byte_entropy, fit_law
 from fmtsim.lab.training.training_models import source_digest
 from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
+from fmtsim.recipes.serialization import load_rules
 from fmtsim.support.errors import ArgumentError, FmtsimError
 from fmtsim.support.files import check_file, check_folder, write_file
 from fmtsim.support.progress import Progress, make_progress
@@ -196,7 +197,7 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
-TOLD = ("Gap", "Where to look first")  # of the verdict, in the summary
+UNTOLD = artifacts.SEEDS  # of the verdict, which the summary leaves to the report
 
 
 def run_train(arguments: argparse.Namespace) -> int:
@@ -231,7 +232,8 @@ def run_train(arguments: argparse.Namespace) -> int:
         _answer(arguments, record, lambda: text, paths)
         return 0 if result.equal else MISMATCH
     corpus = load_corpus(arguments.data, config.model.context)
-    started = {"command": shlex.join(["fmtsim", *arguments.words]), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
+    started = {"command": shlex.join(["fmtsim", *arguments.words]), "folder": str(out),
+               "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}  # fmt: skip
     with _training(arguments, out) as progress:
         checkpoint = _checkpoint(arguments, config, corpus, out)
         with _reported(config, corpus, checkpoint, out, started), simulated(arguments) as run:
@@ -301,7 +303,8 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
     for name in filter(None, (arguments.format, arguments.grad_format, arguments.baseline)):
         get_format(name)  # an unknown name fails here, with close matches
     sizes = {name: getattr(arguments, name) for name in ("context", "width", "heads")}
-    machine = _machine(arguments) | {"reduction": arguments.reduction}
+    rules = () if arguments.rules is None else load_rules(arguments.rules)
+    machine = _machine(arguments) | {"reduction": arguments.reduction, "rules": rules}
     if arguments.level is not None and arguments.recipe is None:
         raise ArgumentError(f"--level {arguments.level} is a recipe's; pass --recipe {_with_levels()} as well")
     if arguments.recipe is not None:
@@ -399,7 +402,7 @@ def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
         "(losses in nats per byte; train loss is the mean of the last tenth of the steps)",
         *lines,
         "",
-        *(f"{question.lower()}: {answer}" for question, answer in record.get("verdict", ()) if question in TOLD),
+        *(f"{question.lower()}: {answer}" for question, answer in record.get("verdict", ()) if question != UNTOLD),
     ]
     if simulated.nonfinite:
         skipped = f", {simulated.skipped} of them skipped; the loss ended at a scale of {simulated.loss_scale:g}"

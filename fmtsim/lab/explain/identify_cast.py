@@ -30,7 +30,7 @@ from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
 
 FEW, MANY = 1 << 11, 1 << 18  # elements of the first and the second comparison
-SECONDS = 3.0  # that comparisons of all elements may take; explanations that are left have fewer compared
+SECONDS = 1.5  # that comparisons of all elements may take; explanations that are left have fewer compared
 CHUNK = 256  # neighbours that a sample takes together: whole blocks of most formats
 TILE = 128  # rows of the tallest block
 ALIKE = 64
@@ -503,11 +503,13 @@ def _rows(whole: _Sample, elements: int) -> _Sample:
 def _tiles(whole: _Sample, elements: int) -> _Sample:
     """Return the first rows, about so many elements, but at least the rows of one block of several rows."""
     rows, columns = whole.x.shape
+    if whole.scale is None:  # the first columns are enough
+        columns = min(columns, CHUNK)
     count = min(-(-elements // (columns * TILE)) * TILE, rows)
     scale = whole.scale
     if scale is not None and scale.numel() > 1 and count < rows:
         scale = scale.reshape(-1)[: scale.numel() * count // rows].reshape(1, -1)
-    return _Sample(whole.x[:count], whole.result[:count], scale)
+    return _Sample(whole.x[:count, :columns], whole.result[:count, :columns], scale)
 
 
 def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | None:

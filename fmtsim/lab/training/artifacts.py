@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import platform
+import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 
 import fmtsim
 from fmtsim.formats.interop import dtype_name
-from fmtsim.gemm.layers.config import LinearConfig
+from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig
 from fmtsim.gemm.products.native import card_description
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.lab.analysis.page import write_page
@@ -34,22 +35,43 @@ from fmtsim.support.records import parse_json
 
 Words = list[tuple[str, str]]
 SEEDS = "Larger than the scatter of seeds?"
+LOOK = "Where to look first"
 # Student's t for both sides together 5 %, by degrees of freedom from 1; beyond, that of 8.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 _BLOCKS = 10  # of the last half of the steps, whose mean gaps scatter
-_NOISE = 0.01  # squared error of a gradient, relative to its square, from which an operand is named before others
+_LEAST = 1e-3  # of the baseline's loss: no smaller step of it is told from chance
+_SHARE = 0.1  # of a part of the gap: what a forward operand has to cost to be named
+_NOISE = 0.01  # squared error of a gradient, relative to its square, from which an operand is named
 _GROWS = 1.0  # percentage points of underflow and saturation that are a trend
+_PARTS = {
+    "operands": "operands and what else the scheme changes",
+    "arithmetic": "arithmetic (its products against float32 ones)",
+    "optimizer": "optimizer, its states and reductions",
+}
+
+
+class Step(NamedTuple):
+    """One step of the loss: its size in nats, and what it has to exceed to be told from chance, None if not known."""
+
+    size: float
+    floor: float | None
+
+    @property
+    def clear(self) -> bool | None:
+        """Whether it stands out of chance."""
+        return None if self.floor is None else abs(self.size) > self.floor
 
 
 class Suspect(NamedTuple):
-    """Name an operand to look at, and why."""
+    """Name an operand or product to look at, or a part of the scheme (which has no layer), and why."""
 
     layer: str
     operand: str
     why: str
 
     def __str__(self) -> str:
-        return f"{self.layer}, {self.operand} ({operand_in_words(self.operand)}): {self.why}"
+        where = f"{self.layer}, {self.operand} ({operand_in_words(self.operand)})" if self.layer else self.operand
+        return f"{where}: {self.why}"
 
 
 def verdict(record: Mapping[str, Any]) -> Words:
@@ -57,33 +79,93 @@ def verdict(record: Mapping[str, Any]) -> Words:
     baseline, simulated = record["baseline"], record.get("simulated")
     if simulated is None or not simulated["losses"]:
         return [("Gap", "not known: the simulated run had not begun")]
-    gap, clear = _gap_within(baseline, simulated)
+    gap, whole = _gap_within(baseline, simulated)
     known = "one seed does not tell; train with other --seed and --out, and call fmtsim report on all folders"
-    seeds = f"not known: {known}"
-    if clear is False:
-        seeds = f"nothing speaks for it: the gap is within what it wanders by in this run. For certain: {known}"
-    return [("Gap", gap), (SEEDS, seeds), *_next(suspects(simulated), clear, simulated["nonfinite"])]
+    steps = parts_of(record)
+    words = [("Gap", gap)]
+    if whole is not None and whole.size:
+        words.append(("What it is made of", _made_of({part: f"{one.size:+.4f}" for part, one in steps.items()})))
+    found = suspects(simulated, steps)
+    words.append((SEEDS, f"not known: {known}"))
+    return words + _next(found, whole and whole.clear, simulated, record.get("ran", {}))
 
 
-def _next(found: Sequence[Suspect], clear: bool | None, nonfinite: Any) -> Words:
+def _made_of(parts: Mapping[str, str]) -> str:
+    if len(parts) == 1:
+        return f"{_PARTS[next(iter(parts))]}: the runs differ in nothing else"
+    return " ".join(f"{size} {_PARTS[part]}," for part, size in parts.items()).rstrip(",") + (
+        "; each measured by training once more without it, one after another"
+    )
+
+
+def parts_of(record: Mapping[str, Any]) -> dict[str, Step]:
+    """Return what the gap is made of: the steps from the simulated run to the baseline, one part taken away in each."""
+    baseline, simulated = record["baseline"], record["simulated"]
+    steps, before = dict[str, Step](), simulated["losses"]
+    for part, losses in (simulated.get("parts") or {"operands": None}).items():
+        after = baseline["losses"] if losses is None else losses
+        steps[part] = _step(before, after)
+        before = after
+    return steps
+
+
+def _step(before: Sequence[float | None], after: Sequence[float | None]) -> Step:
+    """Return the mean difference over the last tenth of the steps, which chance moves by what it wanders by."""
+    # 1. a run that stopped is worse than any other
+    if None in before or None in after:
+        return Step(math.inf if None not in after else -math.inf if None not in before else math.nan, 0.0)
+    gaps: list[float] = [a - b for a, b in zip(before, after, strict=False)]  # type: ignore[operator]
+    mean = statistics.fmean(gaps[-max(1, len(gaps) // 10) :])
+    # 2. two runs drift apart by chance: four standard deviations of the means of blocks in the last half
+    half = gaps[len(gaps) // 2 :]
+    size = len(half) // _BLOCKS
+    if size < 2:
+        return Step(mean, None)
+    means = [statistics.fmean(half[i * size : (i + 1) * size]) for i in range(_BLOCKS)]
+    return Step(mean, max(4 * statistics.stdev(means), _LEAST * abs(after[-1] or 0.0)))
+
+
+def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], ran: Mapping[str, Any]) -> Words:
     names = "; ".join(f"{i}. {one}" for i, one in enumerate(found, 1))
-    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if nonfinite else []
+    products = [one for one in found if one.operand in ("arithmetic", *PRODUCTS)]
+    operands = [one.operand for one in found if one.layer and one not in products]
+    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if run["nonfinite"] else []
     if any("saturation" in one.why for one in found):
         advice.append("a format with a larger range, or scales from current maxima (--scaling tensor or tile128)")
-    if any(one.operand.startswith("g") for one in found):
+    if products:
+        advice.append(f"another --target: {_narrowest(run)}")
+    if any(not one.layer and one.operand == "optimizer" for one in found):
+        advice.append("float32 states and reductions (--state fp32 --reduction fp32)")
+    if any(operand.startswith("g") for operand in operands):
         advice.append("stochastic rounding of gradients (--grad-rounding stochastic), or finer scales of theirs")
-    if any(not one.operand.startswith("g") for one in found):
+    if any(not operand.startswith("g") for operand in operands):
         advice.append("finer scales (--scaling block32)")
-    if found:
-        layers = " and ".join(f'Rule(name="^{one.layer}$")' for one in found)
-        advice.append(f"these layers in high precision: fmtsim.convert(rules=) with {layers}")
-    text = "; ".join(advice) or "another seed first, then finer scales (--scaling block32)"
-    if clear is False:  # whatever operands show
+    if keep := layers_to_keep(found):
+        how = f"{ran.get('command', 'fmtsim train')} --rules {Path(ran.get('folder', '.')) / RULES}"
+        advice.append(f"{' and '.join(keep)} in high precision: {how} --out {ran.get('folder', 'fmtsim-train')}-rules")
+    text = "; ".join(advice) or "another seed first"
+    if clear is False and not found:
         text = "fewer bits, or more steps: gaps of few steps may open later"
-    return [
-        ("Where to look first", names or "no operand costs loss, adds noise or loses more with time"),
-        ("What to try", text),
-    ]
+    return [(LOOK, names or "nothing: no operand, product or state stands out of the scatter"), ("What to try", text)]
+
+
+def layers_to_keep(found: Sequence[Suspect]) -> list[str]:
+    """Return the layers whose operands or products are named."""
+    return list(dict.fromkeys(one.layer for one in found if one.layer))
+
+
+def _narrowest(run: Mapping[str, Any]) -> str:
+    """Return what of a Datapath loses most, over all observed products."""
+    lost: dict[str, list[float]] = {}
+    for operand in (one for layer in (run.get("layers") or {}).values() for one in layer.values()):
+        for loss, bits in operand.get("bits_lost", {}).items():
+            lost.setdefault(loss, []).append(math.inf if bits is None else bits)
+    if not lost:
+        return "a unit that adds with more bits"
+    worst = max(lost, key=lambda loss: statistics.fmean(lost[loss]))
+    wider = {"alignment": "more fraction_bits", "accumulator": "a wider accumulator", "output": "a wider output"}
+    means = ", ".join(f"{statistics.fmean(bits):z.1f} bits in {loss}" for loss, bits in lost.items())
+    return f"{wider[worst]} (products lose {means})"
 
 
 def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
@@ -95,65 +177,98 @@ def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
     finite = [gap for gap in gaps if gap is not None]
     if len(finite) < len(gaps):
         return [("Gap", f"{len(gaps) - len(finite)} of {len(gaps)} runs stopped before their end")]
-    mean, spread = statistics.fmean(finite), statistics.stdev(finite)
-    half = _T[min(len(finite) - 2, len(_T) - 1)] * spread / math.sqrt(len(finite))
+    (mean, half), least = _interval(finite), _LEAST * abs(records[0]["baseline"]["final_loss"])
     clear = abs(mean) > half
     baselines = statistics.stdev(one["baseline"]["final_loss"] for one in records)
     answer = f"{'yes' if clear else 'no'}: the interval has {'no ' if clear else ''}zero in it"
     size = f"{mean:+.4f} ± {half:.4f} nats per byte, the mean of {len(finite)} seeds and its 95 % interval (Student)"
     scatter = f"losses of the baseline itself scatter by {baselines:.4f} from seed to seed (standard deviation)"
+    # parts likewise: each has a mean and an interval
+    seeds = [parts_of(one) for one in records]
+    parts = {part: _interval([steps[part].size for steps in seeds]) for part in seeds[0]}
+    steps = {part: Step(size, max(half, least)) for part, (size, half) in parts.items()}
+    made = _made_of({part: f"{size:+.4f} ± {half:.4f}" for part, (size, half) in parts.items()})
     reasons: dict[tuple[str, str], list[str]] = {}
-    for one in (one for record in records for one in suspects(record["simulated"])):
+    for one in (one for record in records for one in suspects(record["simulated"], steps)):
         reasons.setdefault((one.layer, one.operand), []).append(one.why)
     order = sorted(reasons, key=lambda name: -len(reasons[name]))[:3]
     found = [Suspect(*name, f"in {len(reasons[name])} of {len(records)} seeds; {reasons[name][0]}") for name in order]
     shared = f"{answer}; {scatter}, gaps less, as both runs of a seed share weights and batches"
-    return [("Gap", size), (SEEDS, shared), *_next(found, clear, any(r["simulated"]["nonfinite"] for r in records))]
+    worst = max((record["simulated"] for record in records), key=lambda run: bool(run["nonfinite"]))
+    words = [("Gap", size), ("What it is made of", made), (SEEDS, shared)]
+    return words + _next(found, clear, worst, records[0].get("ran", {}))
 
 
-def _gap_within(baseline: Mapping[str, Any], simulated: Mapping[str, Any]) -> tuple[str, bool | None]:
-    """Return the gap in words, and whether it is more than it wanders by within the run; None where that is unknown."""
+def _interval(sizes: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and half its 95 % interval."""
+    half = _T[min(len(sizes) - 2, len(_T) - 1)] * statistics.stdev(sizes) / math.sqrt(len(sizes))
+    return statistics.fmean(sizes), half
+
+
+def _gap_within(baseline: Mapping[str, Any], simulated: Mapping[str, Any]) -> tuple[str, Step | None]:
+    """Return the gap in words and as a step of the loss; None where a loss of the baseline is not finite."""
     if simulated["stopped"]:
-        return f"the simulated run did not end: {simulated['stopped']}", True
+        return f"the simulated run did not end: {simulated['stopped']}", Step(math.inf, 0.0)
     pairs = list(zip(simulated["losses"], baseline["losses"], strict=False))
     if any(loss is None for pair in pairs for loss in pair):
         return "not known: a loss of the baseline is not finite", None
     if all(a == b for a, b in pairs):
-        return f"none: all {len(pairs)} losses are equal, bit for bit", False
-    gaps = [a - b for a, b in pairs]
-    mean = statistics.fmean(gaps[-max(1, len(gaps) // 10) :])
-    said = f"{mean:+.4f} nats per byte over the last tenth of {len(gaps)} steps"
-    half = gaps[len(gaps) // 2 :]
-    size = len(half) // _BLOCKS
-    if size < 2:
-        return f"{said}; too few steps to tell that from chance", None
-    means = [statistics.fmean(half[i * size : (i + 1) * size]) for i in range(_BLOCKS)]
-    wander = 2 * statistics.stdev(means)
-    clear = abs(mean) > wander
-    how = f"two standard deviations of {_BLOCKS} means of {size} steps in the last half"
-    return f"{said}, {'more' if clear else 'no more'} than the {wander:.4f} by which it wanders ({how})", clear
+        return f"none: all {len(pairs)} losses are equal, bit for bit", Step(0.0, 0.0)
+    whole = _step(simulated["losses"], baseline["losses"])
+    said = f"{whole.size:+.4f} nats per byte over the last tenth of {len(pairs)} steps, from one seed"
+    if whole.floor is None:
+        return f"{said}; too few steps to tell that from chance", whole
+    how = f"{whole.floor:.4f}, four standard deviations of {_BLOCKS} means in the last half of this run"
+    return f"{said}; {'more' if whole.clear else 'no more'} than its scatter ({how}; other seeds may differ)", whole
 
 
-def suspects(run: Mapping[str, Any], most: int = 3) -> list[Suspect]:
-    """Return the operands to look at first: by cost in loss or noise where that was measured, else by their trend.
+def suspects(run: Mapping[str, Any], steps: Mapping[str, Step], most: int = 3) -> list[Suspect]:
+    """Return what to look at first: the parts of the gap that stand out of the scatter, the largest first.
 
-    SQNR does not count: its floor is the format's, in every layer alike.
+    The arithmetic and the optimizer are parts of their own. Then follow their operands and products by cost, those of
+    the backward pass by noise of the gradient; where no cost was measured, by their trend. SQNR does not count: its
+    floor is the format's, in every layer alike.
     """
     found: list[Suspect] = []
-    # 1. Operands whose gradients are noisy, then those that cost loss, the dearest first.
     rows = [] if run.get("costs") is None else run["costs"]["rows"]
-    noisy = [row for row in rows if (row["gradient_noise"] or 0.0) >= _NOISE]
-    for row in sorted(noisy, key=lambda row: -row["gradient_noise"]):
-        share = f"{100 * row['gradient_noise']:.2g} %"
-        found.append(
-            Suspect(row["layer"], row["operand"], f"its rounding adds noise of {share} of the gradient's square")
+    trends = _trends(run.get("history") or {})
+    for part, step in sorted(steps.items(), key=lambda item: -item[1].size):
+        dear = bool(step.clear) and step.size > 0
+        size = (
+            "this part stopped the run" if step.size == math.inf else f"{step.size:+.4f} nats of the loss are its own"
         )
-    dear = [row for row in rows if (row["loss"] or 0.0) > 0]
-    for row in sorted(dear, key=lambda row: -row["loss"]):
-        why = f"its rounding costs {row['loss']:.2g} nats of a batch's loss"
-        found.append(Suspect(row["layer"], row["operand"], why))
-    # 2. Those of which more underflows or saturates in the last third of observed steps than in the first.
-    steps = list((run.get("history") or {}).values())
+        # 1. The part itself, where it is none of operands.
+        if dear and part == "arithmetic":
+            machine = next((row["format"] for row in rows if row["operand"] in PRODUCTS), "on the target")
+            found.append(Suspect("", part, f"products {machine}: {size}"))
+        if dear and part == "optimizer":
+            found.append(Suspect("", part, f"{run['optimizer']}: {size}"))
+        # 2. Its rows, in parts of what makes them stand out: of the part's own size, or of the scatter.
+        least = _SHARE * step.size if dear and math.isfinite(step.size) else step.floor
+        weighed = []
+        for row in (row for row in rows if (row["operand"] in PRODUCTS) == (part == "arithmetic")):
+            cost = (row["loss"] or 0.0) if not dear or row.get("kl") is None else row["kl"]
+            noise = row["gradient_noise"] or 0.0
+            if cost > 0 and least and cost >= least:
+                why = f"its rounding costs {row['loss']:.2g} nats of a batch's loss"
+                weighed.append((cost / least, Suspect(row["layer"], row["operand"], why)))
+            elif dear and noise >= _NOISE:
+                why = f"its rounding adds noise of {100 * noise:.2g} % of the gradient's square"
+                weighed.append((noise / _NOISE, Suspect(row["layer"], row["operand"], why)))
+        found += [one for _, one in sorted(weighed, key=lambda pair: -pair[0])]
+        # 3. Where something happened that no row has: what underflows or saturates more and more.
+        if dear and part == "operands":
+            found += trends
+    # 4. The first of each layer; parts have none.
+    chosen: dict[str, Suspect] = {}
+    for one in found:
+        chosen.setdefault(one.layer or one.operand, one)
+    return list(chosen.values())[:most]
+
+
+def _trends(history: Mapping[str, Any]) -> list[Suspect]:
+    """Return operands of which more underflows or saturates in the last third of observed steps than in the first."""
+    steps = list(history.values())
     third = len(steps) // 3
     trends: list[tuple[float, Suspect]] = []
     for layer, operands in steps[-1].items() if third else ():
@@ -163,15 +278,10 @@ def suspects(run: Mapping[str, Any], most: int = 3) -> list[Suspect]:
             if first and last and (growth := statistics.fmean(last) - statistics.fmean(first)) >= _GROWS:
                 why = f"its {name} grew from {statistics.fmean(first):.2g} to {statistics.fmean(last):.2g} %"
                 trends.append((growth, Suspect(layer, operand, why)))
-    found += [one for _, one in sorted(trends, key=lambda pair: -pair[0])]
-    # 3. The first of each layer.
-    chosen: dict[str, Suspect] = {}
-    for one in found:
-        chosen.setdefault(one.layer, one)
-    return list(chosen.values())[:most]
+    return [one for _, one in sorted(trends, key=lambda pair: -pair[0])]
 
 
-REPORT, RECORD, LAYERS = "report.html", "record.json", "layers.txt"
+REPORT, RECORD, LAYERS, RULES = "report.html", "record.json", "layers.txt", "rules.json"
 CHECKPOINT = "checkpoint.safetensors"  # of an unfinished comparison
 
 
@@ -186,8 +296,12 @@ def write_artifacts(out: Path, record: Mapping[str, Any], baseline: Run, simulat
     held_out = {f"held-out loss, {run.label}": run.validation for run in (baseline, simulated)}
     contents: dict[str, Content | None] = {
         REPORT: _page({**about, **held_out}, (baseline, simulated)), LAYERS: "\n\n".join(parts) + "\n",
-        RECORD: json.dumps(record, indent=1, allow_nan=False) + "\n", CHECKPOINT: None,
+        RECORD: json.dumps(record, indent=1, allow_nan=False) + "\n", CHECKPOINT: None, RULES: None,
     }  # fmt: skip
+    # rules that leave the named layers in high precision, ahead of those that the run had
+    if keep := layers_to_keep(suspects(record["simulated"], parts_of(record))):
+        rules = [*({"name": f"^{re.escape(name)}$"} for name in keep), *record["config"]["simulated"]["rules"]]
+        contents[RULES] = json.dumps({"rules": rules}, indent=2) + "\n"
     return write_folder(out, contents)
 
 
@@ -199,8 +313,9 @@ def write_unfinished(
     if not any(run.losses for run in runs):
         return None
     runs[-1].guesses = list(dict.fromkeys(checkpoint.guesses))
-    which = ("baseline", "simulated")[len(runs) - 1]
-    at = f"after step {len(runs[-1].losses)} of {config.steps} of the {which} run"
+    parts = (f"run without {part}" for part in config.simulated.simpler(config.baseline))
+    which = ("baseline run", "simulated run", *parts)[len(runs) - 1]
+    at, runs = f"after step {len(runs[-1].losses)} of {config.steps} of the {which}", runs[:2]
     about = settings(config, corpus) | {"ran": as_it_ran(config, runs, started)}
     page = _page(about, runs, [f"Interrupted {at}: this is what there is, without held-out losses."])
     write_folder(out, {REPORT: page})
@@ -252,7 +367,7 @@ def as_it_ran(config: TrainConfig, runs: Sequence[Run], started: Mapping[str, An
             "recipe": "none" if scheme.recipe is None else scheme.recipe.name,
             "formats": str(linear.on()), "scaling": scheme.scaling_in_force,
             "target": linear.fprop.machine.removeprefix("on ") or "none: products of float32",
-            "exceptions": [] if scheme.recipe is None else [str(rule) for rule in scheme.recipe.rules],
+            "exceptions": [str(rule) for rule in (*scheme.rules, *(scheme.recipe.rules if scheme.recipe else ()))],
             "autocast": scheme.autocast or "none", "optimizer": str(scheme.states),
             "gradients reduced by": scheme.reduced_by,
         }  # fmt: skip
@@ -283,7 +398,8 @@ def _page(about: Mapping[str, Any], runs: Sequence[Run], notes: Sequence[str] = 
         None, title=f"{_title(about)}: {' against '.join(run.label for run in reversed(runs))}",
         curves=dict(zip(names, (run.losses for run in runs), strict=True)), loss_unit="nats per byte",
         observation=last.stats, coverage=None if last.report is None else last.report.coverage,
-        configuration={"ran": about["ran"], **about, "config": config}, notes=remarks, verdict=verdict(records),
+        configuration={"ran": about["ran"], **about, "config": config}, notes=remarks,
+        verdict=verdict({**records, "ran": about["ran"]}),
         attribution=last.costs,
     )  # fmt: skip
 
@@ -299,6 +415,7 @@ def _run_record(run: Run) -> dict[str, Any]:
     system = ("optimizer", "state_bytes", "ranks", "reduction", "gathered")
     return {name: getattr(run, name) for name in (*names, *system)} | {
         "losses": [finite(loss) for loss in run.losses],
+        "parts": {part: None if of is None else [finite(x) for x in of] for part, of in run.parts.items()},
         "final_loss": finite(run.final_loss),
         "validation": finite(run.validation),
         "seconds": round(run.seconds, 3),
@@ -388,7 +505,7 @@ def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[An
 
 
 Record = Mapping[str, Any]
-_OWN = ("ran.command", "ran.date", "ran.duration", "config.seed")  # of each run, whatever is compared
+_OWN = ("ran.command", "ran.folder", "ran.date", "ran.duration", "config.seed")  # of each run, whatever is compared
 
 
 def read_record(folder: Path) -> Record:

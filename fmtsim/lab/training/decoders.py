@@ -60,13 +60,13 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats per token of embedded inputs ``[batch, time, width]``."""
+    def loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Return the mean loss in nats per token of embedded inputs ``[batch, time, width]``, or else the logits."""
         for block in self.blocks:
             x = block(x)
         x, w = self.norm(x), self.embedding.weight
         logits = F.linear(x, w) if self.head is None else EmulatedGEMM.apply(x, w, None, self.head)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @staticmethod
     def without_head(module: nn.Module, name: str) -> bool:
@@ -130,8 +130,8 @@ class GPT(LanguageModel):
         self.norm = nn.LayerNorm(config.width)
         self._initialise(torch.Generator().manual_seed(seed))
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats per token of int64 inputs and targets, both ``[batch, time]``."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the mean loss in nats per token of int64 inputs and targets ``[batch, time]``; else the logits."""
         return self.loss(self.embedding(tokens) + self.position[: tokens.shape[1]], targets)
 
 
@@ -225,6 +225,6 @@ class Llama(LanguageModel):
         self.norm = nn.RMSNorm(config.width, eps=EPS)
         self._initialise(torch.Generator().manual_seed(seed))
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss in nats per token of int64 inputs and targets, both ``[batch, time]``."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the mean loss in nats per token of int64 inputs and targets ``[batch, time]``; else the logits."""
         return self.loss(self.embedding(tokens), targets)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, stored_tensor, tensor_content
@@ -59,6 +60,9 @@ class Run:
     reduction: str = ""  # how gradients are reduced over them, empty with a single one
     parameters: int = 0  # numbers in the model's Parameters, those of a shared one once
     costs: dict[str, Any] | None = None  # what operands cost in loss after the last step, as ``Attribution.to_dict``
+    # the parts of the scheme, and the losses of runs without the first, the first two ...; the last lacks them all and
+    # is the baseline (``Scheme.simpler``)
+    parts: dict[str, list[float] | None] = field(default_factory=dict)
     gathered: str = ""  # format in which the level of a recipe gathers weights that ranks share out, else empty
     # products whose accumulation order on the target is a guess, as its warnings say
     guesses: list[str] = field(default_factory=list)
@@ -147,7 +151,8 @@ def simulate(
     model: torch.nn.Module, scheme: Scheme, config: TrainConfig, generator: torch.Generator, **machine: Any
 ) -> None:
     """Convert a model as a scheme says; ``machine`` replaces some of the scheme's, as keywords of ``convert``."""
-    how: dict[str, Any] = {"generator": generator, "filter_fn": without_head(model), **scheme.machine, **machine}
+    how: dict[str, Any] = {"generator": generator, "filter_fn": without_head(model), "rules": scheme.rules}
+    how |= {**scheme.machine, **machine}
     if scheme.recipe is None:
         convert(model, recipe=scheme.linear_config(), **how)
     else:  # what is left to training is done here
@@ -313,7 +318,9 @@ def compare_schemes(
 ) -> tuple[Run, Run]:
     """Train both models; equal configs give equal losses, bit for bit, on one machine with one number of threads.
 
-    With a checkpoint the state is written as it says, and a comparison whose file it has read goes on from there.
+    A scheme of several parts is trained again without its arithmetic, then without its optimizer (``Scheme.simpler``):
+    the steps between these losses are what the gap is made of. With a checkpoint the state is written as it says, and a
+    comparison whose file it has read goes on from there.
     """
     runs = [] if checkpoint is None else checkpoint.runs
     with collected_guesses() as guesses, deterministic(config.device):
@@ -321,12 +328,15 @@ def compare_schemes(
         if checkpoint is not None:
             guesses[:0] = checkpoint.guesses
             checkpoint.guesses = guesses
-        for scheme in (config.baseline, config.simulated)[len(runs) :]:
-            runs.append(train(scheme, config, corpus, progress, checkpoint))
+        simpler = config.simulated.simpler(config.baseline)
+        schemes = [config.baseline, config.simulated, *list(simpler.values())[:-1]]
+        for i in range(len(runs), len(schemes)):
+            runs.append(train(schemes[i], config, corpus, progress, checkpoint, looks=i < 2))
             if checkpoint is not None:
                 checkpoint.save()
     # an order that was given is not a guess
     runs[1].guesses = list(dict.fromkeys(guesses)) if config.simulated.plan is None else []
+    runs[1].parts = dict(zip(simpler, [*(run.losses for run in runs[2:]), None], strict=False))
     return runs[0], runs[1]
 
 
@@ -348,9 +358,13 @@ def rehearse(config: TrainConfig) -> None:
 
 
 def train(
-    scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progress, checkpoint: Checkpoint | None = None
-) -> Run:
-    """Train one model under a scheme; a loss that is not finite ends the run and is recorded."""
+    scheme: Scheme, config: TrainConfig, corpus: Corpus, progress: Progress, checkpoint: Checkpoint | None = None, *,
+    looks: bool = True,
+) -> Run:  # fmt: skip
+    """Train one model under a scheme; a loss that is not finite ends the run and is recorded.
+
+    ``looks``: observe steps, and what operands cost after the last one.
+    """
     parts = begin(scheme, config)
     run, learner = parts.run, parts.learner
     if scheme.simulated:
@@ -358,12 +372,12 @@ def train(
         run.report = report(learner.model, (tokens, tokens))
     if checkpoint is not None:
         checkpoint.restore(parts)
-    if run.report is not None:
+    if run.report is not None and looks:
         progress.say(run.report.summary)
     beneath_modes = torch._C._len_torch_dispatch_stack() > 0  # as simulate is one: layers then show no operands
-    looks = observed_steps(config.steps) if scheme.simulated and not beneath_modes else set()
+    observed = observed_steps(config.steps) if looks and scheme.simulated and not beneath_modes else set()
     progress.stage(run.label, config.steps)
-    watch = lambda step: observe(learner.model) if step in looks else contextlib.nullcontext()  # noqa: E731
+    watch = lambda step: observe(learner.model) if step in observed else contextlib.nullcontext()  # noqa: E731
     for step, seen in training_steps(parts, scheme, config, corpus, watch):
         if seen is not None and (run.stopped is None or run.stats is None):  # where it blows up, the looks before that
             run.stats = run.stats or Observation()
@@ -392,11 +406,16 @@ def train(
 def costs(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> dict[str, Any] | None:
     """Return what ``attribute`` estimates of a trained model on held-out text, None where it refuses the model."""
     rows, generator = min(COST_ROWS, config.batch_size), torch.Generator().manual_seed(config.seed + 3)
-    batch = sample(corpus.validation, rows, config.model.context, generator, config.device)
+    inputs, targets = sample(corpus.validation, rows, config.model.context, generator, config.device)
+    # a model that returns logits has a KL, too; one with operations of a recipe computes its own loss
+    tells = not (isinstance(model, OwnModel) and model.takes_targets) and not config.simulated.unit_variance
+    loss = (lambda logits: F.cross_entropy(logits.flatten(0, 1), targets.flatten())) if tells else None
+    batch, logits = ((inputs,), lambda logits: logits) if tells else ((inputs, targets), None)
     try:
-        return attribute(model, batch, progress=False).to_dict()
+        costs = attribute(model, batch, loss, logits=logits, progress=False).to_dict()
     except FmtsimError:
         return None
+    return costs | {"notes": [note for note in costs["notes"] if not note.startswith("no KL")]}
 
 
 def validate(model: torch.nn.Module, config: TrainConfig, corpus: Corpus) -> float:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a model is trained: its scheme (formats, scaling, rounding, machine), and the two schemes of a comparison."""
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from fmtsim.distributed.reduction import get_reduction
@@ -12,7 +11,7 @@ from fmtsim.formats.scaling import ScalingName
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config, usual_scaling
 from fmtsim.lab.training.decoders import GPTConfig, check_size
 from fmtsim.optim.catalogue import get_scheme
-from fmtsim.recipes.recipe import LossScale, Recipe
+from fmtsim.recipes.recipe import LossScale, Recipe, Rule
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.rounding.modes import RoundingName
@@ -45,6 +44,7 @@ class Scheme:
         autocast: Dtype of everything else under ``torch.autocast``, instead of the recipe's own.
         optimizer: Optimizer and state scheme instead of the recipe's own, or of AdamW in float32.
         reduction: Reduction of gradients over ranks by name, instead of the recipe's own, or of float32's mean.
+        rules: Exceptions for layers, ahead of the recipe's own, as ``convert`` takes them.
 
     Raises:
         ArgumentError: An unknown state scheme or reduction, or options that need others.
@@ -63,6 +63,7 @@ class Scheme:
     autocast: str | None = None
     optimizer: OptimizerConfig | None = None
     reduction: str | None = None
+    rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.fast_backward and not self.fast_accum:
@@ -75,12 +76,34 @@ class Scheme:
     @property
     def simulated(self) -> bool:
         """Whether anything is quantised, or multiplied by a target."""
-        return self.recipe is not None or get_format(self.format).name != HIGH_PRECISION or self.emulated
+        return bool(self.recipe or self.rules) or get_format(self.format).name != HIGH_PRECISION or self.emulated
 
     @property
     def emulated(self) -> bool:
         """Whether a target multiplies."""
         return self.target is not None
+
+    def simpler(self, baseline: "Scheme") -> dict[str, "Scheme"]:
+        """Return this scheme with one part after another taken away, by that part: each step of the gap is the part's.
+
+        ``"arithmetic"``: products in float32 on no machine. ``"optimizer"``: that, and the baseline's optimizer and
+        reduction. ``"operands"``: the baseline. Parts that the scheme does not have are left out.
+        """
+        rules = tuple(replace(rule, use=rule.use and rule.use.on()) for rule in self.rules)
+        exact = replace(self, target=None, plan=None, recipe=self.recipe and self.recipe.on(), rules=rules)
+        usual = replace(exact, optimizer=baseline.states, reduction=baseline.reduced_by)
+        steps, before = {"arithmetic": exact, "optimizer": usual, "operands": baseline}, self
+        parts = dict[str, Scheme]()
+        for part, scheme in steps.items():
+            # 1. nothing is left that the baseline does not do
+            bare = not (scheme.simulated or scheme.autocast or baseline.simulated)
+            learns_alike = (scheme.states, scheme.reduced_by) == (baseline.states, baseline.reduced_by)
+            after = baseline if bare and learns_alike else scheme
+            # 2. a part is what this step took away
+            if after.to_dict() != before.to_dict():
+                parts[part] = after
+            before = after
+        return parts
 
     @property
     def states(self) -> OptimizerConfig:
@@ -143,6 +166,7 @@ class Scheme:
         else:
             parts += [f"{tensors} {mode}" for tensors, mode in (("x w", forward), ("g", backward)) if mode]
         parts += [machine, "also of gradients" if self.fast_backward else ""]
+        parts += [f"{len(self.rules)} rule{'s' * (len(self.rules) > 1)}" if self.rules else ""]
         return ", ".join(filter(None, parts))
 
     @property
@@ -160,9 +184,9 @@ class Scheme:
             x=self.format, w=self.format, g=self.gradient, scaling=self.scaling, rounding=self.rounding,
             grad_rounding=self.grad_rounding, fast_accum=self.fast_accum,
         )  # fmt: skip
-        backward = {name: dataclasses.replace(getattr(config, name), fast_accum=self.fast_backward)
+        backward = {name: replace(getattr(config, name), fast_accum=self.fast_backward)
                     for name in ("dgrad", "wgrad")}  # fmt: skip
-        return dataclasses.replace(config, **backward)
+        return replace(config, **backward)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -171,13 +195,14 @@ class Scheme:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types, records of units, plans and recipes as in their files."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.recipe is not None:
-            fields["recipe"] = recipe_to_dict(self.recipe)
+            values["recipe"] = recipe_to_dict(self.recipe)
+        values["rules"] = [recipe_to_dict(rule) for rule in self.rules]
         return {
             name: record_to_dict(value) if isinstance(value, Datapath | LogDatapath | GemmPlan) else value
-            for name, value in fields.items()
-        } | {"optimizer": dataclasses.asdict(self.states), "reduction": self.reduced_by}
+            for name, value in values.items()
+        } | {"optimizer": asdict(self.states), "reduction": self.reduced_by}
 
 
 CLIP, FINAL_SHARE = 1.0, 0.1  # norm of gradients, share of the peak rate after the last step

@@ -162,7 +162,7 @@ def test_the_tables_to_the_letter():
         Result(case=Case(model="layer", mode="eager", recipe="te_current"), seconds=6e-5, plain_seconds=3e-5,
                first_seconds=1.25),
         Result(case=Case(model="llama", mode="default", recipe="te_nvfp4"), seconds=0.03, plain_seconds=0.02,
-               first_seconds=40.0, loss=10.25),
+               first_seconds=40.0, loss=10.25, gpu_ratio=1.25),
     ]  # fmt: skip
     text = f"{device_benchmarks.layers_table(results)}\n{device_benchmarks.layers_summary(results)}"
     assert [line.rstrip() for line in text.splitlines()] == TABLES.splitlines()
@@ -200,10 +200,10 @@ def test_other_jobs_refuse_options_of_layers(what, capsys):
 
 
 TABLES = """\
-case                        ms  plain, ms  ratio  first, s     loss
-----------------------  ------  ---------  -----  --------  -------
-layer eager te_current   0.060      0.030  2.000       1.2        -
-llama default te_nvfp4  30.000     20.000  1.500      40.0  10.2500
+case                        ms  plain, ms  ratio  of kernels  first, s     loss
+----------------------  ------  ---------  -----  ----------  --------  -------
+layer eager te_current   0.060      0.030  2.000           -       1.2        -
+llama default te_nvfp4  30.000     20.000  1.500       1.250      40.0  10.2500
 over plain  layer eager  llama default
 ----------  -----------  -------------
 te_current         2.00              -

@@ -122,6 +122,34 @@ def test_exact_noise_is_that_of_gradients_of_a_model_converted_so(gpt):
         assert found["blocks.0.down", operand] == pytest.approx(noise / size, rel=1e-5)
 
 
+UNIT = fmtsim.Datapath(block=16, fraction_bits=3, accumulator="e8m3", rounding="toward_zero")
+
+
+def test_a_loss_on_a_unit_is_operands_and_arithmetic(gpt):
+    model, batch = gpt
+    found = fmtsim.attribute(model, batch, format="e4m3", target=UNIT)
+    losses = [fmtsim.convert(copy.deepcopy(model), format="e4m3", target=t)(*batch).item() for t in (None, UNIT)]
+    assert [found.rounded_loss, found.simulated_loss] == losses
+    operands, arithmetic = losses[0] - found.plain_loss, losses[1] - losses[0]
+    assert f" without rounding, {losses[1] - found.plain_loss:+.3g} with all of the forward pass = " in str(found)
+    assert f" = {operands:+.3g} operands {arithmetic:+.3g} arithmetic" in str(found)
+    assert found.worst(1)[0].operand == "fprop" and found.worst(1, by="gradient")[0].operand in ("dgrad", "wgrad")
+    # one at a time: a layer's product on the unit against the same rounded operands in float32, the rest plain
+    exact, name = fmtsim.attribute(model, batch, format="e4m3", target=UNIT, exact=True), "blocks.1.down"
+    config = fmtsim.linear_config(x="e4m3", w="e4m3", g="e4m3", scaling="tensor")
+    losses = []
+    for target in (None, UNIT):
+        one = config.on(target=target)
+        how = {layer: fmtsim.LinearConfig() for layer, _ in model.named_modules()} | {name: one}
+        losses.append(fmtsim.convert(copy.deepcopy(model), how.get)(*batch).item())
+    (row,) = (row for row in exact.rows if (row.layer, row.operand) == (name, "fprop"))
+    assert row.loss == pytest.approx(
+        losses[1] - losses[0], abs=1e-7
+    ) and row.format == "on " + "blocks of 16, F=3, " + ("toward_zero to e8m3")
+    of_units = [(a, b) for a, b in zip(found.rows, exact.rows, strict=True) if a.operand in _PRODUCTS[1:]]
+    assert spearman(*zip(*((a.gradient_noise, b.gradient_noise) for a, b in of_units), strict=True)) > 0.8
+
+
 def test_kl_is_estimated_from_logits(classifier):
     model, x, loss = classifier
     given = {"format": "e4m3", "logits": lambda output: output}
@@ -288,7 +316,15 @@ def made(**layers):
         for operand, loss in zip(("x_f", "w_f"), losses, strict=True)
     ]
     rows.append(AttributionRow(layer="a", operand="g_w", format="e5m2", gradient_noise=0.25, module="a"))
-    return Attribution(rows=tuple(rows), exact=True, plain_loss=2.0, rounded_loss=2.5, passes=(7, 2), notes=("a note",))
+    return Attribution(
+        rows=tuple(rows),
+        exact=True,
+        plain_loss=2.0,
+        rounded_loss=2.5,
+        simulated_loss=2.5,
+        passes=(7, 2),
+        notes=("a note",),
+    )
 
 
 def test_rules_take_the_dearest_layers_until_they_carry_the_share():

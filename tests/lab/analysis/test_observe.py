@@ -4,6 +4,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,6 +167,30 @@ def test_high_precision_layers_are_lossless():
     with observe(layer) as stats:
         layer(torch.randn(2, 4))
     assert stats[""]["x_f"].sqnr_db == math.inf and "(model)" in str(stats)
+
+
+def test_a_product_on_a_unit_has_a_row_with_the_bits_that_each_loss_costs():
+    torch.manual_seed(0)
+    unit = fmtsim.Datapath(block=16, fraction_bits=14, accumulator="e8m5", rounding="stochastic")
+    net, x = nn.Linear(64, 32, bias=False).bfloat16(), torch.randn(16, 64).bfloat16()
+    convert(net, format="bf16", target=unit, generator=3)
+    before = torch.get_rng_state()
+    with observe(net) as seen:
+        y = net(x)
+    assert torch.equal(before, torch.get_rng_state())
+    revert(net)
+    assert torch.equal(convert(net, format="bf16", target=unit, generator=3)(x), y)
+    # the slow way: products by themselves against float64, one loss taken away after another
+    exact = x.double() @ net.weight.detach().double().T
+    wide = fmtsim.mm(x, net.weight.detach().T, target=replace(unit, accumulator=get_format("fp64")), generator=0)
+    noise, wider = ((product.double() - exact).square().sum().item() for product in (y.detach(), wide))
+    row = seen[""]["fprop"]
+    assert row.noise == pytest.approx(noise) and row.format.startswith("on blocks of 16; F=14")
+    assert row.bits_lost["accumulator"] == pytest.approx(0.5 * math.log2(noise / wider)) and noise > 4 * wider
+    assert abs(row.bits_lost["output"]) < 0.2 > abs(row.bits_lost["alignment"])
+    assert "bits lost in" in str(seen) and Observation.of_state(seen.state_dict())[""]["fprop"].without == row.without
+    assert set(row.to_dict()["bits_lost"]) == {"alignment", "accumulator", "output"}
+    assert "bits_lost" not in seen[""]["x_f"].to_dict()
 
 
 def test_nested_and_empty_observations_are_errors(model):

@@ -2,6 +2,7 @@
 """Arguments of the commands about models and their training."""
 
 import argparse
+import sys
 from typing import Any
 
 from fmtsim.formats.scaling import SCALINGS
@@ -141,6 +142,8 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     option(group, "--grad-format", gradients, names=names.formats)
     option(group, "--rounding", "of activations and weights (default nearest_even)", names=names.roundings)
     option(group, "--grad-rounding", "of gradients, such as stochastic (default nearest_even)", names=names.roundings)
+    rules = "exceptions for layers, ahead of the recipe's: JSON, as attribute --out, search --out and train write it"
+    option(group, "--rules", rules, names=names.rules)
     option(group, "--baseline", "fp32 (nothing quantised), bf16, fp16 or any format", "fp32", "NAME", names.formats)
     scaling = (
         "what shares a scale; by default tensor for element formats of 8 bits and fewer, none for wider ones; "
@@ -193,6 +196,12 @@ def declare_train(parser: argparse.ArgumentParser) -> None:
     flag(output, "--resume", "resume from the checkpoint in DIR with the same bits; start anew if there is none")
     flag(output, "--quiet", "show no progress")
     add_json(parser)
+
+
+def check_train(arguments: argparse.Namespace) -> None:
+    """Say at once what the first seconds go into."""
+    if not arguments.quiet and arguments.recipe != "list":
+        print("loading torch, compiling kernels", file=sys.stderr, flush=True)
 
 
 def declare_report(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plant a cause in a training and see whether the verdict names it: ``python -m benchmarks.verdicts --out DIR``.
+
+24 schemes, each trained with three seeds: an operand of one layer, the unit of a run, the unit of one product, states of
+the optimizer, or nothing that hurts. The verdict over the seeds has to begin with what was planted, or to name nothing.
+Records of runs that DIR has are read; the rest is trained.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmtsim.gemm.layers.config import linear_config
+from fmtsim.lab.training.artifacts import LOOK, make_record, verdict, verdict_of_seeds
+from fmtsim.lab.training.corpus import load_corpus
+from fmtsim.lab.training.decoders import GPTConfig
+from fmtsim.lab.training.run import compare_schemes
+from fmtsim.lab.training.schemes import Scheme, TrainConfig
+from fmtsim.recipes import OptimizerConfig, Rule
+from fmtsim.spec.datapath import Datapath
+from fmtsim.support.progress import Progress
+
+BF16 = {"x": "bf16", "w": "bf16", "g": "bf16", "scaling": "none"}
+NARROW = Datapath(block=32, fraction_bits=2, accumulator="e8m1", rounding="toward_zero")
+Told = Callable[[str], bool]
+
+
+def operand(layer: str, like: str = "bf16", **formats: str) -> tuple[Scheme, Told]:
+    """Return a scheme whose operand of one layer has another format, without a scale, and what names it."""
+    names = tuple(f"{tensor}_{product}" for tensor in formats for product in "fdw")
+    rule = Rule(name=f"^{layer}$", use=linear_config(**{**BF16, **formats}))  # type: ignore[arg-type]
+    return Scheme(format=like, rules=(rule,)), lambda said: said.startswith(tuple(f"1. {layer}, {n} (" for n in names))
+
+
+def run_unit(like: str = "bf16", **fields: Any) -> tuple[Scheme, Told]:
+    """Return a scheme whose products all run on a unit."""
+    target = Datapath(**{"block": 32, "rounding": "toward_zero", **fields})
+    return Scheme(format=like, target=target), lambda said: said.startswith("1. arithmetic: ")
+
+
+def product_unit(layer: str, product: str, target: Datapath = NARROW) -> tuple[Scheme, Told]:
+    """Return a scheme of which one product of one layer runs on a unit."""
+    config = linear_config(**BF16)  # type: ignore[arg-type]
+    config = replace(config, **{product: replace(getattr(config, product), target=target)})
+    scheme = Scheme(format="bf16", rules=(Rule(name=f"^{layer}$", use=config),))
+    return scheme, lambda said: said.startswith("1. arithmetic: ") and f"; 2. {layer}, {product} (" in said
+
+
+def states(name: str, rule: str = "adamw") -> tuple[Scheme, Told]:
+    """Return a scheme whose optimizer keeps its states in few bits."""
+    scheme = Scheme(format="bf16", optimizer=OptimizerConfig(rule=rule, state=name))
+    return scheme, lambda said: said.startswith("1. optimizer: ")
+
+
+def nothing(scheme: Scheme) -> tuple[Scheme, Told]:
+    """Return a scheme in which nothing hurts."""
+    return scheme, lambda said: said.startswith("nothing: ")
+
+
+PLANTS: dict[str, tuple[Scheme, Told]] = {
+    "w e2m1 in 0.up": operand("blocks.0.up", w="e2m1"),
+    "g e4m3 in 0.up": operand("blocks.0.up", g="e4m3"),
+    "g e4m3 in 1.down": operand("blocks.1.down", g="e4m3"),
+    "g e4m3 in 0.down, else e4m3": operand("blocks.0.down", "e4m3", g="e4m3"),
+    "g e4m3 in 0.attention.out": operand("blocks.0.attention.out", g="e4m3"),
+    "w int2 in 0.down": operand("blocks.0.down", w="int2"),
+    "w int4 in 0.up, else e4m3": operand("blocks.0.up", "e4m3", w="int4"),
+    "x int2 in 0.up": operand("blocks.0.up", x="int2"),
+    "run F=2 e8m1": run_unit(fraction_bits=2, accumulator="e8m1"),
+    "run F=1, operands e4m3": run_unit("e4m3", fraction_bits=1),
+    "run e8m1": run_unit(fraction_bits=16, accumulator="e8m1"),
+    "run e8m2, operands e4m3": run_unit("e4m3", fraction_bits=16, accumulator="e8m2"),
+}
+STEPS, SEEDS = 200, 3
