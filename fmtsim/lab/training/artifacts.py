@@ -36,7 +36,7 @@ from fmtsim.support.records import parse_json
 
 Words = list[tuple[str, str]]
 SEEDS = "Larger than the scatter of seeds?"
-LOOK = "Where to look first"
+LOOK, TRY = "Where to look first", "What to try"
 # Student's t for both sides together 5 %, by degrees of freedom from 1; beyond, that of 8.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 _BLOCKS = 10  # of the last half of the steps, whose mean gaps scatter
@@ -149,7 +149,7 @@ def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], 
     text = "; ".join(advice) or "another seed first"
     if clear is False and not found:
         text = "fewer bits, or more steps: gaps of few steps may open later"
-    return [(LOOK, names or "nothing: no operand, product or state stands out of the scatter"), ("What to try", text)]
+    return [(LOOK, names or "nothing: no operand, product or state stands out of the scatter"), (TRY, text)]
 
 
 def layers_to_keep(found: Sequence[Suspect]) -> list[str]:
