@@ -40,7 +40,8 @@ LOOK, TRY = "Where to look first", "What to try"
 # Student's t for both sides together 5 %, by degrees of freedom from 1; beyond, that of 8.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 _BLOCKS = 10  # of the last half of the steps, whose mean gaps scatter
-_LEAST = 1e-3  # of the baseline's loss: no smaller step of it is told from chance
+_LEAST, _MOST = 5e-3, 0.1  # of the loss: one seed tells no smaller step of it from chance, and any larger one
+_LEAST_OF_SEEDS = 1e-3  # likewise of several seeds
 _SHARE = 0.1  # of a part of the gap: what a forward operand has to cost to be named
 _NOISE = 0.01  # squared error of a gradient, relative to its square, from which an operand is named
 _GROWS = 1.0  # percentage points of underflow and saturation that are a trend
@@ -117,13 +118,15 @@ def _step(before: Sequence[float | None], after: Sequence[float | None]) -> Step
         return Step(math.inf if None not in after else -math.inf if None not in before else math.nan, 0.0)
     gaps: list[float] = [a - b for a, b in zip(before, after, strict=False)]  # type: ignore[operator]
     mean = statistics.fmean(gaps[-max(1, len(gaps) // 10) :])
-    # 2. two runs drift apart by chance: four standard deviations of the means of blocks in the last half
-    half = gaps[len(gaps) // 2 :]
+    # 2. two runs drift apart by chance: four standard deviations of the means of blocks in the last half, of which one
+    #    may be an outlier; but chance moves no run by a tenth of its loss
+    half, loss = gaps[len(gaps) // 2 :], abs(after[-1] or 0.0)
     size = len(half) // _BLOCKS
     if size < 2:
         return Step(mean, None)
     means = [statistics.fmean(half[i * size : (i + 1) * size]) for i in range(_BLOCKS)]
-    return Step(mean, max(4 * statistics.stdev(means), _LEAST * abs(after[-1] or 0.0)))
+    usual = sorted(means, key=lambda x: abs(x - statistics.median(means)))[:-1]
+    return Step(mean, max(min(4 * statistics.stdev(usual), _MOST * loss), _LEAST * loss))
 
 
 def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], ran: Mapping[str, Any]) -> Words:
@@ -183,7 +186,7 @@ def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
         found = suspects(stopped[0]["simulated"], parts_of(stopped[0]))
         words = [("Gap", f"{len(stopped)} of {len(gaps)} runs stopped before their end")]
         return words + _next(found, True, stopped[0]["simulated"], stopped[0].get("ran", {}))
-    (mean, half), least = _interval(finite), _LEAST * abs(records[0]["baseline"]["final_loss"])
+    (mean, half), least = _interval(finite), _LEAST_OF_SEEDS * abs(records[0]["baseline"]["final_loss"])
     seeds = [parts_of(one) for one in records]
     # where each seed alone stands out their scatter decides nothing: one of them may be much worse
     alone = {part: all(steps[part].clear and steps[part].size > 0 for steps in seeds) for part in seeds[0]}
@@ -227,7 +230,9 @@ def _gap_within(baseline: Mapping[str, Any], simulated: Mapping[str, Any]) -> tu
     said = f"{whole.size:+.4f} nats per byte over the last tenth of {len(pairs)} steps, from one seed"
     if whole.floor is None:
         return f"{said}; too few steps to tell that from chance", whole
-    how = f"{whole.floor:.4f}, four standard deviations of {_BLOCKS} means in the last half of this run"
+    how = (
+        f"{whole.floor:.4f}, four standard deviations of {_BLOCKS - 1} of {_BLOCKS} means in the last half of this run"
+    )
     return f"{said}; {'more' if whole.clear else 'no more'} than its scatter ({how}; other seeds may differ)", whole
 
 

@@ -52,8 +52,16 @@ def test_a_gap_is_held_to_its_scatter_and_called_one_seeds():
     assert clear[SEEDS].startswith("not known: one seed does not tell")
     lost = words(record(0.001, 0.1))
     assert ", from one seed; no more than its scatter (0." in lost["Gap"] and lost["What to try"].startswith("fewer")
-    # a tenth of a percent of the loss is told from nothing, however steady
-    assert "no more than its scatter (0.0020" in words(record(0.0015))["Gap"]
+    # half a percent of the loss is told from nothing, however steady, a tenth of it from anything, however it jumps
+    assert "no more than its scatter (0.0100" in words(record(0.009))["Gap"]
+    assert "; more than its scatter (0.2010" in words(record(0.5, 0.6))["Gap"]
+    # between them: four standard deviations of nine of ten means of ten steps
+    one = record(0.05)
+    jumps = [0.0] * 100 + [x for block in range(10) for x in [0.01 * (block % 2) + 2.0 * (block == 3)] * 10]
+    one["simulated"]["losses"] = [loss + jump for loss, jump in zip(one["simulated"]["losses"], jumps, strict=True)]
+    (step,) = parts_of(one).values()
+    means = [0.01 * (block % 2) for block in range(10) if block != 3]
+    assert step.floor == pytest.approx(4 * statistics.stdev(means)) and step.size == pytest.approx(0.055) and step.clear
     assert words({"baseline": {**BLANK, "losses": BASE}})["Gap"] == "not known: the simulated run had not begun"
     stopped = words(record(losses=[4.0, None], stopped="the loss became nan at step 2", nonfinite=3))
     assert stopped["Gap"] == "the simulated run did not end: the loss became nan at step 2"
@@ -98,6 +106,9 @@ def test_layers_are_named_by_cost_noise_and_trend_above_the_scatter():
     # below the scatter of the gap only costs above it count; the KL decides where the part is clear
     assert [one.layer for one in suspects(run, {"operands": Step(0.01, 0.05)})] == ["a"]
     assert suspects(run, {"operands": Step(0.01, 0.1)}) == [] == suspects(run, {"operands": Step(0.1, None)})
+    # products belong to the arithmetic alone
+    unit = {**BLANK, "costs": {"rows": [row("a", "fprop", 0.09, kl=0.09), row("b", "dgrad", noise=0.5)]}}
+    assert suspects(unit, {"operands": Step(0.1, 0.02)}) == []
     odd = {**BLANK, "costs": {"rows": [row("a", "w_f", -0.5, kl=0.3), row("b", "w_f", 0.02, kl=0.001)]}}
     assert [one.layer for one in suspects(odd, {"operands": Step(0.1, 0.02)})] == ["a"]
     told = words({**record(0.3, 0.001, costs=costs), "ran": {"command": "fmtsim train --out o"}})
