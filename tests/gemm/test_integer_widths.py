@@ -75,7 +75,7 @@ def test_a_layer_trains_through_a_narrow_accumulator():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: IntegerDatapath(accumulator_bits=65), ArgumentError, "accumulator_bits=65 is not possible; choose 2 to"),
+        (lambda: IntegerDatapath(accumulator_bits=65), ArgumentError, "accumulator_bits=65 is not possible; choose 2"),
         (lambda: fmtsim.Datapath(accumulator="int24"), FormatError, r"IntegerDatapath\(accumulator_bits=24, sat"),
         (lambda: fmtsim.mm(ONES, ONES, target=fmtsim.Datapath()), FormatError, r"an IntegerDatapath \(--target int"),
         (lambda: fmtsim.mma(ONES, ONES, ONES.int() << 15, target=IntegerDatapath(accumulator_bits=16)), ArgumentError,

@@ -481,7 +481,7 @@ class SweepResult(Result):
         """Draw a field of a datapath that was swept: median last losses by its values, and SQNR of products by layer.
 
         Losses are those at the best rate of each scheme and shape; rows of products those of the first scheme and
-        shape. A shorter bar of colour is a lower SQNR: where that unit loses most.
+        shape. Small dots are single runs.
 
         Raises:
             ArgumentError: No scheme has a value of a field behind ``@``.
@@ -501,6 +501,8 @@ class SweepResult(Result):
             losses = [_median(best[word, change, shape]) for change in changes]
             label = word if len({s for _, s in lines}) == 1 else f"{word}, width {shape.width}, {shape.steps} steps"
             panels[0].plot(range(len(values)), losses, "o-", color=colour, label=label)
+            for x, change in enumerate(changes):
+                panels[0].plot(x, [[run.final_loss for run in best[word, change, shape]]], ".", color=colour, alpha=0.4)
         panels[0].set_xticks(range(len(values)), values)
         label_axes(panels[0], field, "median last loss, nats per byte")
         panels[0].legend(frameon=False, fontsize=8)
