@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plant a cause in a training and see whether the verdict names it: ``python -m benchmarks.verdicts --out DIR``.
 
-24 schemes, each trained with three seeds: an operand of one layer, the unit of a run, the unit of one product, states of
-the optimizer, or nothing that hurts. The verdict over the seeds has to begin with what was planted, or to name nothing.
+24 schemes, each trained with three seeds: an operand of one layer, the unit of a run or of one product, states of the
+optimizer, or nothing that hurts. The verdict over the seeds has to begin with what was planted, or to name nothing.
 Records of runs that DIR has are read; the rest is trained.
 """
 
@@ -27,6 +27,7 @@ from fmtsim.support.progress import Progress
 
 BF16 = {"x": "bf16", "w": "bf16", "g": "bf16", "scaling": "none"}
 NARROW = Datapath(block=32, fraction_bits=2, accumulator="e8m1", rounding="toward_zero")
+FEW_EXPONENTS = Datapath(block=32, fraction_bits=16, accumulator="e4m3", rounding="toward_zero")
 Told = Callable[[str], bool]
 
 
@@ -51,10 +52,9 @@ def product_unit(layer: str, product: str, target: Datapath = NARROW) -> tuple[S
     return scheme, lambda said: said.startswith("1. arithmetic: ") and f"; 2. {layer}, {product} (" in said
 
 
-def states(name: str, rule: str = "adamw") -> tuple[Scheme, Told]:
+def states(name: str, like: str = "bf16") -> tuple[Scheme, Told]:
     """Return a scheme whose optimizer keeps its states in few bits."""
-    scheme = Scheme(format="bf16", optimizer=OptimizerConfig(rule=rule, state=name))
-    return scheme, lambda said: said.startswith("1. optimizer: ")
+    return Scheme(format=like, optimizer=OptimizerConfig(state=name)), lambda said: said.startswith("1. optimizer: ")
 
 
 def nothing(scheme: Scheme) -> tuple[Scheme, Told]:
@@ -75,5 +75,56 @@ PLANTS: dict[str, tuple[Scheme, Told]] = {
     "run F=1, operands e4m3": run_unit("e4m3", fraction_bits=1),
     "run e8m1": run_unit(fraction_bits=16, accumulator="e8m1"),
     "run e8m2, operands e4m3": run_unit("e4m3", fraction_bits=16, accumulator="e8m2"),
+    "fprop of 0.up": product_unit("blocks.0.up", "fprop"),
+    "fprop of 0.down": product_unit("blocks.0.down", "fprop"),
+    "wgrad of 0.down": product_unit("blocks.0.down", "wgrad", FEW_EXPONENTS),
+    "dgrad of 1.up": product_unit("blocks.1.up", "dgrad", FEW_EXPONENTS),
+    "states fp8lm_w8": states("fp8lm_w8"),
+    "states fp8lm_v8": states("fp8lm_v8"),
+    "states lns_madam": states("lns_madam"),
+    "states fp8lm_w8, operands e4m3": states("fp8lm_w8", "e4m3"),
+    "nothing, bf16": nothing(Scheme(format="bf16")),
+    "nothing, e4m3": nothing(Scheme(format="e4m3")),
+    "nothing, a wide unit": nothing(Scheme(format="bf16", target=Datapath(block=16, fraction_bits=25))),
+    "nothing, bf16 states": nothing(Scheme(format="bf16", optimizer=OptimizerConfig(state="bf16_sr"))),
 }
-STEPS, SEEDS = 200, 3
+
+
+def main() -> None:
+    """Print a line for each plant, and how many verdicts were right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("verdicts"))
+    parser.add_argument("--plants", nargs="+", choices=list(PLANTS), default=list(PLANTS))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus, model = load_corpus(None, 32), GPTConfig(context=32, width=32, layers=2, heads=2)
+    right = alone = 0
+    for name in given.plants:
+        scheme, told = PLANTS[name]
+        records = []
+        for seed in range(given.seeds):
+            path = given.out / f"{name.replace(' ', '_')}.{seed}.json"
+            if not path.exists():
+                config = TrainConfig(
+                    simulated=scheme, baseline=Scheme(format="fp32"), model=model, steps=given.steps, batch_size=8,
+                    lr=2e-3, seed=seed,
+                )  # fmt: skip
+                record: dict[str, Any] = make_record(config, corpus, *compare_schemes(config, corpus, Progress()))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(record))
+            records.append(json.loads(path.read_text()))
+        singles = [told(dict(verdict(record)).get(LOOK, "")) for record in records]
+        words = dict(verdict_of_seeds(records))
+        right, alone = right + told(words.get(LOOK, "")), alone + sum(singles)
+        mark = "right" if told(words.get(LOOK, "")) else "WRONG"
+        print(f"{mark}  {name}: {words['Gap']}; alone {sum(singles)} of {len(singles)}", flush=True)
+        print(f"    {words.get('What it is made of')}\n    {words.get(LOOK)}", flush=True)
+    print(
+        f"{right} of {len(given.plants)} verdicts over seeds, {alone} of {given.seeds * len(given.plants)} of one seed"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -201,11 +201,7 @@ class Encoded:
         return 8 * self.nbytes / count if count else 0.0
 
     def to(self, device: torch.device | str) -> "Encoded":
-        """Return the same on another device.
-
-        Raises:
-            ArgumentError: ``device`` is none: a dtype or a format.
-        """
+        """Return the same on another device; ArgumentError says what dtypes and formats are passed to."""
         try:
             device = torch.device(device)
         except (RuntimeError, TypeError):

@@ -165,10 +165,10 @@ def _header(path: Path, content: bytes | bytearray, size: int) -> tuple[dict[str
     if size < 8:
         raise DataError(f"{path}: {size} bytes are too few for a safetensors file; it is empty or truncated")
     length = int.from_bytes(content[:8], "little")
-    if content[:2] in (b"PK", b"\x80\x02"):  # a zip file, or a pickle
-        step = "load it there, and save its tensors by safetensors.torch.save_file"
-        raise DataError(f"{path} is a file of torch.save or numpy.savez, not of safetensors or GGUF; {step}")
     if length > len(content) - 8:
+        if content[:2] in (b"PK", b"\x80\x02"):  # a zip file, or a pickle
+            step = "load it by them, and save its tensors by safetensors.torch.save_file"
+            raise DataError(f"{path} is a file of torch.save or numpy.savez, not of safetensors or GGUF; {step}")
         raise DataError(
             f"{path}: a header of {length} bytes is announced, {size - 8} follow; it is truncated or corrupt"
         )

@@ -45,6 +45,10 @@ class Wrapped(partial):  # type: ignore[type-arg]
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(inner_forward(self.args[2]))
 
+    @property
+    def __func__(self) -> Callable[..., Any]:  # what compressed-tensors wraps when it opens a model at its first call
+        return lambda _, *args, **kwargs: self(*args, **kwargs)
+
 
 @dataclass(eq=False, kw_only=True)
 class Change:

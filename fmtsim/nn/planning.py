@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
-from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, FormatError, shown
+from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, shown
 
 Configure = Callable[[str], LinearConfig | None]
 Planner = Callable[[str], LayerPlan | None]
@@ -59,11 +60,9 @@ def check_alone(format: str | Format | None, fast_accum: bool) -> None:
 
 def names_format(recipe: Any) -> bool:
     """Return True for a format, its name or its dtype, that is no training recipe's name."""
-    if isinstance(recipe, str | Format | torch.dtype):
+    for read in (partial(get_recipe, kind="training"), get_format):
         with suppress(FmtsimError):
-            return not get_recipe(recipe, kind="training")  # type: ignore[call-overload]
-        with suppress(FormatError):
-            return bool(get_format(recipe))
+            return bool(read(recipe)) and read is get_format
     return False
 
 
@@ -264,6 +263,8 @@ def why_not(module: nn.Module) -> str | None:
             return f"no emulated form of {cls.__name__}"
         return f"overrides {base.__name__}.forward; call fmtsim.EmulatedGEMM in it"
     weights = [p for p in module.parameters(recurse=False) if p.dtype not in _FLOATS]
+    if weights and hasattr(module, "quantization_scheme"):
+        return "compressed by compressed-tensors; load it with CompressedTensorsConfig(dequantize=True)"
     return f"its parameters have dtype {weights[0].dtype}" if weights else emulated.why_left(module)
 
 
@@ -296,7 +297,9 @@ class Selector:
         # Heads: the last linear layer and those that share its weight, unless it is in a block, and products that the
         # model writes with the weight of an embedding.
         tied = {name for name, matrix in self._raw.items() if matrix.head}
-        weights = {name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear)}
+        weights = {
+            name: m.weight for name, m in self._layers.items() if isinstance(m, nn.Linear) and hasattr(m, "weight")
+        }
         weights |= {name: getattr(matrix.module, matrix.parameter) for name, matrix in self._raw.items()}
         linear = [name for name in self._layers if name in weights and weights[name].dim() == 2 and name not in tied]
         if not linear or self._places[linear[-1]] is not None:

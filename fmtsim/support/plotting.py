@@ -43,17 +43,8 @@ def new_panels(
     """Return a figure and its empty panels, row by row: those of ``ax``, or of a figure unknown to any window system.
 
     Notebooks show a figure that ends a cell. One that pyplot made for ``ax`` is shown by pyplot as well: end that cell
-    with a semicolon.
-
-    Args:
-        width, height: Of a new figure, in inches.
-        ax: Axes of matplotlib to draw into, or as many of them as there are panels; None makes a figure.
-        rows, columns: Panels.
-        layout: As ``Figure.subplots`` takes it.
-
-    Raises:
-        ArgumentError: ``ax`` is another number of axes, or something else.
-        FmtsimError: matplotlib is missing.
+    with a semicolon. ``layout`` is as ``Figure.subplots`` takes it. ArgumentError refuses another number of axes,
+    FmtsimError says that matplotlib is missing.
     """
     try:
         from matplotlib.axes import Axes

@@ -8,6 +8,7 @@ import zlib
 import pytest
 import torch
 
+import fmtsim
 from fmtsim.casts import ops
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.element import CodebookFormat, FloatFormat
@@ -193,11 +194,20 @@ def test_files_of_others(tmp_path, saved):
     save_file({"codes": torch.zeros(2)}, path, metadata={"format": "pt"})
     with pytest.raises(DataError, match="other: the metadata has no 'crc32'; expected a file that Encoded.save wrote$"):
         Encoded.load(path)
-    path.write_bytes(b"PK\x03\x04 a zip file, not safetensors")
+    path.write_bytes(b"not a file of safetensors at all")
     with pytest.raises(
         DataError, match="other: a header of [0-9]+ bytes is announced, 24 follow; it is truncated or corrupt$"
     ):
         Encoded.load(path)
+    for legacy in (False, True):
+        torch.save({"codes": torch.zeros(2)}, path, _use_new_zipfile_serialization=not legacy)
+        for read in (Encoded.load, fmtsim.open_checkpoint):
+            refused(
+                "other is a file of torch.save or numpy.savez, not .* by safetensors.torch.save_file",
+                read,
+                path,
+                error=DataError,
+            )
     path.write_bytes((2).to_bytes(8, "little") + b"[]")
     refused("other: the header is a list, expected a JSON object; it is corrupt$", Encoded.load, path, error=DataError)
     path.write_bytes((2).to_bytes(8, "little") + b"{,")

@@ -227,7 +227,7 @@ def compare(actual: Any, expected: Any, *, like: Any = None, cast: bool = False)
             eight bits or more (and ml_dtypes' smaller ones, one code a byte), integers, bool. They may be on
             different devices.
         like: A pair of ways to run a function, or None for two tensors.
-        cast: Compare floating-point numbers of two dtypes as float32, or as float64 if one of them is.
+        cast: Compare numbers of two dtypes as float32, or as float64 if one of them is that or an integer.
 
     Returns:
         The comparison; ``.equal`` says whether all bits agree.
@@ -255,9 +255,9 @@ def compare(actual: Any, expected: Any, *, like: Any = None, cast: bool = False)
         return compare_ways(actual, expected, like, compare)
     first, second = ulp.read_codes(actual, "actual"), ulp.read_codes(expected, "expected")
     if cast and first.kind.name != second.kind.name:
-        wide = "float64" if "float64" in (first.kind.name, second.kind.name) else "float32"
-        values = (x.to(getattr(torch, wide)) if isinstance(x, Tensor) else x.astype(wide) for x in (actual, expected))
-        first, second = map(ulp.read_codes, values, ("actual", "expected"))
+        exact = any(codes.kind.format is None or codes.kind.name == "float64" for codes in (first, second))
+        values = (ulp.values(codes.raw, codes.kind) for codes in (first, second))
+        first, second = (ulp.read_codes(x if exact else x.float(), "a value") for x in values)
     if first.kind.name != second.kind.name:
         raise DtypeError(
             f"actual has dtype {first.kind.name}, expected {second.kind.name}; bits compare within one dtype: "

@@ -16,8 +16,10 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.element import ElementFormat
+from fmtsim.formats.packed import PackedFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block
+from fmtsim.lab.analysis.stats import Counts
 from fmtsim.ptq.export import open_checkpoint
 from fmtsim.ptq.export.layouts import Reordered
 from fmtsim.spec.cast import EncodedParts
@@ -114,8 +116,12 @@ class Recode(Result):
             signal = sum(w.signal for w in self.weights)
             for which, (blocks, ratio, more) in words.items() if own else [("loss", words["loss"])]:
                 count = sum(getattr(w, blocks) for w in self.weights)
-                noise = sum(w.signal * 10 ** (-getattr(w, ratio) / 10) for w in self.weights)
-                lost = f"{count} blocks change, SQNR {_decibels(signal, noise):.1f} dB{more}" if count else "none"
+                noise = sum(w.signal * 10 ** (-getattr(w, ratio) / 10) for w in self.weights if w.signal)
+                lost = (
+                    f"{count} blocks change, SQNR {Counts(signal=signal, noise=noise).sqnr_db:.1f} dB{more}"
+                    if count
+                    else "none"
+                )
                 yield f"{which}: {lost}"
             if free := sum(w.carried == 0 < w.changed for w in self.weights):
                 yield f"{free} of them would lose nothing under their own scales (--scales own)"
@@ -223,6 +229,8 @@ def block_format(name: str, fmt: Any) -> BlockFormat:
     fmt = get_format(fmt)
     tensor = fmt.scaling.tensor if isinstance(fmt, BlockFormat) else None
     plain = isinstance(fmt, BlockFormat) and not fmt.zero_point and (tensor is None or tensor.block == (None, None))
+    if isinstance(fmt, PackedFormat):
+        raise ArgumentError(f"{name}={fmt.name} has blocks of its own; GGUF is written by fmtsim ptq --export gguf")
     if not plain or fmt.element.bits > 16:
         raise ArgumentError(
             f"{name}={fmt.name} is not a format of blocks without zero points; choose one such as nvfp4"
@@ -341,10 +349,6 @@ def carry(weight: Encoded, target: BlockFormat) -> Encoded | None:
     )
 
 
-def _decibels(signal: float, noise: float) -> float:
-    return 10 * math.log10(signal / noise) if noise and signal else math.inf if not noise else -math.inf
-
-
 def recode(name: str, weight: Any, target: BlockFormat, scales: str = "best") -> tuple[Encoded, WeightRecode]:
     """Return a weight in another format, and what it loses there; one that has the format stays as it is.
 
@@ -367,15 +371,16 @@ def recode(name: str, weight: Any, target: BlockFormat, scales: str = "best") ->
     block = weight.format.block if isinstance(weight, Encoded) else target.block  # type: ignore[union-attr]  # all have
     error = {kind: (other.decode(torch.float64) - x).abs() for kind, other in recoded.items()}
     changed = {kind: _block_max(e.reshape(-1, x.shape[-1]), block) != 0 for kind, e in error.items()}
-    noise = {kind: float(e.square().nansum()) for kind, e in error.items()}
+    signal = float(x.square().nansum())
+    ratio = {kind: Counts(signal=signal, noise=float(e.square().nansum())).sqnr_db for kind, e in error.items()}
     # 3. The scales that it gets.
-    best = min(reversed(recoded), key=lambda kind: noise[kind])  # its own where both lose the same
+    best = max(reversed(ratio), key=lambda kind: ratio[kind])  # its own where both lose the same
     chosen = "own" if same else best if scales == "best" else scales if scales in recoded else "rule"
-    wrong, signal = error[chosen] != 0, float(x.square().nansum())
+    wrong = error[chosen] != 0
     return recoded[chosen], WeightRecode(
         name=name, blocks=changed["rule"].numel(), by_rule=int(changed["rule"].sum()),
         carried=int(changed["own"].sum()) if "own" in changed else None, scales=chosen,
-        sqnr_db=_decibels(signal, noise[chosen]), by_rule_db=_decibels(signal, noise["rule"]), signal=signal,
+        sqnr_db=ratio[chosen], by_rule_db=ratio["rule"], signal=signal,
         max_relative=float((error[chosen] / x.abs())[wrong].max()) if wrong.any() else 0.0,
         first=tuple((row, column) for row, column in changed[chosen].nonzero()[:3].tolist()),
     )  # fmt: skip

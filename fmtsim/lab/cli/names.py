@@ -67,7 +67,9 @@ class Catalogue:
         functions.check(option, word)
         if not re.search(r"[={:,/]|\.json$", word):
             listed = self.listed or f"choose one of {', '.join(self())}"
-            raise ArgumentError(f"{option} {shown(word)} is unknown{did_you_mean(word, names)}; {listed}")
+            format = option == "--recipe" and _format_error(word) is None
+            near = "; it is a format, for --format where there is one" if format else did_you_mean(word, names)
+            raise ArgumentError(f"{option} {shown(word)} is unknown{near}; {listed}")
         if word.endswith(".json"):
             files.check(option, word)
 

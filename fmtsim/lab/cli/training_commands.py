@@ -258,8 +258,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         _answer(arguments, record, lambda: text, paths)
         return 0 if result.equal else MISMATCH
     corpus = load_corpus(arguments.data, config.model.context)
-    started = {"command": shlex.join(["fmtsim", *arguments.words]), "folder": str(out),
-               "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}  # fmt: skip
+    started = {"command": shlex.join(["fmtsim", *arguments.words]), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     with _training(arguments, out) as progress:
         checkpoint = _checkpoint(arguments, config, corpus, out)
         with _reported(config, corpus, checkpoint, out, started), simulated(arguments) as run:

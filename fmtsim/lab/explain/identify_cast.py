@@ -16,7 +16,7 @@ from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.profile import get_profile, library_profiles, list_profiles
 from fmtsim.casts.quantize import decode, encode, quantize
 from fmtsim.formats.block import BlockFormat, Format
-from fmtsim.formats.element import ElementFormat, FloatFormat
+from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat
 from fmtsim.formats.floating import E8M0
 from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.packed import PackedFormat
@@ -326,8 +326,11 @@ def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | 
     ]
     scalings.append(("", "amax, divide, fp16", {"arithmetic": "divide", "scale": get_format("fp16")}))
     scalings += [(rule, "power of two", {"exponent_rule": rule, "scale": E8M0}) for rule in RULES]
-    for name, extent, (rule, text, fields) in itertools.product(ELEMENTS, BLOCKS, scalings):
+    halves = [("", f"amax to {top:g}", {"arithmetic": "divide", "top": top}) for top in (7.5, 8.0, 127.5, 128.0)]
+    for name, extent, (rule, text, fields) in itertools.product(ELEMENTS, BLOCKS, scalings + halves):
         element: Any = get_format(name)
+        if "top" in fields and not (isinstance(element, IntFormat) and 0 < fields["top"] - float(element.max) <= 1):
+            continue  # integers are also scaled to half a step, or a step, beyond their largest
         if only not in (None, element) or (stored is not None and element != stored):
             continue
         if is_code and stored is None and element not in formats:

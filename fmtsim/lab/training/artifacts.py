@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -141,8 +142,10 @@ def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], 
     if any(not operand.startswith("g") for operand in operands):
         advice.append("finer scales (--scaling block32)")
     if keep := layers_to_keep(found):
-        how = f"{ran.get('command', 'fmtsim train')} --rules {Path(ran.get('folder', '.')) / RULES}"
-        advice.append(f"{' and '.join(keep)} in high precision: {how} --out {ran.get('folder', 'fmtsim-train')}-rules")
+        command = shlex.split(ran.get("command", "fmtsim train"))
+        out = dict(itertools.pairwise(command)).get("--out", "fmtsim-train")
+        again = shlex.join([*command, "--rules", f"{out}/{RULES}", "--out", f"{out}-rules"])
+        advice.append(f"{' and '.join(keep)} in high precision: {again}")
     text = "; ".join(advice) or "another seed first"
     if clear is False and not found:
         text = "fewer bits, or more steps: gaps of few steps may open later"
@@ -176,17 +179,23 @@ def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
     gaps = [one["gap"]["final_loss"] for one in records]
     finite = [gap for gap in gaps if gap is not None]
     if len(finite) < len(gaps):
-        return [("Gap", f"{len(gaps) - len(finite)} of {len(gaps)} runs stopped before their end")]
+        stopped = [one for one, gap in zip(records, gaps, strict=True) if gap is None]
+        found = suspects(stopped[0]["simulated"], parts_of(stopped[0]))
+        words = [("Gap", f"{len(stopped)} of {len(gaps)} runs stopped before their end")]
+        return words + _next(found, True, stopped[0]["simulated"], stopped[0].get("ran", {}))
     (mean, half), least = _interval(finite), _LEAST * abs(records[0]["baseline"]["final_loss"])
-    clear = abs(mean) > half
+    seeds = [parts_of(one) for one in records]
+    # where each seed alone stands out their scatter decides nothing: one of them may be much worse
+    alone = {part: all(steps[part].clear and steps[part].size > 0 for steps in seeds) for part in seeds[0]}
+    clear = abs(mean) > half or any(alone.values())
     baselines = statistics.stdev(one["baseline"]["final_loss"] for one in records)
-    answer = f"{'yes' if clear else 'no'}: the interval has {'no ' if clear else ''}zero in it"
+    answer = f"{'yes' if clear else 'no'}: the interval has {'no ' if abs(mean) > half else ''}zero in it"
+    answer += ", but each seed alone stands out of its scatter" if clear and abs(mean) <= half else ""
     size = f"{mean:+.4f} ± {half:.4f} nats per byte, the mean of {len(finite)} seeds and its 95 % interval (Student)"
     scatter = f"losses of the baseline itself scatter by {baselines:.4f} from seed to seed (standard deviation)"
     # parts likewise: each has a mean and an interval
-    seeds = [parts_of(one) for one in records]
     parts = {part: _interval([steps[part].size for steps in seeds]) for part in seeds[0]}
-    steps = {part: Step(size, max(half, least)) for part, (size, half) in parts.items()}
+    steps = {part: Step(size, least if alone[part] else max(half, least)) for part, (size, half) in parts.items()}
     made = _made_of({part: f"{size:+.4f} ± {half:.4f}" for part, (size, half) in parts.items()})
     reasons: dict[tuple[str, str], list[str]] = {}
     for one in (one for record in records for one in suspects(record["simulated"], steps)):
@@ -250,7 +259,8 @@ def suspects(run: Mapping[str, Any], steps: Mapping[str, Step], most: int = 3) -
             cost = (row["loss"] or 0.0) if not dear or row.get("kl") is None else row["kl"]
             noise = row["gradient_noise"] or 0.0
             if cost > 0 and least and cost >= least:
-                why = f"its rounding costs {row['loss']:.2g} nats of a batch's loss"
+                moved = "" if row.get("kl") is None else f", and predictions by {row['kl']:.2g} nats (KL)"
+                why = f"its rounding moves a batch's loss by {row['loss']:+.2g} nats{moved}"
                 weighed.append((cost / least, Suspect(row["layer"], row["operand"], why)))
             elif dear and noise >= _NOISE:
                 why = f"its rounding adds noise of {100 * noise:.2g} % of the gradient's square"
@@ -505,7 +515,7 @@ def write_check(out: Path, record: dict[str, Any], text: str, dump: Callable[[An
 
 
 Record = Mapping[str, Any]
-_OWN = ("ran.command", "ran.folder", "ran.date", "ran.duration", "config.seed")  # of each run, whatever is compared
+_OWN = ("ran.command", "ran.date", "ran.duration", "config.seed")  # of each run, whatever is compared
 
 
 def read_record(folder: Path) -> Record:

@@ -48,16 +48,17 @@ def written_out(model, ids, counts):
 def test_it_is_that_of_every_token_after_those_before():
     model = Decoder()
     everything = [torch.ones_like(ids) for ids in IDS]
-    assert lab.perplexity(model, IDS) == {"before": pytest.approx(written_out(Decoder(), IDS, everything), rel=1e-6)}
+    assert lab.perplexity(model, IDS) == pytest.approx(written_out(Decoder(), IDS, everything), rel=1e-6)
+    assert lab.perplexity(model, IDS[0]) == lab.perplexity(model, [IDS[0]])
     assert model.training  # put back
     masks = [(torch.arange(ids.numel()).reshape(ids.shape) % 4 > 0).long() for ids in IDS]
     batches = [{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(IDS, masks, strict=True)]
     expected = pytest.approx(written_out(Decoder(), IDS, masks), rel=1e-6)
-    assert lab.perplexity(model, batches)["before"] == expected
+    assert lab.perplexity(model, batches) == expected
     batches = [
         {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)} for ids, mask in zip(IDS, masks, strict=True)
     ]
-    assert lab.perplexity(model, batches)["before"] == expected
+    assert lab.perplexity(model, batches) == expected
 
 
 @pytest.mark.parametrize("wrap", [lambda y: y, lambda y: (y, None), lambda y: {"logits": y}])
@@ -76,7 +77,7 @@ def test_recipes_run_on_copies():
             fmtsim.convert(other, recipe=name)
         elif name != "before":
             fmtsim.ptq(other, name, IDS)
-        assert lab.perplexity(other, IDS)["before"] == value
+        assert lab.perplexity(other, IDS) == value
     assert len(set(found.values())) == 4
     assert lab.perplexity(model, IDS, "int4_g32") == {name: found[name] for name in ("before", "int4_g32")}
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()) and type(model) is Decoder

@@ -279,7 +279,7 @@ DEFAULTS = {
     "cast": {"rounding": "nearest_even", "seed": 0},
     "explain": {"dtype": "float64", "rounding": "nearest_even", "seed": 0},
     "vectors": {"rounding": "nearest_even", "seed": 0},
-    "convert-checkpoint": {"layout": "compressed-tensors", "scales": "rule"},
+    "convert-checkpoint": {"layout": "compressed-tensors", "scales": "best"},
     "mm": {"device": "cpu", "dtype": "e4m3", "data": "normal", "seed": 0},
     "doctor": {"tokens": "1..8192", "dtypes": "bf16"},
     "invariance": {"sizes": "1..512", "dtypes": "bf16"},

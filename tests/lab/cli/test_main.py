@@ -65,6 +65,7 @@ def test_words_that_need_no_torch_do_not_wait_for_it(tmp_path):
 
 
 TYPOS = [
+    ("train --recipe F8_E4M3", "--recipe 'F8_E4M3' is unknown; it is a format, for --format where"),
     ("train --recipe te_curent", "--recipe 'te_curent' is unknown; did you mean 'te_current'?; fmtsim train --rec"),
     ("train --target h20", "--target 'h20' is unknown; did you mean 'h200' or 'h100' or 'b200'?; choose a GPU"),
     ("train --format e4m3x", "unknown format 'e4m3x'; did you mean 'e4m3' or 'ue4m3' or 'e4m3fn'? (fmtsim formats"),

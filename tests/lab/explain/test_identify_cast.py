@@ -239,3 +239,13 @@ def test_command(tmp_path, capsys):
     assert not any(line.startswith("2 ") for line in lines)  # one group is left
     torch.save(x * 1.5, tmp_path / "z.pt")
     assert main(["identify-cast", files[0], str(tmp_path / "z.pt")]) == 1
+
+
+@pytest.mark.parametrize(("top", "least"), [(8.0, -8), (127.5, -128), (128.0, -128)])
+def test_integers_scaled_beyond_their_largest_are_named(top: float, least: int) -> None:
+    """Their scale is amax over 8, 127.5 or 128, half a step or a step beyond; 7.5 is what compressed-tensors does."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
+    scale = x.unflatten(1, (-1, 64)).abs().amax(2, keepdim=True) / top
+    result = (x.unflatten(1, (-1, 64)) / scale).round().clamp(least, -least - 1) * scale
+    names = {one.format.name for one in identify_cast(x, result.flatten(1)).explanations}
+    assert names == {f"int{4 if top == 8 else 8}_full, amax to {top:g}"}

@@ -94,13 +94,13 @@ def test_layers_are_named_by_cost_noise_and_trend_above_the_scatter():
     run = {**BLANK, "costs": costs}
     found = suspects(run, {"operands": Step(0.1, 0.02)})
     assert [(one.layer, one.operand) for one in found] == [("a", "x_f"), ("c", "g_d"), ("b", "x_f")]
-    assert found[1].why == "its rounding adds noise of 5 % of the gradient's square" and "0.09 nats" in found[0].why
+    assert found[1].why == "its rounding adds noise of 5 % of the gradient's square" and "+0.09 nats" in found[0].why
     # below the scatter of the gap only costs above it count; the KL decides where the part is clear
     assert [one.layer for one in suspects(run, {"operands": Step(0.01, 0.05)})] == ["a"]
     assert suspects(run, {"operands": Step(0.01, 0.1)}) == [] == suspects(run, {"operands": Step(0.1, None)})
     odd = {**BLANK, "costs": {"rows": [row("a", "w_f", -0.5, kl=0.3), row("b", "w_f", 0.02, kl=0.001)]}}
     assert [one.layer for one in suspects(odd, {"operands": Step(0.1, 0.02)})] == ["a"]
-    told = words({**record(0.3, 0.001, costs=costs), "ran": {"command": "fmtsim train --out o", "folder": "o"}})
+    told = words({**record(0.3, 0.001, costs=costs), "ran": {"command": "fmtsim train --out o"}})
     assert "stochastic rounding of gradients" in told["What to try"]
     assert told["What to try"].endswith(
         "; c and a in high precision: fmtsim train --out o --rules o/rules.json --out o-rules"
@@ -141,7 +141,18 @@ def test_seeds_give_an_interval():
     assert verdict_of_seeds([seed(gap, 2.0) for gap in (-0.1, 0.12)])[2][1].startswith(
         "no: the interval has zero in it"
     )
-    assert verdict_of_seeds([seed(None, 2.0), seed(0.1, 2.0)]) == [("Gap", "1 of 2 runs stopped before their end")]
+    stopped = dict(verdict_of_seeds([seed(0.1, 2.0), seed(None, 2.0, losses=[2.0, None])]))
+    assert stopped["Gap"] == "1 of 2 runs stopped before their end" and stopped[LOOK].startswith("nothing: ")
+    alone = dict(verdict_of_seeds([seed(gap, 2.0, row("a", "x_f", 0.2)) for gap in (0.1, 9.0)]))
+    assert "no: the interval has zero in it" in alone[SEEDS] and alone[LOOK].startswith("nothing: ")  # of 20 steps
+    long = [seed(gap, 2.0, row("a", "x_f", 3.0)) for gap in (0.1, 9.0)]
+    for one, gap in zip(long, (0.1, 9.0), strict=True):
+        one["baseline"]["losses"], one["simulated"]["losses"] = BASE, moved(gap)
+    alone = dict(verdict_of_seeds(long))
+    assert "yes: the interval has zero in it, but each seed alone stands out" in alone[SEEDS]
+    assert alone[LOOK].startswith(
+        "1. a, x_f (activations, forward): in 2 of 2 seeds; its rounding moves a batch's loss"
+    )
     parts = {"optimizer": [2.01] * 20, "operands": None}
     told = dict(verdict_of_seeds([seed(gap, 2.0, parts=parts, optimizer="coat") for gap in gaps]))
     assert told["What it is made of"].startswith(
@@ -164,9 +175,9 @@ def test_seeds_name_together_what_most_of_them_name():
     rows += ((row("b", "x_f", 0.5), row("c", "w_f", 0.2)),)
     told = dict(verdict_of_seeds([seed(0.1 + i / 1000, 2.0, *each) for i, each in enumerate(rows)]))
     assert told["Where to look first"] == (
-        "1. b, w_f (weights, forward): in 2 of 3 seeds; its rounding costs 0.2 nats of a batch's loss; "
-        "2. c, w_f (weights, forward): in 2 of 3 seeds; its rounding costs 0.1 nats of a batch's loss; "
-        "3. a, x_f (activations, forward): in 1 of 3 seeds; its rounding costs 0.3 nats of a batch's loss"
+        "1. b, w_f (weights, forward): in 2 of 3 seeds; its rounding moves a batch's loss by +0.2 nats; "
+        "2. c, w_f (weights, forward): in 2 of 3 seeds; its rounding moves a batch's loss by +0.1 nats; "
+        "3. a, x_f (activations, forward): in 1 of 3 seeds; its rounding moves a batch's loss by +0.3 nats"
     )
     assert told["What to try"].startswith("finer scales (--scaling block32); b and c and a in high precision: fmtsim")
     assert dict(verdict_of_seeds([seed(gap, 2.0) for gap in (0.1, -0.1)]))["What to try"].startswith("fewer bits")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people write first: names of other libraries, arguments the other way round, results at a prompt."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+import fmtsim
+from fmtsim.formats.tensor_file import DTYPES
+from fmtsim.lab.verify.vectors import check_part, read_vectors
+from fmtsim.support.errors import ArgumentError, DtypeError
+from tests.support.refusals import refused
+
+
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64))
+
+
+def test_names_of_safetensors_and_onnx_are_formats():
+    for text, name in (
+        ("F8_E4M3", "e4m3"), ("F8_E5M2FNUZ", "e5m2fnuz"), ("F8_E8M0", "e8m0"), ("F6_E2M3", "e2m3"), ("F4", "e2m1"),
+        ("F32", "fp32"), ("BF16", "bf16"), ("I8", "int8"), ("U4", "uint4"), ("FLOAT8E4M3FN", "e4m3"), ("FLOAT", "fp32"),
+        ("FLOAT8E5M2", "e5m2"), ("FLOAT8E8M0", "e8m0"), ("FLOAT4E2M1", "e2m1"), ("float8_e4m3", "e4m3_ieee"),
+    ):  # fmt: skip
+        assert fmtsim.get_format(text).name == name
+    for tag in ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F16"):  # the other table of them
+        dtype = DTYPES[tag]
+        assert fmtsim.get_format(tag) == fmtsim.get_format(dtype)
+
+
+@pytest.mark.parametrize("format", ["e4m3", torch.float8_e4m3fn, "F8_E4M3", "flex6_of_mine", fmtsim.get_format("int8")])
+def test_a_format_in_place_of_a_recipe_is_the_format(format):
+    fmtsim.register_format(
+        fmtsim.FloatFormat(name="flex6_of_mine", exponent_bits=3, mantissa_bits=2, nan="none", infinities=False)
+    )
+    x, model = torch.randn(8, 64), linear()
+    expected = fmtsim.convert(copy.deepcopy(model), format=format)(x)
+    assert torch.equal(fmtsim.convert(model, format)(x), expected)
+
+
+def test_a_recipe_of_the_name_comes_first_and_other_words_are_refused():
+    assert fmtsim.report(fmtsim.convert(linear(), "te_current")).summary.startswith("te_current:")
+    refused("recipe='e4m33' is unknown; did you mean", fmtsim.convert, linear(), "e4m33")
+    refused("both name formats", fmtsim.convert, linear(), "te_current", format="e4m3")
+
+
+def test_keywords_of_other_libraries_name_what_says_the_same():
+    for verb, keyword, hint in (
+        (fmtsim.quantize, "saturate", "write overflow='saturate' or 'ieee'"),
+        (fmtsim.encode, "seed", "write generator="), (fmtsim.cast, "rouding", "did you mean 'rounding'"),
+    ):  # fmt: skip
+        refused(rf"unexpected keyword argument '{keyword}'; {hint}", verb, torch.ones(2), "e4m3", error=TypeError,
+                **{keyword: 0})  # fmt: skip
+
+
+def test_help_names_types_and_keywords():
+    for verb in (fmtsim.linear, fmtsim.bmm, fmtsim.scaled_mm, fmtsim.convert, fmtsim.quantize, fmtsim.linear_config):
+        text = str(inspect.signature(verb))
+        assert "**" not in text and "<class" not in text and "FloatFormat" not in text
+    assert "accumulate" in inspect.signature(fmtsim.linear).parameters
+
+
+def test_encoded_speaks_torch():
+    encoded = fmtsim.encode(torch.randn(4, 64), "mxfp4")
+    assert torch.equal(encoded.dequantize(), encoded.decode()) and encoded.to("cpu").device.type == "cpu"
+    for other in ("nvfp4", torch.bfloat16):
+        refused("to takes a device, .* another format is fmtsim.encode", encoded.to, other, error=ArgumentError)
+
+
+def test_arguments_of_export_are_understood_the_other_way_round(tmp_path):
+    model = fmtsim.ptq(linear(), "mxfp4_weights")
+    assert fmtsim.export(model, "compressed-tensors", tmp_path / "a").files[0].parent == tmp_path / "a"
+    refused("layout='b' is unknown; choose one of", fmtsim.export, model, tmp_path / "a", "b")
+
+
+def test_tensors_of_two_dtypes_are_compared_as_the_wider_values():
+    x = torch.randn(64)
+    found = fmtsim.compare(x.bfloat16(), x, cast=True)
+    assert found.dtype == "float32" and found.sqnr_db == fmtsim.compare(x.bfloat16().float(), x).sqnr_db
+    assert fmtsim.compare(x.numpy(), x.double(), cast=True).equal
+    assert fmtsim.compare(torch.arange(5), torch.arange(5.0).numpy(), cast=True).dtype == "float64"
+    refused("pass cast=True for the wider values", fmtsim.compare, x.bfloat16(), x, error=DtypeError)
+
+
+def test_results_at_a_prompt_are_short():
+    x = torch.randn(64)
+    assert repr(fmtsim.explain(0.3, "e4m3")).endswith("check   the engine gives the same bits")
+    assert repr(fmtsim.explain(x, "mxfp4")) == "Explanation(64 numbers in mxfp4; print shows all)"
+    assert fmtsim.explain(0.3, "e4m3")._repr_html_().startswith("<pre>e4m3, rounding nearest_even")
+    assert len(repr(fmtsim.compare(x, x + 1)).split("\n")) == 7
+    with fmtsim.simulate() as run:
+        torch.relu(x)
+    assert str(run) == run.summary and "exact: relu 1" in repr(run)
+
+
+def test_vectors_are_written_and_compared_but_for_the_sign_of_nan(tmp_path):
+    vectors = fmtsim.vectors("e4m3", tmp_path / "v", overflow="ieee")
+    assert torch.equal(fmtsim.encode(vectors.tensors["input"], "e4m3", overflow="ieee").codes, vectors.tensors["codes"])
+    codes = vectors.tensors["codes"].clone()
+    (nan,) = (codes & 0x7F == 0x7F).nonzero(as_tuple=True)
+    codes[nan] ^= 0x80
+    found = check_part(read_vectors(tmp_path / "v"), "codes", codes)
+    assert (found["mismatches"], found["other_nan"], found["first"]) == (0, len(nan), [])
+    first, last = vectors.groups["ties"]
+    codes[first : last + 1] ^= 1
+    found = check_part(vectors, "codes", codes, every=True)
+    assert found["groups"]["ties"] == found["mismatches"] == len(found["first"]) == last - first + 1
+    assert len(check_part(vectors, "codes", codes)["first"]) == 1
