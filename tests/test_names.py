@@ -272,4 +272,5 @@ def test_type_checkers_see_the_fields_of_records_that_take_names(record):
     """What only type checkers read has the same arguments, in the same order, as the record."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(record)))
     (written,) = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "__init__")
-    assert [one.arg for one in written.args.kwonlyargs] == [field.name for field in dataclasses.fields(record)]
+    arguments = [*written.args.args[1:], *written.args.kwonlyargs]
+    assert [one.arg for one in arguments] == [field.name for field in dataclasses.fields(record)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations  # help shows the names of types
 
+from importlib import import_module
 from typing import Any, TypeVar, overload
 
 import numpy
@@ -129,9 +130,8 @@ def quantize(
         try:
             format, rounding, overflow, like = cast_options(format, **options)
         except FormatError:  # transforms, a second cast, or a rule that block formats lack
-            from fmtsim.gemm.layers.quantize_tensor import quantize_tensor  # of products, above casts
-
-            values: Any = quantize_tensor(x, format, dim=dim, generator=generator, pad=pad)
+            above = import_module("fmtsim.gemm.layers.quantize_tensor")  # of products, whose room lies above casts
+            values: Any = above.quantize_tensor(x, format, dim=dim, generator=generator, pad=pad)
             values = values if result in (None, values.dtype) else quantize(values, result, out_dtype=result)
             return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
     if like is not None:

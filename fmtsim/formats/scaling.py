@@ -319,9 +319,9 @@ def check_use(owner: str, scaling: Scaling, use: str, error: type[FmtsimError] =
 
 def _scale_format(scale: Any) -> Any:
     """Return the record of a scale's format; integers become floats with an exponent field of one bit."""
-    from fmtsim.formats.registry import get_format  # which reads Scalings
+    import fmtsim  # the registry of formats reads Scalings
 
-    fmt = get_format(scale) if isinstance(scale, str) else scale
+    fmt = fmtsim.get_format(scale) if isinstance(scale, str) else scale
     if not isinstance(fmt, IntFormat) or fmt.half_offset:
         return fmt
     # subnormals and the one binade above them count in steps of the same size

@@ -256,9 +256,9 @@ class Quantizer:
         >>> Quantizer("e2m1")(torch.tensor([2.4, 100.0]))
         tensor([2., 6.])
         """
-        from fmtsim.casts.quantize import quantize  # a verb on tensors, above records
+        import fmtsim  # its verbs lie above records
 
-        return quantize(x, self, **options)
+        return fmtsim.quantize(x, self, **options)
 
     def as_cast(self) -> "Quantizer":
         """Return the same cast by a format alone, as verbs on tensors take it: scales become those of a block format.

@@ -77,6 +77,12 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     return converted
 
 
+def read_value(text: str) -> Any:
+    """Read a field's value from a word of the command line: an integer, none, true, false, or a name."""
+    words = {"none": None, "true": True, "false": False}
+    return int(text) if text.removeprefix("-").isdecimal() else words.get(text.lower(), text)
+
+
 def check_items(value: Any, types: dict[str, Any], what: str) -> None:
     """Raise ArgumentError where something saved is not a dict with these items, each of its type."""
     if not isinstance(value, dict):

@@ -289,7 +289,7 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
             kind, words = _TAKES.get(type(path), (FloatFormat, "floating-point formats"))
             if not all(isinstance(fmt, kind) for fmt in formats):
                 integers = all(isinstance(fmt, IntFormat) for fmt in formats)
-                other = "target=IntegerDatapath(accumulator_bits=)" if integers else "another datapath"
+                other = "an IntegerDatapath (--target integers,accumulator_bits=24)" if integers else "another datapath"
                 raise FormatError(
                     f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose {words}, or {other}"
                 )

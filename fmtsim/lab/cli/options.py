@@ -19,6 +19,7 @@ from fmtsim.lab.cli.output import origin
 from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, first_line
 from fmtsim.support.files import check_file
+from fmtsim.support.records import read_value
 
 if TYPE_CHECKING:
     from fmtsim.lab.training.loading import Loaded
@@ -118,7 +119,7 @@ def add_device(parser: Parser, default: str = "cpu") -> None:
     option(parser, "--device", devices, default, "DEVICE")
 
 
-def add_target(parser: Parser) -> None:
+def add_target(parser: Parser, *, plan: bool = True) -> None:
     """Add ``--target`` and ``--plan``: what multiplies, and the accumulation order."""
     kinds = (
         "a GPU with its library, such as h200, or a plan file; an MMA unit alone, such as hopper.wgmma or exact; or a "
@@ -126,7 +127,8 @@ def add_target(parser: Parser) -> None:
         "logarithms,entries=4"
     )
     option(parser, "--target", kinds, names=names.targets_and_units)
-    option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar="FIELD=VALUE,...")
+    if plan:
+        option(parser, "--plan", "an accumulation order, such as promote_every=128", metavar="FIELD=VALUE,...")
 
 
 def add_layers(parser: Parser, dtypes: str, models: str = "gpt2, llama-8b, ..., or FILE.py:function") -> None:
@@ -148,7 +150,7 @@ def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
     from fmtsim.spec.plan import GemmPlan
 
-    target, plan = arguments.target, arguments.plan
+    target, plan = arguments.target, getattr(arguments, "plan", None)
     fields = target is not None and not target.endswith(".json") and not target.lstrip().startswith("{")
     if fields and ("=" in target or target.partition(",")[0].strip() in ("integers", "logarithms")):
         target = parse_record(target, Datapath, "--target", integers=IntegerDatapath, logarithms=LogDatapath)
@@ -232,14 +234,12 @@ def parse_record(text: str, record: type, option: str, **others: type) -> Any:
     if first.strip() in others:
         text, record = rest, others[first.strip()]
     field_names = [field.name for field in dataclasses.fields(record)]
-    words = {"none": None, "true": True, "false": False}
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in field_names:
             raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(field_names)}")
-        number = value.removeprefix("-").isdecimal()
-        values[name] = int(value) if number else words.get(value.lower(), value)
+        values[name] = read_value(value)
     return record(**values)
 
 

@@ -34,18 +34,21 @@ from fmtsim.lab.training.sweep_result import Choice, ScalingLaw, SweepResult, by
 from fmtsim.lab.training.training_models import source_digest
 from fmtsim.recipes import OptimizerConfig, get_recipe, list_recipes
 from fmtsim.recipes.serialization import load_rules
-from fmtsim.support.errors import ArgumentError, FmtsimError
+from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean
 from fmtsim.support.files import check_file, check_folder, write_file
 from fmtsim.support.progress import Progress, make_progress
+from fmtsim.support.records import read_value
 
 T = TypeVar("T")
-HEATMAP, LAW = "heatmap.png", "law.png"
+HEATMAP, LAW, OVER = "heatmap.png", "law.png", "over.png"
 MOST_RUNS = 100_000
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Train what the folder lacks, draw the heatmap and print the table; Ctrl-C leaves the runs that are done."""
-    schemes = _list(arguments.schemes, "--schemes", str)
+    words, target = _list(arguments.schemes, "--schemes", str), read_target(arguments)["target"]
+    changes = _changes(arguments.over, target)
+    schemes = [f"{word}@{change}" if change else word for word in words for change in changes]
     rates = _list(arguments.lr, "--lr", parse_number)
     widths, steps, seeds = (_integers(getattr(arguments, name), f"--{name}") for name in ("widths", "steps", "seeds"))
     total = len(schemes) * len(rates) * len(widths) * len(steps) * len(seeds)
@@ -56,8 +59,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     points = points_of(schemes, rates, widths, steps, seeds)
     fields = ("layers", "heads", "context", "batch_size", "final_rate", "device")
     config = SweepConfig(
-        architecture=arguments.model, clip=arguments.clip or None, **{name: getattr(arguments, name) for name in fields}
-    )
+        architecture=arguments.model, clip=arguments.clip or None, target=target,
+        **{name: getattr(arguments, name) for name in fields},
+    )  # fmt: skip
     for point in points:
         config.train_config(point)  # what does not fit fails here
     if arguments.law is not None and arguments.law not in {point.scheme for point in points}:
@@ -84,6 +88,8 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         print("no heatmap: matplotlib is not installed (pip install 'fmtsim[viz]')", file=sys.stderr)
     else:
         result.plot(out / HEATMAP)
+        if arguments.over:
+            result.plot_over(out / OVER)
         if law is not None:
             law.plot(_choices(law), out / LAW)
     files = sorted(str(path) for path in out.iterdir() if path.suffix in (".json", ".jsonl", ".png"))
@@ -93,6 +99,26 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     tables = "\n\n".join(str(part) for part in (result, law) if part is not None)
     answer(arguments, record, lambda: f"text: {corpus.name}\n{tables}\n\nwritten: {', '.join(files)}")
     return 0
+
+
+def _changes(over: str | None, target: Any) -> list[str]:
+    """Return ``FIELD=VALUE`` for each value of ``--over``, or one empty word; a range counts from end to end."""
+    if over is None:
+        return [""]
+    name, equals, values = over.partition("=")
+    fields = [field.name for field in dataclasses.fields(target)] if dataclasses.is_dataclass(target) else []
+    if not equals or name not in fields:
+        has = (
+            f"a field of --target, one of {', '.join(fields)}"
+            if fields
+            else "for a datapath: pass --target block=32,..."
+        )
+        raise ArgumentError(f"--over {over!r} is not FIELD=LIST {has}{did_you_mean(name, fields)}")
+    words = [str(n) for word in _list(values, "--over", str)
+             for n in (_integers(word, "--over") if re.fullmatch(r"\d+\.\.\d+", word) else [word])]  # fmt: skip
+    for word in words:  # a value that the datapath refuses fails here
+        dataclasses.replace(target, **{name: read_value(word)})
+    return [f"{name}={word}" for word in words]
 
 
 def _choices(law: ScalingLaw) -> list[Choice]:

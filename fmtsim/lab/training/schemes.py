@@ -15,7 +15,7 @@ from fmtsim.recipes.recipe import LossScale, Recipe, Rule
 from fmtsim.recipes.serialization import recipe_to_dict
 from fmtsim.recipes.system import OptimizerConfig
 from fmtsim.rounding.modes import RoundingName
-from fmtsim.spec.datapath import Datapath, LogDatapath
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
@@ -30,7 +30,8 @@ class Scheme:
 
     Args:
         format: Format of activations and weights; ``"fp32"`` without a target converts nothing.
-        grad_format: Format of gradients; None means e5m2 for element formats of 8 bits and fewer, else ``format``.
+        grad_format: Format of gradients; None means e5m2 for element formats of 8 bits and fewer, else ``format``, as
+            for an IntegerDatapath.
         scaling: One of SCALINGS; None means the format's own blocks, ``"tensor"`` for element formats of 8 bits and
             fewer, ``"none"`` for wider ones.
         rounding: Rounding of activations and weights.
@@ -55,7 +56,7 @@ class Scheme:
     scaling: ScalingName | None = None
     rounding: RoundingName = "nearest_even"
     grad_rounding: RoundingName = "nearest_even"
-    target: str | Datapath | LogDatapath | None = None
+    target: str | Datapath | IntegerDatapath | LogDatapath | None = None
     plan: GemmPlan | None = None
     fast_accum: bool = False
     fast_backward: bool = False
@@ -137,7 +138,8 @@ class Scheme:
     @property
     def gradient(self) -> str:
         """The format of gradients in force."""
-        return self.grad_format or ("e5m2" if usual_scaling(get_format(self.format)) == "tensor" else self.format)
+        alike = isinstance(self.target, IntegerDatapath) or usual_scaling(get_format(self.format)) != "tensor"
+        return self.grad_format or (self.format if alike else "e5m2")
 
     @property
     def scaling_in_force(self) -> str:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 import fmtsim
 from fmtsim.formats.registry import get_format, list_formats
-from fmtsim.gemm.layers.config import LinearConfig, linear_config
+from fmtsim.gemm.layers.config import PRODUCTS, LinearConfig, linear_config
 from fmtsim.gemm.targets.doubts import collected_guesses
+from fmtsim.lab.analysis.observe import observe
 from fmtsim.lab.analysis.one_step import deterministic
 from fmtsim.lab.search.switching import bits_of
-from fmtsim.lab.training.corpus import Corpus, score
+from fmtsim.lab.training.corpus import Corpus, sample, score
 from fmtsim.lab.training.decoders import GPTConfig
 from fmtsim.lab.training.learner import autocast
 from fmtsim.lab.training.run import begin, finite, rehearse, training_steps, validate
@@ -31,11 +32,12 @@ from fmtsim.lab.training.training_models import source_digest
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes import Recipe, get_recipe, list_recipes
 from fmtsim.recipes.serialization import recipe_to_dict
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.support.errors import ArgumentError, DataError, DtypeError, FmtsimError, did_you_mean, shown
 from fmtsim.support.executors import AnyExecutor, open_tasks
 from fmtsim.support.files import write_file, write_folder
 from fmtsim.support.progress import Progress
-from fmtsim.support.records import check_items, check_types, parse_json, read_file
+from fmtsim.support.records import check_items, check_types, parse_json, read_file, read_value
 
 
 def sharpness(logits: Tensor, targets: Tensor, eps: float = 5e-4) -> Tensor:
@@ -86,7 +88,7 @@ LOOKS = 10  # of the loss's sharpness in a run, evenly over its steps
 
 
 class Point(NamedTuple):
-    """Name one run: a scheme (``scheme_of``), peak learning rate, width, steps, and the seed of all that is drawn."""
+    """Name one run: a scheme (``SweepConfig.scheme``), peak learning rate, width, steps, the seed of all draws."""
 
     scheme: str
     lr: float
@@ -97,7 +99,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepConfig:
-    """Say what all runs of a sweep have in common: sizes, batches, the schedule, the device and the text."""
+    """Say what all runs of a sweep have in common: sizes, batches, the schedule, device, text, and what multiplies."""
 
     layers: int = 2
     heads: int = 4
@@ -107,10 +109,22 @@ class SweepConfig:
     final_rate: float = FINAL_SHARE
     clip: float | None = CLIP
     device: str = "cpu"
+    target: str | Datapath | IntegerDatapath | LogDatapath | None = None
+
+    def scheme(self, text: str) -> Scheme:
+        """Return the scheme of a word of ``scheme_of`` on the target; behind ``@`` stands another value of a field."""
+        word, _, change = text.partition("@")
+        field, _, value = change.partition("=")
+        target: Any = dataclasses.replace(self.target, **{field: read_value(value)}) if field else self.target
+        scheme = scheme_of(word)
+        if scheme.recipe is not None and target is not None:
+            recipe = scheme.recipe.on(target=target)
+            return dataclasses.replace(scheme, recipe=recipe, target=target)
+        return dataclasses.replace(scheme, target=target)
 
     def train_config(self, point: Point) -> TrainConfig:
         """Return the training of a point; it has no baseline of its own."""
-        scheme = scheme_of(point.scheme)
+        scheme = self.scheme(point.scheme)
         return TrainConfig(
             simulated=scheme, baseline=scheme, model=GPTConfig(
                 context=self.context, width=point.width, layers=self.layers, heads=self.heads
@@ -134,6 +148,8 @@ class SweepRun:
     sharpness: tuple[tuple[int, float], ...] = ()
     # on a text of tasks: how many held-out answers were right, and how many there were, by task
     tasks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # on a target: SQNR of each product of one more batch, dB, by layer and product, against exact sums of its operands
+    products: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # wall time
 
     @property
@@ -147,6 +163,7 @@ class SweepRun:
         record = self.point._asdict() | {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
         record["losses"] = [finite(loss) for loss in self.losses]
         record["sharpness"] = [(step, finite(value)) for step, value in self.sharpness]
+        record["products"] = {name: finite(value) for name, value in self.products.items()}
         return json.dumps(record | {"validation": finite(self.validation)}, allow_nan=False) + "\n"
 
     @classmethod
@@ -157,7 +174,9 @@ class SweepRun:
         losses = tuple(_number(loss) for loss in record.pop("losses"))
         looks = tuple((step, _number(value)) for step, value in record.pop("sharpness"))
         tasks = {name: (right, asked) for name, (right, asked) in record.pop("tasks").items()}
+        products = {name: _number(value) for name, value in record.pop("products", {}).items()}
         values: dict[str, Any] = {
+            "products": products,
             "losses": losses, "sharpness": looks, "tasks": tasks, "validation": _number(record.pop("validation")),
         }  # fmt: skip
         run = cls(point=point, **values, **record)
@@ -257,16 +276,22 @@ def train_point(config: SweepConfig, point: Point, corpus: Corpus) -> SweepRun:
             if logits is not None and logits.seen:
                 z, targets = logits.seen[0]
                 sharp.append((step, float(sharpness(z.float().flatten(0, -2), targets.flatten()).mean())))
-        validation, tasks = math.nan, {}
+        validation, tasks, products = math.nan, {}, dict[str, float]()
         if run.stopped is None:
             with autocast(scheme, train.device), _Logits() as logits:
                 validation = validate(model, train, corpus)
             tasks = score([(z.argmax(-1), t) for z, t in logits.seen], train.model.context) if corpus.tasks else {}
+            if train.simulated.emulated:
+                batch = sample(corpus.train, train.batch_size, train.model.context, parts.batches, train.device)
+                with autocast(scheme, train.device), observe(model) as seen:
+                    model(*batch).backward()
+                rows = [(layer, name, row) for layer, rows in seen.layers.items() for name, row in rows.items()]
+                products = {f"{layer} {name}": row.sqnr_db for layer, name, row in rows if name in PRODUCTS}
     weights = sum(p.numel() for name, p in model.named_parameters() if not re.search("embedding|position", name))
     return SweepRun(
         point=point, parameters=weights, tokens=len(run.losses) * train.batch_size * train.model.context,
         losses=tuple(round(loss, 5) for loss in run.losses), validation=validation, stopped=run.stopped,
-        sharpness=tuple(sharp), tasks=tasks, seconds=round(time.perf_counter() - began, 3),
+        sharpness=tuple(sharp), tasks=tasks, products=products, seconds=round(time.perf_counter() - began, 3),
     )  # fmt: skip
 
 
@@ -295,12 +320,13 @@ def run_sweep(
     # Write what decides the bits of a sweep, or compare it with what the folder has.
     schemes = {point.scheme for point in points}
     path = out / SETTINGS
-    now = {
+    facts = {
         "fmtsim": fmtsim.__version__, "torch": torch.__version__, **asdict(config),
         "architecture_sha256": source_digest(config.architecture), "corpus": corpus.name,
         "corpus_sha256": corpus.sha256,
     }  # fmt: skip
-    recipes = {name: scheme_of(name).recipe for name in sorted(schemes)}
+    now = json.loads(json.dumps(facts))
+    recipes = {name: scheme_of(name.partition("@")[0]).recipe for name in sorted(schemes)}
     definitions = {name: name if recipe is None else recipe_to_dict(recipe) for name, recipe in recipes.items()}
     try:
         before = parse_json(path.read_text(encoding="utf-8")) if path.exists() else now | {"schemes": {}}

@@ -477,6 +477,46 @@ class SweepResult(Result):
         figure.colorbar(image, ax=panels[: len(shapes)], label="median last loss, nats per byte\n(lower is better)")
         return saved(figure, path)
 
+    def plot_over(self, path: str | Path | None = None, *, ax: Any = None) -> "Figure":
+        """Draw a field of a datapath that was swept: median last losses by its values, and SQNR of products by layer.
+
+        Losses are those at the best rate of each scheme and shape; rows of products those of the first scheme and
+        shape. Small dots are single runs.
+
+        Raises:
+            ArgumentError: No scheme has a value of a field behind ``@``.
+        """
+        best = {(*scheme.split("@"), shape): cell[1] for (scheme, shape), cell in self.best().items() if "@" in scheme}
+        if not best:
+            raise ArgumentError(
+                "no run is of a field of a datapath; pass --target and --over, such as fraction_bits=2..8"
+            )
+        lines, changes = (list(dict.fromkeys(keys)) for keys in (((w, s) for w, _, s in best), (c for _, c, _ in best)))
+        field, values = changes[0].partition("=")[0], [change.partition("=")[2] for change in changes]
+        first = {change: best[lines[0][0], change, lines[0][1]] for change in changes}
+        rows = list(dict.fromkeys(name for runs in first.values() for run in runs for name in run.products))
+        figure, panels = new_panels(11.0, max(3.4, 1.0 + 0.2 * len(rows)), ax, 1, 2)
+        # 1. losses by value, a line for each scheme and shape
+        for (word, shape), colour in zip(lines, itertools.cycle(COLOURS)):
+            losses = [_median(best[word, change, shape]) for change in changes]
+            label = word if len({s for _, s in lines}) == 1 else f"{word}, width {shape.width}, {shape.steps} steps"
+            panels[0].plot(range(len(values)), losses, "o-", color=colour, label=label)
+            for x, change in enumerate(changes):
+                panels[0].plot(x, [[run.final_loss for run in best[word, change, shape]]], ".", color=colour, alpha=0.4)
+        panels[0].set_xticks(range(len(values)), values)
+        label_axes(panels[0], field, "median last loss, nats per byte")
+        panels[0].legend(frameon=False, fontsize=8)
+        # 2. SQNR of each product by value, a row for each layer and product
+        sqnr = lambda runs, name: statistics.median([run.products.get(name, math.nan) for run in runs])  # noqa: E731
+        grid = [[sqnr(first[change], name) for change in changes] for name in rows] or [[math.nan] * len(changes)]
+        image = panels[1].imshow(grid, cmap="viridis", aspect="auto")
+        panels[1].set_xticks(range(len(values)), values)
+        panels[1].set_yticks(range(len(rows)), rows, fontsize=7)
+        panels[1].set_xlabel(field)
+        panels[1].set_title(f"products of {lines[0][0]} against exact sums", fontsize=10, loc="left")
+        figure.colorbar(image, ax=panels[1], label="SQNR, dB (higher is better)")
+        return saved(figure, path)
+
 
 def _median(runs: Sequence[SweepRun]) -> float:
     return statistics.median(run.final_loss for run in runs)

@@ -223,6 +223,8 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("runs: every combination of these lists, such as 1,2,4 or 0..3")
     schemes = "recipes and formats; A/B computes forward as A and gradients as B"
     option(what, "--schemes", schemes, SWEEP_DEFAULTS["schemes"], "LIST", names.recipes_and_formats)
+    over = "values of a field of --target's datapath: accumulator=e8m3,e8m5 or fraction_bits=2..8; draws over.png"
+    option(what, "--over", over, metavar="FIELD=LIST")
     option(what, "--lr", "peak learning rates", SWEEP_DEFAULTS["lr"], "LIST")
     option(what, "--widths", "widths of the hidden state", SWEEP_DEFAULTS["widths"], "LIST")
     option(what, "--steps", "optimizer steps", SWEEP_DEFAULTS["steps"], "LIST")
@@ -232,6 +234,7 @@ def declare_sweep(parser: argparse.ArgumentParser) -> None:
            names.functions)  # fmt: skip
     for name, (text, default) in SWEEP_SIZES.items():
         option(how, f"--{name.replace('_', '-')}", text, default)
+    add_target(how, plan=False)
     option(how, "--clip", "norm at which gradients are clipped; 0: not at all", 1.0)
     option(how, "--final-rate", "share of the peak learning rate that is left at the end", 0.1)
     option(how, "--data", "a text file or a folder of them; by default Python's own sources", names=names.texts)
