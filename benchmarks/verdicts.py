@@ -27,7 +27,7 @@ from fmtsim.support.progress import Progress
 
 BF16 = {"x": "bf16", "w": "bf16", "g": "bf16", "scaling": "none"}
 NARROW = Datapath(block=32, fraction_bits=2, accumulator="e8m1", rounding="toward_zero")
-FEW_EXPONENTS = Datapath(block=32, fraction_bits=16, accumulator="e4m3", rounding="toward_zero")
+FEW_EXPONENTS = Datapath(block=32, fraction_bits=16, accumulator="e3m4", rounding="toward_zero")
 Told = Callable[[str], bool]
 
 
@@ -77,8 +77,8 @@ PLANTS: dict[str, tuple[Scheme, Told]] = {
     "run e8m2, operands e4m3": run_unit("e4m3", fraction_bits=16, accumulator="e8m2"),
     "fprop of 0.up": product_unit("blocks.0.up", "fprop"),
     "fprop of 0.down": product_unit("blocks.0.down", "fprop"),
-    "wgrad of 0.down": product_unit("blocks.0.down", "wgrad", FEW_EXPONENTS),
-    "dgrad of 1.up": product_unit("blocks.1.up", "dgrad", FEW_EXPONENTS),
+    "wgrad of 0.up in e3m4": product_unit("blocks.0.up", "wgrad", FEW_EXPONENTS),
+    "dgrad of 0.attention.out in e3m4": product_unit("blocks.0.attention.out", "dgrad", FEW_EXPONENTS),
     "states fp8lm_w8": states("fp8lm_w8"),
     "states fp8lm_v8": states("fp8lm_v8"),
     "states lns_madam": states("lns_madam"),
