@@ -228,8 +228,8 @@ def observe(
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
     A product that a target multiplies has a row too (``fprop dgrad wgrad``): its result against the exact product of
-    the same quantised operands. For a ``Datapath`` (or one of integers), which runs some three times more, ``bits_lost`` says how many bits
-    better that result is where alignment, accumulator or output alone lose nothing.
+    the same quantised operands. A ``Datapath`` or ``IntegerDatapath`` runs up to three times more: ``bits_lost`` says
+    how many bits better that result is where alignment, accumulator or output alone lose nothing.
 
     ``observe(x, format)`` returns those of a tensor, rounded to nearest as ``fmtsim.quantize`` does: underflow,
     saturation, SQNR, MSE, cosine, exponents and ``plot()``. A last block that is not whole is padded with zeros.
