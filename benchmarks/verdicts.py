@@ -49,7 +49,8 @@ def product_unit(layer: str, product: str, target: Datapath = NARROW) -> tuple[S
     config = linear_config(**BF16)  # type: ignore[arg-type]
     config = replace(config, **{product: replace(getattr(config, product), target=target)})
     scheme = Scheme(format="bf16", rules=(Rule(name=f"^{layer}$", use=config),))
-    return scheme, lambda said: said.startswith("1. arithmetic: ") and f"; 2. {layer}, {product} (" in said
+    name = f"{layer}, {product} ("
+    return scheme, lambda said: said.startswith((f"1. {name}", "1. arithmetic: ")) and f". {name}" in said
 
 
 def states(name: str, like: str = "bf16") -> tuple[Scheme, Told]:
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("verdicts"))
     parser.add_argument("--plants", nargs="+", choices=list(PLANTS), default=list(PLANTS))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = parser.parse_args()
     torch.set_num_threads(1)
     corpus, model = load_corpus(None, 32), GPTConfig(context=32, width=32, layers=2, heads=2)
@@ -104,7 +105,7 @@ def main() -> None:
     for name in given.plants:
         scheme, told = PLANTS[name]
         records = []
-        for seed in range(given.seeds):
+        for seed in given.seeds:
             path = given.out / f"{name.replace(' ', '_')}.{seed}.json"
             if not path.exists():
                 config = TrainConfig(
@@ -121,9 +122,8 @@ def main() -> None:
         mark = "right" if told(words.get(LOOK, "")) else "WRONG"
         print(f"{mark}  {name}: {words['Gap']}; alone {sum(singles)} of {len(singles)}", flush=True)
         print(f"    {words.get('What it is made of')}\n    {words.get(LOOK)}", flush=True)
-    print(
-        f"{right} of {len(given.plants)} verdicts over seeds, {alone} of {given.seeds * len(given.plants)} of one seed"
-    )
+    every = len(given.seeds) * len(given.plants)
+    print(f"{right} of {len(given.plants)} verdicts over seeds, {alone} of {every} of one seed")
 
 
 if __name__ == "__main__":
