@@ -56,6 +56,13 @@ class Operand(NamedTuple):
         scale = None if self.scale is None else self.scale.mT
         return Operand(self.elements.mT, self.quantizer, scale, self.tensor_scale, self.block[::-1])
 
+    def head(self, rows: int) -> "Operand":
+        """Return the first rows, whole blocks of them: as many as asked for, or a block more."""
+        if self.scale is None or self.scale.shape[0] == 1:
+            return self._replace(elements=self.elements[:rows])
+        blocks = -(-rows // self.block[0])
+        return self._replace(elements=self.elements[: blocks * self.block[0]], scale=self.scale[:blocks])
+
     @property
     def scales_rows(self) -> bool:
         """Whether each row has one scale at most, so that sums along it may be scaled instead of elements."""
