@@ -24,10 +24,10 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("scale", ["e4m0", "e3m0", "ue5m3", "uint6", "int8", "e5m2", "fp16", "e8m0"])
-@pytest.mark.parametrize("element", ["e3m2", "e4m3", "int4"])
+@pytest.mark.parametrize("element", ["e3m2", "int4"])
 def test_block_scales_in_any_format_are_the_oracles(scale, element):
-    x = X.clone()
-    x[1, 3], x[4, 20] = float("nan"), float("inf")
+    x = X[::2, :32].clone()
+    x[1, 3], x[3, 20] = float("nan"), float("inf")
     for rule in ("floor", "ceil", "rceil", "even", None):
         if rule is None and scale in ("e4m0", "e3m0", "e8m0"):
             continue
@@ -37,7 +37,7 @@ def test_block_scales_in_any_format_are_the_oracles(scale, element):
             wanted = torch.tensor(quantize_matrix(x.tolist(), fmt).values)
             assert same(fmtsim.quantize(x, fmt), wanted), fmt
             assert same(fmtsim.encode(x, fmt).decode(), wanted), fmt
-            assert fmtsim.explain(X[3], fmt).engine_agrees
+            assert fmtsim.explain(X[3, :16], fmt).engine_agrees
 
 
 def test_a_power_that_a_narrow_scale_lacks_becomes_its_largest_or_lowest():
@@ -76,14 +76,16 @@ def test_verbs_on_tensors_do_what_layers_do(name, element):
     assert torch.equal(q(X), wanted) and torch.equal(q(X.T, dim=0), wanted.T)
     assert torch.equal(fmtsim.encode(X, q).decode(), wanted)
     assert torch.equal(torch.from_numpy(q(X.numpy())), wanted)
-    assert fmtsim.observe(X, q).sqnr_db == fmtsim.observe(X, q.as_cast()).sqnr_db
+    wide = wanted.double() - X.double()  # sums of observe come in another order: a tolerance of theirs
+    sqnr = 10 * torch.log10(X.double().square().sum() / wide.square().sum())
+    assert fmtsim.observe(X, q).sqnr_db == pytest.approx(sqnr.item(), rel=1e-9)
 
 
 def test_vectors_of_a_quantiser():
-    q = Quantizer("e2m1", scaling=SCALINGS["narrow"], rounding="nearest_away")
+    q = Quantizer("e3m2", rounding="nearest_away")
     tensors = vectors(q, generator=1).tensors
-    assert same(tensors["decoded"], torch.stack([q(x) for x in tensors["input"]]))
-    assert set(tensors["scales"].flatten().tolist()) <= set(range(1, 16))
+    assert torch.equal(tensors["decoded"], q(tensors["input"]))
+    assert not torch.equal(tensors["decoded"], fmtsim.quantize(tensors["input"], "e3m2"))
 
 
 def test_what_is_more_than_a_cast_has_values_and_gradients():
