@@ -13,7 +13,7 @@ from torch import Tensor
 from fmtsim.distributed.ranks import Ranks
 
 MOST_TENSORS: Final = 1 << 14  # whose largest magnitudes have room
-_TOPS: Final = 4 * MOST_TENSORS  # bytes
+TOPS_BYTES: Final = 4 * MOST_TENSORS
 _ALIGNED: Final = 1 << 21
 
 
@@ -43,7 +43,7 @@ class Peers:
 
             torch.cuda.synchronize(self._device)  # reads of the old memory; the others' end before they arrive, too
             self._codes_bytes = -(-self.size * stride // (self.size * _ALIGNED)) * self.size * _ALIGNED
-            total = _TOPS + self._codes_bytes + self._codes_bytes // self.size
+            total = TOPS_BYTES + self._codes_bytes + self._codes_bytes // self.size
             self._memory = symmetric_memory.empty(total, dtype=torch.uint8, device=self._device)
             self._handle = symmetric_memory.rendezvous(self._memory, self._group.group_name)
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._stream.cuda_stream:
@@ -57,11 +57,11 @@ class Peers:
 
     def codes(self, stride: int) -> Tensor:
         """Return where this rank's codes go, uint8 [ranks, stride]."""
-        return self._memory[_TOPS : _TOPS + self.size * stride].view(self.size, stride)
+        return self._memory[TOPS_BYTES : TOPS_BYTES + self.size * stride].view(self.size, stride)
 
     def sums(self, stride: int) -> Tensor:
         """Return where the sums of this rank's chunk go, uint8 [stride]."""
-        return self._memory[_TOPS + self._codes_bytes :][:stride]
+        return self._memory[TOPS_BYTES + self._codes_bytes :][:stride]
 
     def _meet(self) -> int:
         """Make the stream wait until all ranks' streams are here, and return the address of their memories' table."""
@@ -75,11 +75,11 @@ class Peers:
 
     def exchange(self, wires: Tensor, what: str) -> tuple[int, int]:
         """Return where row ``rank`` of every rank's codes is: the table's address, and bytes from its entries on."""
-        return self._meet(), _TOPS + self.rank * wires.shape[1]
+        return self._meet(), TOPS_BYTES + self.rank * wires.shape[1]
 
     def gather(self, wire: Tensor, what: str) -> tuple[int, int]:
         """Return where every rank's sums are."""
-        return self._meet(), _TOPS + self._codes_bytes
+        return self._meet(), TOPS_BYTES + self._codes_bytes
 
 
 _PEERS: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()

@@ -15,6 +15,8 @@ from fmtsim.cuda.cast.reduction_stages import ReductionStages, covers_reduction
 from fmtsim.distributed import AutoFactor, get_reduction
 from fmtsim.distributed.arithmetic import Batch, Hop, canonical, factors_of
 from fmtsim.distributed.collective import Stages, stages_of
+from fmtsim.distributed.peers import TOPS_BYTES as MEMORY_BEGINS
+from fmtsim.distributed.peers import Peers
 from fmtsim.distributed.simulated_reduce import simulate_batches
 from fmtsim.formats.scaling import Scaling
 from fmtsim.rounding.modes import Rounding
@@ -71,11 +73,50 @@ def run(make, batches, reduction, call, out_dtype, scatter):
     return outs, counts, own.cpu(), torch.cat([*wires, sums]).cpu()
 
 
-def kernels(batch, hop, rank, ranks, out):
+def kernels(batch, hop, rank, ranks, out, peers=None):
     with mock.patch.object(ops, "fused_engine", lambda x: cuda):
-        made = stages_of(batch, hop, rank, ranks, out)
+        made = stages_of(batch, hop, rank, ranks, out, peers)
     assert isinstance(made, ReductionStages)
     return made
+
+
+class Linked(Peers):
+    """Ranks of one process, which reach each other's memory by its address; nothing to wait for."""
+
+    def __init__(self, rank, memories):
+        self.rank, self.size, self._memory = rank, len(memories), memories[rank]
+        self._codes_bytes = (len(self._memory) - MEMORY_BEGINS) // (self.size + 1) * self.size
+        self._table = torch.tensor([memory.data_ptr() for memory in memories], device=self._memory.device)
+
+    def begin(self, stride):
+        assert self.size * stride <= self._codes_bytes
+
+    def _meet(self):
+        return self._table.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["ring", "ring of 3", "tree of 5", "stochastic tree"])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_ranks_that_read_each_others_memory_have_the_bits_of_the_simulation(device, name, scatter):
+    """Every rank's stages in step, twice in the same memory; the second call has other numbers."""
+    reduction, ranks = CASES[name]
+    size = MEMORY_BEGINS + (ranks + 1) * 8192
+    memories = [torch.full((size,), 171, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    for call, sizes in enumerate(((1, 130, 0, 5003, 3, 7, 0), (2000, 96))):
+        batches = batches_of(ranks, sizes, torch.float32, ranks if scatter else 1)
+        values, _ = simulate_batches(batches, reduction, mu_of(reduction), call)
+        there = [Batch(batch.x.to(device), batch.sizes) for batch in batches]
+        outs = [b.x.new_empty(b.x.numel() // (ranks if scatter else 1)) for b in there]
+        peers = [Linked(rank, memories) for rank in range(ranks)]
+        hop = Hop(reduction, call)
+        stages = [kernels(b, hop, r, ranks, out, peers[r]) for r, (b, out) in enumerate(zip(there, outs, strict=True))]
+        tops = [one.amaxes() for one in stages]
+        factors = [s.factors(p.largest(t, ""), None) for s, p, t in zip(stages, peers, tops, strict=True)]
+        wires = [one.cast(encode) for one, (encode, _) in zip(stages, factors, strict=True)]
+        sums = [s.sum(p.exchange(w, "")) for s, p, w in zip(stages, peers, wires, strict=True)]
+        for rank, (one, out) in enumerate(zip(stages, outs, strict=True)):
+            one.finish(sums[rank][None] if scatter else peers[rank].gather(sums[rank], ""), factors[rank][1])
+            assert_same_bits(out, canonical((values[rank] if scatter else values).reshape(-1)), what=rank)
 
 
 def check(case, sizes, dtype, device, rows=1, out_dtype=torch.float32):

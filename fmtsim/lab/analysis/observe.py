@@ -57,11 +57,11 @@ class ModelObservation(Observation):
         model = model if self._shadow is None else self._shadow.model
         self._modules = [module for module in model.modules() if isinstance(module, EmulatedModule)]
         self._attention = all_settings(model, "attention")
-        self._active = False
+        self.active = False
         self._stance: Any = None  # of compilers, before the with
         self._hooks: list[RemovableHandle] = []
         self._unread: list[tuple[int, str, str, Format | None, Tensor]] = []
-        self._products: list[tuple[int, str, str, OperandStats]] = []
+        self.products: list[tuple[int, str, str, OperandStats]] = []  # that are seen and not counted yet
         if not self._modules and not self._attention:
             raise ArgumentError(
                 f"observe found no converted layer in {type(model).__name__}; call fmtsim.convert first, "
@@ -90,14 +90,14 @@ class ModelObservation(Observation):
         if self._shadow is not None:
             self._shadow.attach()
         self._hooks.append(self._model.register_forward_pre_hook(self._begin, prepend=True))
-        self._active = True
+        self.active = True
         self._watch(max(1, self.steps))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._active = False  # graphs made inside may still run backward; they are no longer counted
+        self.active = False  # graphs made inside may still run backward; they are no longer counted
         while self._hooks:
             self._hooks.pop().remove()
         self._watch(None)
@@ -149,14 +149,9 @@ class ModelObservation(Observation):
 
     def see(self, step: int, layer: str, seen: Seen) -> None:
         """Count an operand of a layer in a step."""
-        if self._active:
+        if self.active:
             fmt, (x, q, dim) = seen.quantized.quantizer.format, seen.rounded()
             self._unread.append((step, layer, seen.name, fmt, measure(x, q, fmt, dim, seen.scales())))
-
-    def see_product(self, step: int, layer: str, name: str, seen: OperandStats) -> None:
-        """Count a product of a layer in a step."""
-        if self._active:
-            self._products.append((step, layer, name, seen))
 
     def _read(self) -> None:
         """Take what was counted from its devices, each asked once."""
@@ -169,9 +164,8 @@ class ModelObservation(Observation):
         # 2. Add it up in the order in which it was seen.
         for i, (step, layer, operand, fmt, _) in enumerate(unread):
             self.count(step, layer, operand, OperandStats().read(numbers[i], fmt))
-        products, self._products = self._products, []
-        for product in products:
-            self.count(*product)
+        while self.products:
+            self.count(*self.products.pop(0))
 
 
 class _Layer(Watcher):
@@ -187,7 +181,8 @@ class _Layer(Watcher):
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
         y, config = run(), self._place.config
-        if not isinstance(config, LinearConfig) or not getattr(config, name).machine:
+        active = self._observation.active and isinstance(config, LinearConfig)
+        if not active or not getattr(config, name).machine:
             return y
         # 1. against the exact product of the same operands, float64
         exact = multiply(a, b, bias, torch.float64, torch.float64)
@@ -198,7 +193,7 @@ class _Layer(Watcher):
             dtype = torch.float32 if loss == "output" else y.dtype
             error = layer_product(layer, name, a, b, bias, dtype, y.dtype).double() - exact
             seen.without[loss] = error.square().sum().nan_to_num(math.inf).item()
-        self._observation.see_product(self._step, self._name, name, seen)
+        self._observation.products.append((self._step, self._name, name, seen))
         return y
 
 

@@ -367,20 +367,21 @@ def recode(name: str, weight: Any, target: BlockFormat, scales: str = "best") ->
     recoded = {"rule": encode(x.float(), target, pad=True)}
     if isinstance(weight, Encoded) and (moved := weight if same else carry(weight, target)) is not None:
         recoded["own"] = moved
-    # 2. Changed blocks, NaN among them, and the noise of numbers.
+    # 2. Of each kind the changed blocks, NaN among them, the SQNR, and the largest error relative to its number.
     block = weight.format.block if isinstance(weight, Encoded) else target.block  # type: ignore[union-attr]  # all have
-    error = {kind: (other.decode(torch.float64) - x).abs() for kind, other in recoded.items()}
-    changed = {kind: _block_max(e.reshape(-1, x.shape[-1]), block) != 0 for kind, e in error.items()}
-    signal = float(x.square().nansum())
-    ratio = {kind: Counts(signal=signal, noise=float(e.square().nansum())).sqnr_db for kind, e in error.items()}
-    # 3. The scales that it gets.
-    best = max(reversed(ratio), key=lambda kind: ratio[kind])  # its own where both lose the same
+    signal, losses = float(x.square().nansum()), dict[str, tuple[Tensor, float, float]]()
+    for kind, other in recoded.items():
+        error = (other.decode(torch.float64) - x).abs_()
+        changed = _block_max(error.reshape(-1, x.shape[-1]), block) != 0
+        ratio = Counts(signal=signal, noise=float(error.square().nansum())).sqnr_db
+        losses[kind] = changed, ratio, float(error.div_(x.abs()).nan_to_num_(0.0, math.inf).max())
+    # 3. The scales that it gets: its own where both lose the same.
+    best = max(reversed(losses), key=lambda kind: losses[kind][1])
     chosen = "own" if same else best if scales == "best" else scales if scales in recoded else "rule"
-    wrong = error[chosen] != 0
+    changed, ratio, max_relative = losses[chosen]
     return recoded[chosen], WeightRecode(
-        name=name, blocks=changed["rule"].numel(), by_rule=int(changed["rule"].sum()),
-        carried=int(changed["own"].sum()) if "own" in changed else None, scales=chosen,
-        sqnr_db=ratio[chosen], by_rule_db=ratio["rule"], signal=signal,
-        max_relative=float((error[chosen] / x.abs())[wrong].max()) if wrong.any() else 0.0,
-        first=tuple((row, column) for row, column in changed[chosen].nonzero()[:3].tolist()),
+        name=name, blocks=changed.numel(), by_rule=int(losses["rule"][0].sum()),
+        carried=int(losses["own"][0].sum()) if "own" in losses else None, scales=chosen, sqnr_db=ratio,
+        by_rule_db=losses["rule"][1], signal=signal, max_relative=max_relative,
+        first=tuple((row, column) for row, column in changed.nonzero()[:3].tolist()),
     )  # fmt: skip

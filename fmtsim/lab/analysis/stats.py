@@ -125,9 +125,8 @@ class OperandStats(Counts):
         """Count what ``measure`` returned for a tensor in a format; return self."""
         numbers = measured.cpu()
         figures = dict(zip(FIGURES, numbers[: len(FIGURES)].tolist(), strict=True))
-        whole: Any = {
-            name: value if name in ("amax", "signal", "noise") else int(value) for name, value in figures.items()
-        }
+        floats = ("amax", "signal", "noise")
+        whole: Any = {name: value if name in floats else int(value) for name, value in figures.items()}
         counts = numbers[len(FIGURES) :].long()
         return self.merge(
             OperandStats(

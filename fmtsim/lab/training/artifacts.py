@@ -36,19 +36,20 @@ from fmtsim.support.records import parse_json
 
 Words = list[tuple[str, str]]
 SEEDS = "Larger than the scatter of seeds?"
-LOOK = "Where to look first"
+LOOK, TRY, MADE = "Where to look first", "What to try", "What it is made of"
 # Student's t for both sides together 5 %, by degrees of freedom from 1; beyond, that of 8.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)
 _BLOCKS = 10  # of the last half of the steps, whose mean gaps scatter
-_LEAST = 1e-3  # of the baseline's loss: no smaller step of it is told from chance
+_LEAST, _MOST = 5e-3, 0.1  # of the loss: one seed tells no smaller step of it from chance, and any larger one
+_LEAST_OF_SEEDS = 1e-3  # likewise of several seeds
 _SHARE = 0.1  # of a part of the gap: what a forward operand has to cost to be named
 _NOISE = 0.01  # squared error of a gradient, relative to its square, from which an operand is named
-_GROWS = 1.0  # percentage points of underflow and saturation that are a trend
 _PARTS = {
     "operands": "operands and what else the scheme changes",
     "arithmetic": "arithmetic (its products against float32 ones)",
     "optimizer": "optimizer, its states and reductions",
 }
+_WHOLE = (*_PARTS, *PRODUCTS)  # names that are of no operand
 
 
 class Step(NamedTuple):
@@ -82,21 +83,17 @@ def verdict(record: Mapping[str, Any]) -> Words:
         return [("Gap", "not known: the simulated run had not begun")]
     gap, whole = _gap_within(baseline, simulated)
     known = "one seed does not tell; train with other --seed and --out, and call fmtsim report on all folders"
-    steps = parts_of(record)
-    words = [("Gap", gap)]
+    words, steps = [("Gap", gap), (SEEDS, f"not known: {known}")], parts_of(record)
     if whole is not None and whole.size:
-        words.append(("What it is made of", _made_of({part: f"{one.size:+.4f}" for part, one in steps.items()})))
-    found = suspects(simulated, steps)
-    words.append((SEEDS, f"not known: {known}"))
-    return words + _next(found, whole and whole.clear, simulated, record.get("ran", {}))
+        words.insert(1, (MADE, _made_of({part: f"{one.size:+.4f}" for part, one in steps.items()})))
+    return words + _next(suspects(simulated, steps), whole and whole.clear, simulated, record.get("ran", {}))
 
 
 def _made_of(parts: Mapping[str, str]) -> str:
     if len(parts) == 1:
         return f"{_PARTS[next(iter(parts))]}: the runs differ in nothing else"
-    return " ".join(f"{size} {_PARTS[part]}," for part, size in parts.items()).rstrip(",") + (
-        "; each measured by training once more without it, one after another"
-    )
+    sizes = ", ".join(f"{size} {_PARTS[part]}" for part, size in parts.items())
+    return f"{sizes}; each measured by training once more without it, one after another"
 
 
 def parts_of(record: Mapping[str, Any]) -> dict[str, Step]:
@@ -117,25 +114,24 @@ def _step(before: Sequence[float | None], after: Sequence[float | None]) -> Step
         return Step(math.inf if None not in after else -math.inf if None not in before else math.nan, 0.0)
     gaps: list[float] = [a - b for a, b in zip(before, after, strict=False)]  # type: ignore[operator]
     mean = statistics.fmean(gaps[-max(1, len(gaps) // 10) :])
-    # 2. two runs drift apart by chance: four standard deviations of the means of blocks in the last half
-    half = gaps[len(gaps) // 2 :]
+    # 2. two runs drift apart by chance: four standard deviations of the means of blocks in the last half, of which one
+    #    may be an outlier; but chance moves no run by a tenth of its loss
+    half, loss = gaps[len(gaps) // 2 :], abs(after[-1] or 0.0)
     size = len(half) // _BLOCKS
     if size < 2:
         return Step(mean, None)
     means = [statistics.fmean(half[i * size : (i + 1) * size]) for i in range(_BLOCKS)]
-    return Step(mean, max(4 * statistics.stdev(means), _LEAST * abs(after[-1] or 0.0)))
+    usual = sorted(means, key=lambda x: abs(x - statistics.median(means)))[:-1]
+    return Step(mean, max(min(4 * statistics.stdev(usual), _MOST * loss), _LEAST * loss))
 
 
 def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], ran: Mapping[str, Any]) -> Words:
     names = "; ".join(f"{i}. {one}" for i, one in enumerate(found, 1))
-    products = [one for one in found if one.operand in ("arithmetic", *PRODUCTS)]
-    operands = [one.operand for one in found if one.layer and one not in products]
+    names_of, operands = [one.operand for one in found], [one.operand for one in found if one.operand not in _WHOLE]
     advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if run["nonfinite"] else []
-    if any("saturation" in one.why for one in found):
-        advice.append("a format with a larger range, or scales from current maxima (--scaling tensor or tile128)")
-    if products:
+    if not {"arithmetic", *PRODUCTS}.isdisjoint(names_of):
         advice.append(f"another --target: {_narrowest(run)}")
-    if any(not one.layer and one.operand == "optimizer" for one in found):
+    if "optimizer" in names_of:
         advice.append("float32 states and reductions (--state fp32 --reduction fp32)")
     if any(operand.startswith("g") for operand in operands):
         advice.append("stochastic rounding of gradients (--grad-rounding stochastic), or finer scales of theirs")
@@ -149,7 +145,7 @@ def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], 
     text = "; ".join(advice) or "another seed first"
     if clear is False and not found:
         text = "fewer bits, or more steps: gaps of few steps may open later"
-    return [(LOOK, names or "nothing: no operand, product or state stands out of the scatter"), ("What to try", text)]
+    return [(LOOK, names or "nothing: no operand, product or state stands out of the scatter"), (TRY, text)]
 
 
 def layers_to_keep(found: Sequence[Suspect]) -> list[str]:
@@ -183,7 +179,7 @@ def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
         found = suspects(stopped[0]["simulated"], parts_of(stopped[0]))
         words = [("Gap", f"{len(stopped)} of {len(gaps)} runs stopped before their end")]
         return words + _next(found, True, stopped[0]["simulated"], stopped[0].get("ran", {}))
-    (mean, half), least = _interval(finite), _LEAST * abs(records[0]["baseline"]["final_loss"])
+    (mean, half), least = _interval(finite), _LEAST_OF_SEEDS * abs(records[0]["baseline"]["final_loss"])
     seeds = [parts_of(one) for one in records]
     # where each seed alone stands out their scatter decides nothing: one of them may be much worse
     alone = {part: all(steps[part].clear and steps[part].size > 0 for steps in seeds) for part in seeds[0]}
@@ -196,7 +192,7 @@ def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
     # parts likewise: each has a mean and an interval
     parts = {part: _interval([steps[part].size for steps in seeds]) for part in seeds[0]}
     steps = {part: Step(size, least if alone[part] else max(half, least)) for part, (size, half) in parts.items()}
-    made = _made_of({part: f"{size:+.4f} ± {half:.4f}" for part, (size, half) in parts.items()})
+    sizes = _made_of({part: f"{size:+.4f} ± {half:.4f}" for part, (size, half) in parts.items()})
     reasons: dict[tuple[str, str], list[str]] = {}
     for one in (one for record in records for one in suspects(record["simulated"], steps)):
         reasons.setdefault((one.layer, one.operand), []).append(one.why)
@@ -204,7 +200,7 @@ def verdict_of_seeds(records: Sequence[Mapping[str, Any]]) -> Words:
     found = [Suspect(*name, f"in {len(reasons[name])} of {len(records)} seeds; {reasons[name][0]}") for name in order]
     shared = f"{answer}; {scatter}, gaps less, as both runs of a seed share weights and batches"
     worst = max((record["simulated"] for record in records), key=lambda run: bool(run["nonfinite"]))
-    words = [("Gap", size), ("What it is made of", made), (SEEDS, shared)]
+    words = [("Gap", size), (MADE, sizes), (SEEDS, shared)]
     return words + _next(found, clear, worst, records[0].get("ran", {}))
 
 
@@ -227,7 +223,9 @@ def _gap_within(baseline: Mapping[str, Any], simulated: Mapping[str, Any]) -> tu
     said = f"{whole.size:+.4f} nats per byte over the last tenth of {len(pairs)} steps, from one seed"
     if whole.floor is None:
         return f"{said}; too few steps to tell that from chance", whole
-    how = f"{whole.floor:.4f}, four standard deviations of {_BLOCKS} means in the last half of this run"
+    how = (
+        f"{whole.floor:.4f}, four standard deviations of {_BLOCKS - 1} of {_BLOCKS} means in the last half of this run"
+    )
     return f"{said}; {'more' if whole.clear else 'no more'} than its scatter ({how}; other seeds may differ)", whole
 
 
@@ -235,30 +233,30 @@ def suspects(run: Mapping[str, Any], steps: Mapping[str, Step], most: int = 3) -
     """Return what to look at first: the parts of the gap that stand out of the scatter, the largest first.
 
     The arithmetic and the optimizer are parts of their own. Then follow their operands and products by cost, those of
-    the backward pass by noise of the gradient; where no cost was measured, by their trend. SQNR does not count: its
-    floor is the format's, in every layer alike.
+    the backward pass by noise of the gradient. SQNR does not count: its floor is the format's, in every layer alike.
     """
     found: list[Suspect] = []
     rows = [] if run.get("costs") is None else run["costs"]["rows"]
-    trends = _trends(run.get("history") or {})
     for part, step in sorted(steps.items(), key=lambda item: -item[1].size):
         dear = bool(step.clear) and step.size > 0
-        size = (
-            "this part stopped the run" if step.size == math.inf else f"{step.size:+.4f} nats of the loss are its own"
-        )
-        # 1. The part itself, where it is none of operands.
-        if dear and part == "arithmetic":
-            machine = next((row["format"] for row in rows if row["operand"] in PRODUCTS), "on the target")
-            found.append(Suspect("", part, f"products {machine}: {size}"))
-        if dear and part == "optimizer":
-            found.append(Suspect("", part, f"{run['optimizer']}: {size}"))
+        # 1. The part itself, but for operands whose costs are known.
+        machine = next((row["format"] for row in rows if row["operand"] in PRODUCTS), "on the target")
+        what = {
+            "arithmetic": f"products {machine}",
+            "optimizer": run.get("optimizer"),
+            "operands": "costs not measured",
+        }
+        size = "it stopped the run" if step.size == math.inf else f"{step.size:+.4f} nats of the loss are its own"
+        if dear and not (part == "operands" and rows):
+            found.append(Suspect("", part, f"{what[part]}: {size}"))
         # 2. Its rows, in parts of what makes them stand out: of the part's own size, or of the scatter.
         least = _SHARE * step.size if dear and math.isfinite(step.size) else step.floor
-        weighed = []
-        for row in (row for row in rows if (row["operand"] in PRODUCTS) == (part == "arithmetic")):
+        weighed, mine = [], [row for row in rows if (row["operand"] in PRODUCTS) == (part == "arithmetic")]
+        for row in mine:
             cost = (row["loss"] or 0.0) if not dear or row.get("kl") is None else row["kl"]
             noise = row["gradient_noise"] or 0.0
-            if cost > 0 and least and cost >= least:
+            only = dear and len(mine) == 1 and row["loss"] is not None  # which carries all of the part
+            if least and (cost >= least or only):
                 moved = "" if row.get("kl") is None else f", and predictions by {row['kl']:.2g} nats (KL)"
                 why = f"its rounding moves a batch's loss by {row['loss']:+.2g} nats{moved}"
                 weighed.append((cost / least, Suspect(row["layer"], row["operand"], why)))
@@ -266,29 +264,11 @@ def suspects(run: Mapping[str, Any], steps: Mapping[str, Step], most: int = 3) -
                 why = f"its rounding adds noise of {100 * noise:.2g} % of the gradient's square"
                 weighed.append((noise / _NOISE, Suspect(row["layer"], row["operand"], why)))
         found += [one for _, one in sorted(weighed, key=lambda pair: -pair[0])]
-        # 3. Where something happened that no row has: what underflows or saturates more and more.
-        if dear and part == "operands":
-            found += trends
-    # 4. The first of each layer; parts have none.
+    # 3. The first of each layer; parts have none.
     chosen: dict[str, Suspect] = {}
     for one in found:
         chosen.setdefault(one.layer or one.operand, one)
     return list(chosen.values())[:most]
-
-
-def _trends(history: Mapping[str, Any]) -> list[Suspect]:
-    """Return operands of which more underflows or saturates in the last third of observed steps than in the first."""
-    steps = list(history.values())
-    third = len(steps) // 3
-    trends: list[tuple[float, Suspect]] = []
-    for layer, operands in steps[-1].items() if third else ():
-        for operand, name in itertools.product(operands, ("underflow", "saturation")):
-            values = [step.get(layer, {}).get(operand, {}).get(f"{name}_percent") for step in steps]
-            first, last = ([x for x in part if x is not None] for part in (values[:third], values[-third:]))
-            if first and last and (growth := statistics.fmean(last) - statistics.fmean(first)) >= _GROWS:
-                why = f"its {name} grew from {statistics.fmean(first):.2g} to {statistics.fmean(last):.2g} %"
-                trends.append((growth, Suspect(layer, operand, why)))
-    return [one for _, one in sorted(trends, key=lambda pair: -pair[0])]
 
 
 REPORT, RECORD, LAYERS, RULES = "report.html", "record.json", "layers.txt", "rules.json"

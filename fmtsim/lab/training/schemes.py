@@ -101,10 +101,14 @@ class Scheme:
             learns_alike = (scheme.states, scheme.reduced_by) == (baseline.states, baseline.reduced_by)
             after = baseline if bare and learns_alike else scheme
             # 2. a part is what this step took away
-            if after.to_dict() != before.to_dict():
+            if after._in_force != before._in_force:
                 parts[part] = after
             before = after
         return parts
+
+    @property
+    def _in_force(self) -> dict[str, Any]:
+        return self.to_dict() | {"grad_format": self.gradient, "scaling": self.scaling_in_force}
 
     @property
     def states(self) -> OptimizerConfig:

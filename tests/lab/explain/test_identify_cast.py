@@ -247,5 +247,5 @@ def test_integers_scaled_beyond_their_largest_are_named(top: float, least: int) 
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
     scale = x.unflatten(1, (-1, 64)).abs().amax(2, keepdim=True) / top
     result = (x.unflatten(1, (-1, 64)) / scale).round().clamp(least, -least - 1) * scale
-    names = {one.format.name for one in identify_cast(x, result.flatten(1)).explanations}
+    names = {one.format.name for one in fmtsim.identify_cast(x, result.flatten(1)).explanations}
     assert names == {f"int{4 if top == 8 else 8}_full, amax to {top:g}"}

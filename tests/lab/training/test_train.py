@@ -8,20 +8,24 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fmtsim.formats.scaling import SCALINGS
+from fmtsim.gemm.layers.config import linear_config
 from fmtsim.lab.cli.main import main
 from fmtsim.lab.cli.training_commands import summary
 from fmtsim.lab.training import learner
 from fmtsim.lab.training import run as training_run
-from fmtsim.lab.training.artifacts import make_record, write_artifacts
+from fmtsim.lab.training.artifacts import TRY, make_record, parts_of, write_artifacts
 from fmtsim.lab.training.decoders import GPT, check_size
 from fmtsim.lab.training.learner import schedule
 from fmtsim.lab.training.run import Run, compare_schemes, observed_steps, train
 from fmtsim.lab.training.schemes import Scheme
+from fmtsim.recipes import OptimizerConfig, Rule
+from fmtsim.recipes.serialization import load_rules, save_rules
 from fmtsim.spec.datapath import Datapath
 from fmtsim.spec.gemm_spec import record_from_dict
 from fmtsim.spec.plan import GemmPlan
@@ -31,7 +35,7 @@ from fmtsim.support.progress import Lines, Progress
 from tests.support.faults import largest_file
 from tests.support.refusals import refused
 from tests.support.reports import data_of
-from tests.support.trainings import tiny, training
+from tests.support.trainings import FP32, tiny, training
 
 SMALL = ["--steps", "3", "--batch-size", "2", "--context", "16", "--width", "16", "--layers", "1", "--heads", "2"]
 FILES = ["layers.txt", "record.json", "report.html"]
@@ -101,6 +105,40 @@ def test_too_small_a_format_is_visible_and_explained(corpus):
     scaled = train(Scheme(format="e4m3"), config(), corpus, Progress())
     assert scaled.stats["blocks.0.up"]["w_f"].underflow_percent < 1.0
     assert scaled.stats["blocks.0.up"]["w_f"].sqnr_db > 25.0
+
+
+def test_a_unit_that_a_rule_gives_one_product_is_a_part_of_the_gap(tmp_path, text, corpus):
+    """``train --rules``: the run is trained again with exact products; the steps between the losses add up."""
+    config = linear_config(x="e4m3", w="e4m3", g="e5m2", scaling="tensor")
+    unit = replace(config.fprop, target=Datapath(block=8, fraction_bits=2, accumulator="e8m1"))
+    save_rules([Rule(name="^blocks.0.up$", use=replace(config, fprop=unit))], tmp_path / "unit.json")
+    arguments = ["--rules", str(tmp_path / "unit.json"), "--data", str(text), "--out", str(tmp_path / "o"), "--quiet"]
+    assert main(["train", *SMALL, *arguments]) == 0
+    record = json.loads((tmp_path / "o" / "record.json").read_text())
+    plain, exact = record["simulated"]["losses"], record["simulated"]["parts"]["arithmetic"]
+    assert record["simulated"]["label"] == "e4m3/e5m2, scaled by tensor, 1 rule" and len(exact) == 3 and plain != exact
+    assert list(record["simulated"]["parts"]) == ["arithmetic", "operands"]
+    assert sum(step.size for step in parts_of(record).values()) == pytest.approx(record["gap"]["final_loss"])
+    assert "on blocks of 8, F=2" in record["ran"]["simulated"]["exceptions"][0]
+    stages = Scheme(format="e4m3", target="h200", optimizer=OptimizerConfig(state="coat")).simpler(FP32)
+    assert list(stages) == ["arithmetic", "optimizer", "operands"] and stages["operands"] is FP32
+    assert stages["arithmetic"].target is None and stages["optimizer"].states == FP32.states
+    for one, parts in ((Scheme(format="fp32", target="h200"), ["arithmetic"]), (Scheme(format="e4m3"), ["operands"])):
+        assert list(one.simpler(FP32)) == parts
+    # bf16 in float32 products is what a bf16 baseline is
+    bf16 = Scheme(format="bf16", grad_format="bf16")
+    assert list(Scheme(format="bf16", target="h200").simpler(bf16)) == ["arithmetic"]
+
+
+def test_the_layers_that_a_verdict_names_have_rules(tmp_path, corpus):
+    base, simulated = compare_schemes(config(steps=40), corpus, Progress())
+    simulated.losses = [loss + 1.0 for loss in base.losses]
+    row = {"layer": "blocks.0.up", "operand": "w_f", "format": "e4m3", "loss": 0.5, "kl": 0.4, "gradient_noise": None}
+    simulated.costs = {"rows": [row]}
+    record = make_record(config(steps=40), corpus, base, simulated)
+    paths = write_artifacts(tmp_path, record, base, simulated)
+    assert tmp_path / "rules.json" in paths and load_rules(tmp_path / "rules.json") == (Rule(name="^blocks\\.0\\.up$"),)
+    assert "blocks.0.up in high precision: fmtsim train --rules fmtsim-train/rules.json" in dict(record["verdict"])[TRY]
 
 
 def test_the_model_learns(corpus):
