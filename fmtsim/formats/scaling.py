@@ -167,8 +167,9 @@ class Scaling:
 
     def __post_init__(self) -> None:
         check_block("Scaling ", self.block)
-        if not isinstance(self.scale, FloatFormat):
-            object.__setattr__(self, "scale", _scale_format(self.scale))
+        scale: Any = self.scale
+        if not isinstance(scale, FloatFormat):
+            object.__setattr__(self, "scale", _scale_format(scale))
         check_types(self, FormatError)
         for name in ("factor", "top", "multiplier"):
             _positive(f"Scaling {name}", getattr(self, name))

@@ -20,7 +20,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from fmtsim.casts.arguments import takes
-from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config, size_fault
 from fmtsim.gemm.products.resolver import check_target
@@ -45,7 +44,7 @@ LOOKED_UP = "its rows are looked up, not multiplied"  # of nn.Embedding
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_alone(format: str | Format | None, fast_accum: bool) -> None:
+def check_alone(format: Any, fast_accum: bool) -> None:
     """Refuse arguments of ``convert`` beside a recipe, which has formats and use_fast_accum of its own."""
     if format is not None:
         raise ArgumentError(
@@ -66,7 +65,7 @@ def names_format(recipe: Any) -> bool:
     return False
 
 
-def configure(config: Any, format: str | Format | None, fast_accum: bool) -> Configure:
+def configure(config: Any, format: Any, fast_accum: bool) -> Configure:
     """Return what gives each layer its config, from the argument of ``convert`` that names formats.
 
     Raises:

@@ -296,7 +296,7 @@ def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | 
     if isinstance(rule, ClipMask):
         return y.abs() < element.max
     if isinstance(rule, TrustMask):
-        return (y - cast.elements).abs() <= rule.limit
+        return (y - cast.elements.float()).abs() <= rule.limit
     assert isinstance(rule, Differentiable)
     low, high = (quantize(y, element, rounding=mode, overflow="saturate") for mode in ("down", "up"))
     width = high - low

@@ -70,7 +70,7 @@ def ignores_order(spec: GemmSpec) -> bool:
 def run(job: Job, sums: Tensor, marks: Tensor | None) -> None:
     """Write the sums [parts, M, N] of the tiles that are marked, of all tiles where ``marks`` is None."""
     unit = job.spec.datapath
-    if ignores_order(job.spec):
+    if isinstance(unit, IntegerDatapath) and ignores_order(job.spec):
         # Add products modulo 2^32 or 2^64 by torch's own product, so many at once that none reaches int32's ends, where
         # it clamps.
         m, n, k = job.shape

@@ -43,6 +43,7 @@ def quantize_tensor(x: Tensor, quantizer: Quantizer, *, dim: int, generator: Gen
     keys = Keys()
     if quantizer.is_stochastic:
         key = random_key(drawn_key(generator, x.device))
+        assert key is not None
         keys = Keys(key, RandomKey(key.seed, key.offset + _SCALES))
     return _Values.apply(x, quantizer, inner, keys)  # type: ignore[no-any-return]
 

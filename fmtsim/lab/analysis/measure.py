@@ -137,8 +137,10 @@ def block_scales(x: Tensor, fmt: BlockFormat, dim: int) -> Tensor:
     # rule compares candidates or has a second level of rows or windows.
     if not fmt.is_direct:
         parts = encode(x, CastSpec(format=fmt, rounding=Rounding(), overflow=fmt.default_overflow, dim=dim))
-        assert parts.scales is not None and parts.tensor_scale is not None
-        return parts.scales.double() * block_level(parts.tensor_scale, fmt.scaling, parts.scales.shape).double()
+        assert parts.scales is not None
+        level = parts.tensor_scale
+        of_blocks = 1.0 if level is None else block_level(level, fmt.scaling, parts.scales.shape).double()
+        return parts.scales.double() * of_blocks
     blocks = _blocks(x.abs(), fmt, dim)
     order = sorted(range(4), key=blocks.stride, reverse=True)  # as memory lies, which is many times faster
     amax = blocks.permute(order).amax((order.index(1), order.index(3)))

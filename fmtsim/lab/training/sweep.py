@@ -115,7 +115,8 @@ class SweepConfig:
         """Return the scheme of a word of ``scheme_of`` on the target; behind ``@`` stands another value of a field."""
         word, _, change = text.partition("@")
         field, _, value = change.partition("=")
-        target: Any = dataclasses.replace(self.target, **{field: read_value(value)}) if field else self.target
+        target: Any = self.target
+        target = dataclasses.replace(target, **{field: read_value(value)}) if field else target
         scheme = scheme_of(word)
         if scheme.recipe is not None and target is not None:
             recipe = scheme.recipe.on(target=target)

@@ -486,12 +486,18 @@ class SweepResult(Result):
         Raises:
             ArgumentError: No scheme has a value of a field behind ``@``.
         """
-        best = {(*scheme.split("@"), shape): cell[1] for (scheme, shape), cell in self.best().items() if "@" in scheme}
+        best: dict[tuple[str, str, Shape], list[SweepRun]] = {}
+        for (scheme, shape), (_, runs) in self.best().items():
+            if "@" in scheme:
+                best[scheme.partition("@")[0], scheme.partition("@")[2], shape] = runs
         if not best:
             raise ArgumentError(
                 "no run is of a field of a datapath; pass --target and --over, such as fraction_bits=2..8"
             )
-        lines, changes = (list(dict.fromkeys(keys)) for keys in (((w, s) for w, _, s in best), (c for _, c, _ in best)))
+        lines, changes = (
+            list(dict.fromkeys((w, shape) for w, _, shape in best)),
+            list(dict.fromkeys(c for _, c, _ in best)),
+        )
         field, values = changes[0].partition("=")[0], [change.partition("=")[2] for change in changes]
         first = {change: best[lines[0][0], change, lines[0][1]] for change in changes}
         rows = list(dict.fromkeys(name for runs in first.values() for run in runs for name in run.products))

@@ -41,6 +41,7 @@ from fmtsim.lab.training.sweep_result import (
     spikes,
 )
 from fmtsim.recipes import get_recipe
+from fmtsim.spec.datapath import IntegerDatapath
 from fmtsim.support import executors
 from fmtsim.support.errors import ArgumentError, DataError, DeviceError
 from fmtsim.support.progress import Progress
@@ -372,3 +373,44 @@ def test_ctrl_c_says_what_is_done(tmp_path, text, monkeypatch, capsys):
 
 def test_lists_of_numbers():
     assert _integers("1, 4..6,9", "--seeds") == [1, 4, 5, 6, 9]
+
+
+def test_a_field_of_a_datapath_is_swept(tmp_path, capsys, corpus):
+    words = ["sweep", "--schemes", "e4m3", "--target", "block=16,fraction_bits=8", "--over", "fraction_bits=2,8..9",
+             "--lr", "1e-3", "--steps", "3", "--seeds", "0", *SMALL, "--workers", "1", "--out", str(tmp_path)]  # fmt: skip
+    assert main(words) == main(words) == 0  # the second finds all runs
+    runs = {run.point.scheme: run for run in read_runs(tmp_path)}
+    assert list(runs) == [f"e4m3@fraction_bits={bits}" for bits in (2, 8, 9)]
+    name = "blocks.0.attention.qkv fprop"
+    few, more, most = (run.products[name] for run in runs.values())
+    assert few < more - 20 < most - 20  # six bits are 36 dB
+    assert all(len(run.products) == 12 for run in runs.values())
+    assert len({run.losses for run in runs.values()}) == 3
+    assert (tmp_path / "over.png").stat().st_size > 10_000
+    result = SweepResult(runs=tuple(read_runs(tmp_path)), entropy=byte_entropy(corpus.train))
+    line, image = result.plot_over().axes[:2]
+    assert [text.get_text() for text in line.get_xticklabels()] == ["2", "8", "9"]
+    assert image.get_yticklabels()[0].get_text() == name
+    integers = SweepConfig(target=IntegerDatapath(saturate=True), layers=1, heads=2, context=16, batch_size=2)
+    narrow, wide = (train_point(integers, Point(f"int8@accumulator_bits={bits}", 1e-3, 16, 2, 0), corpus)
+                    for bits in (12, 32))  # fmt: skip
+    assert narrow.products[name] < 20 < 100 < wide.products[name]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--over", "accumulator=e8m3"), "--over 'accumulator=e8m3' is not FIELD=LIST for a datapath: pass --target"),
+        (("--target", "h200", "--over", "block=3"), "is not FIELD=LIST for a datapath"),
+        (("--target", "block=8", "--over", "blck=3"), "signed_zero; did you mean 'block"),
+        (("--target", "block=8", "--over", "block=0"), "block=0 is not possible"),
+    ],
+)  # fmt: skip
+def test_fields_that_cannot_be_swept(words, message, tmp_path, capsys):
+    assert main(["sweep", *words, *SMALL, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_over_a_field_needs_one():
+    with pytest.raises(ArgumentError, match="no run is of a field of a datapath; pass --target and --over"):
+        SweepResult(runs=(), entropy=3.0).plot_over()
