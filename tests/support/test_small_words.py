@@ -111,6 +111,7 @@ def test_vectors_are_written_and_compared_but_for_the_sign_of_nan(tmp_path):
     assert len(check_part(vectors, "codes", codes)["first"]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
 def test_compiled_code_is_refused_with_what_tells_what_compiling_changes():
     model, x = linear(), torch.randn(8, 64)
     compiled = torch.compile(model, backend="eager")
