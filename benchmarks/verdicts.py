@@ -27,7 +27,7 @@ from fmtsim.support.progress import Progress
 
 BF16 = {"x": "bf16", "w": "bf16", "g": "bf16", "scaling": "none"}
 NARROW = Datapath(block=32, fraction_bits=2, accumulator="e8m1", rounding="toward_zero")
-FEW_EXPONENTS = Datapath(block=32, fraction_bits=16, accumulator="e4m3", rounding="toward_zero")
+FEW_EXPONENTS = Datapath(block=32, fraction_bits=16, accumulator="e3m4", rounding="toward_zero")
 Told = Callable[[str], bool]
 
 
@@ -49,7 +49,8 @@ def product_unit(layer: str, product: str, target: Datapath = NARROW) -> tuple[S
     config = linear_config(**BF16)  # type: ignore[arg-type]
     config = replace(config, **{product: replace(getattr(config, product), target=target)})
     scheme = Scheme(format="bf16", rules=(Rule(name=f"^{layer}$", use=config),))
-    return scheme, lambda said: said.startswith("1. arithmetic: ") and f"; 2. {layer}, {product} (" in said
+    name = f"{layer}, {product} ("
+    return scheme, lambda said: said.startswith((f"1. {name}", "1. arithmetic: ")) and f". {name}" in said
 
 
 def states(name: str, like: str = "bf16") -> tuple[Scheme, Told]:
@@ -77,8 +78,8 @@ PLANTS: dict[str, tuple[Scheme, Told]] = {
     "run e8m2, operands e4m3": run_unit("e4m3", fraction_bits=16, accumulator="e8m2"),
     "fprop of 0.up": product_unit("blocks.0.up", "fprop"),
     "fprop of 0.down": product_unit("blocks.0.down", "fprop"),
-    "wgrad of 0.down": product_unit("blocks.0.down", "wgrad", FEW_EXPONENTS),
-    "dgrad of 1.up": product_unit("blocks.1.up", "dgrad", FEW_EXPONENTS),
+    "wgrad of 0.up in e3m4": product_unit("blocks.0.up", "wgrad", FEW_EXPONENTS),
+    "dgrad of 0.attention.out in e3m4": product_unit("blocks.0.attention.out", "dgrad", FEW_EXPONENTS),
     "states fp8lm_w8": states("fp8lm_w8"),
     "states fp8lm_v8": states("fp8lm_v8"),
     "states lns_madam": states("lns_madam"),
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("verdicts"))
     parser.add_argument("--plants", nargs="+", choices=list(PLANTS), default=list(PLANTS))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = parser.parse_args()
     torch.set_num_threads(1)
     corpus, model = load_corpus(None, 32), GPTConfig(context=32, width=32, layers=2, heads=2)
@@ -104,7 +105,7 @@ def main() -> None:
     for name in given.plants:
         scheme, told = PLANTS[name]
         records = []
-        for seed in range(given.seeds):
+        for seed in given.seeds:
             path = given.out / f"{name.replace(' ', '_')}.{seed}.json"
             if not path.exists():
                 config = TrainConfig(
@@ -121,9 +122,8 @@ def main() -> None:
         mark = "right" if told(words.get(LOOK, "")) else "WRONG"
         print(f"{mark}  {name}: {words['Gap']}; alone {sum(singles)} of {len(singles)}", flush=True)
         print(f"    {words.get('What it is made of')}\n    {words.get(LOOK)}", flush=True)
-    print(
-        f"{right} of {len(given.plants)} verdicts over seeds, {alone} of {given.seeds * len(given.plants)} of one seed"
-    )
+    every = len(given.seeds) * len(given.plants)
+    print(f"{right} of {len(given.plants)} verdicts over seeds, {alone} of {every} of one seed")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes.recipe import Recipe, Rule
-from fmtsim.spec.datapath import Datapath
+from fmtsim.spec.datapath import Datapath, IntegerDatapath
 from fmtsim.spec.operand import Operand, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
@@ -208,6 +208,8 @@ def _layers_without(config: LinearConfig, name: str, dtype: torch.dtype) -> dict
         changes["accumulator"] = {"target": replace(gemm.target, accumulator=_FP64, promotion=None)}
         if gemm.out.format is not None or dtype.itemsize < 4:
             changes["output"] = {"out": Quantizer()}
+    elif isinstance(gemm.target, IntegerDatapath):
+        changes["accumulator"] = {"target": replace(gemm.target, accumulator_bits=64)}
     # a generator of its own: the model's random numbers stay as they are
     return {loss: Layer(replace(config, **{name: replace(gemm, **change)}), 0) for loss, change in changes.items()}
 
@@ -226,8 +228,8 @@ def observe(
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
     A product that a target multiplies has a row too (``fprop dgrad wgrad``): its result against the exact product of
-    the same quantised operands. For a ``Datapath``, which runs some three times more, ``bits_lost`` says how many bits
-    better that result is where alignment, accumulator or output alone lose nothing.
+    the same quantised operands. A ``Datapath`` or ``IntegerDatapath`` runs up to three times more: ``bits_lost`` says
+    how many bits better that result is where alignment, accumulator or output alone lose nothing.
 
     ``observe(x, format)`` returns those of a tensor, rounded to nearest as ``fmtsim.quantize`` does: underflow,
     saturation, SQNR, MSE, cosine, exponents and ``plot()``. A last block that is not whole is padded with zeros.

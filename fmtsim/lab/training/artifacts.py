@@ -44,6 +44,7 @@ _LEAST, _MOST = 5e-3, 0.1  # of the loss: one seed tells no smaller step of it f
 _LEAST_OF_SEEDS = 1e-3  # likewise of several seeds
 _SHARE = 0.1  # of a part of the gap: what a forward operand has to cost to be named
 _NOISE = 0.01  # squared error of a gradient, relative to its square, from which an operand is named
+_LOUD = 0.1  # likewise where the part that it belongs to does not stand out
 _PARTS = {
     "operands": "operands and what else the scheme changes",
     "arithmetic": "arithmetic (its products against float32 ones)",
@@ -239,30 +240,27 @@ def suspects(run: Mapping[str, Any], steps: Mapping[str, Step], most: int = 3) -
     rows = [] if run.get("costs") is None else run["costs"]["rows"]
     for part, step in sorted(steps.items(), key=lambda item: -item[1].size):
         dear = bool(step.clear) and step.size > 0
-        # 1. The part itself, but for operands whose costs are known.
-        machine = next((row["format"] for row in rows if row["operand"] in PRODUCTS), "on the target")
-        what = {
-            "arithmetic": f"products {machine}",
-            "optimizer": run.get("optimizer"),
-            "operands": "costs not measured",
-        }
-        size = "it stopped the run" if step.size == math.inf else f"{step.size:+.4f} nats of the loss are its own"
-        if dear and not (part == "operands" and rows):
-            found.append(Suspect("", part, f"{what[part]}: {size}"))
-        # 2. Its rows, in parts of what makes them stand out: of the part's own size, or of the scatter.
+        # 1. Its rows, in parts of what makes them stand out: of the part's own size, or of the scatter. Of a part that
+        #    stands out also a row that has most of what all have, and one whose noise needs no statistics.
         least = _SHARE * step.size if dear and math.isfinite(step.size) else step.floor
-        weighed, mine = [], [row for row in rows if (row["operand"] in PRODUCTS) == (part == "arithmetic")]
-        for row in mine:
-            cost = (row["loss"] or 0.0) if not dear or row.get("kl") is None else row["kl"]
-            noise = row["gradient_noise"] or 0.0
-            only = dear and len(mine) == 1 and row["loss"] is not None  # which carries all of the part
-            if least and (cost >= least or only):
+        mine = [row for row in rows if (row["operand"] in PRODUCTS) == (part == "arithmetic")]
+        costs = [(row["loss"] or 0.0) if not dear or row.get("kl") is None else row["kl"] for row in mine]
+        weighed, half_of_all = [], sum(cost for cost in costs if cost > 0) / 2
+        for row, cost in zip(mine, costs, strict=True):
+            noise, most_of = row["gradient_noise"] or 0.0, cost > half_of_all and cost > _NOISE * step.size
+            if least and (cost >= least or (dear and most_of)):
                 moved = "" if row.get("kl") is None else f", and predictions by {row['kl']:.2g} nats (KL)"
                 why = f"its rounding moves a batch's loss by {row['loss']:+.2g} nats{moved}"
                 weighed.append((cost / least, Suspect(row["layer"], row["operand"], why)))
-            elif dear and noise >= _NOISE:
+            elif noise >= (_NOISE if dear else _LOUD) and step.size > 0:
                 why = f"its rounding adds noise of {100 * noise:.2g} % of the gradient's square"
                 weighed.append((noise / _NOISE, Suspect(row["layer"], row["operand"], why)))
+        # 2. The part itself, but for operands that are named.
+        machine = next((row["format"] for row in mine if part == "arithmetic"), "on the target")
+        what = {"arithmetic": f"products {machine}", "optimizer": run.get("optimizer"), "operands": "all together"}
+        size = "it stopped the run" if step.size == math.inf else f"{step.size:+.4f} nats of the loss are its own"
+        if dear and not (part == "operands" and weighed):
+            found.append(Suspect("", part, f"{what[part]}: {size}"))
         found += [one for _, one in sorted(weighed, key=lambda pair: -pair[0])]
     # 3. The first of each layer; parts have none.
     chosen: dict[str, Suspect] = {}

@@ -107,10 +107,14 @@ def test_layers_are_named_by_cost_and_noise_above_the_scatter():
     assert [one.layer for one in suspects(run, {"operands": Step(0.01, 0.05)})] == ["a"]
     assert suspects(run, {"operands": Step(0.01, 0.1)}) == [] == suspects(run, {"operands": Step(0.1, None)})
     # a single product carries all of the arithmetic; products belong to that alone
-    unit = {**BLANK, "costs": {"rows": [row("a", "fprop", -0.01, kl=0.001)]}}
-    assert [one.layer for one in suspects(unit, {"arithmetic": Step(0.1, 0.02)})] == ["", "a"]
+    unit = {**BLANK, "costs": {"rows": [row("a", "fprop", -0.01, kl=0.002), row("b", "wgrad", noise=0.2)]}}
+    assert [one.layer for one in suspects(unit, {"arithmetic": Step(0.1, 0.02)})] == ["", "b", "a"]
+    assert [one.layer for one in suspects(unit, {"arithmetic": Step(0.01, 0.02)})] == ["b"]  # a noise that is loud
+    assert suspects(unit, {"arithmetic": Step(-0.01, 0.02)}) == []
     unit = {**BLANK, "costs": {"rows": [row("a", "fprop", 0.09, kl=0.09), row("b", "dgrad", noise=0.5)]}}
-    assert suspects(unit, {"operands": Step(0.1, 0.02)}) == []
+    assert [str(one) for one in suspects(unit, {"operands": Step(0.1, 0.02)})] == [
+        "operands: all together: +0.1000 nats of the loss are its own"
+    ]
     odd = {**BLANK, "costs": {"rows": [row("a", "w_f", -0.5, kl=0.3), row("b", "w_f", 0.02, kl=0.001)]}}
     assert [one.layer for one in suspects(odd, {"operands": Step(0.1, 0.02)})] == ["a"]
     told = words({**record(0.3, 0.001, costs=costs), "ran": {"command": "fmtsim train --out o"}})
@@ -118,7 +122,7 @@ def test_layers_are_named_by_cost_and_noise_above_the_scatter():
     assert told["What to try"].endswith(
         "; c and a in high precision: fmtsim train --out o --rules o/rules.json --out o-rules"
     )
-    assert words(record(0.3, 0.001))[LOOK].startswith("1. operands: costs not measured: +0.3")
+    assert words(record(0.3, 0.001))[LOOK].startswith("1. operands: all together: +0.3")
     assert words(record(0.001, 0.001))[LOOK].startswith("nothing: no operand, product or state stands out")
 
 
