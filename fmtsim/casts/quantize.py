@@ -245,7 +245,8 @@ def encode(
 
 for _verb in (quantize, encode):
     _verb.__signature__ = spelled(_verb)  # type: ignore[union-attr]
-cast = quantize  # as the command line calls it
+cast = quantize
+"""``quantize``, as the command line calls it."""
 
 
 @overload

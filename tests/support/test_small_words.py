@@ -10,7 +10,7 @@ import torch
 import fmtsim
 from fmtsim.formats.tensor_file import DTYPES
 from fmtsim.lab.verify.vectors import check_part, read_vectors
-from fmtsim.support.errors import ArgumentError, DtypeError
+from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError
 from tests.support.refusals import refused
 
 
@@ -109,3 +109,25 @@ def test_vectors_are_written_and_compared_but_for_the_sign_of_nan(tmp_path):
     found = check_part(vectors, "codes", codes, every=True)
     assert found["groups"]["ties"] == found["mismatches"] == len(found["first"]) == last - first + 1
     assert len(check_part(vectors, "codes", codes)["first"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_compiled_code_is_refused_with_what_tells_what_compiling_changes():
+    model, x = linear(), torch.randn(8, 64)
+    compiled = torch.compile(model, backend="eager")
+    refused("is compiled, .*fmtsim.compare.*emulate_precision_casts", fmtsim.bisect, model, compiled, x)
+    match = "runs inside torch.compile, .*emulate_precision_casts"
+    with pytest.raises(ArgumentError, match=match), fmtsim.trace(model):
+        compiled(x)
+
+
+def test_models_that_another_library_compressed_say_so():
+    model = torch.nn.Sequential(linear(), torch.nn.Linear(64, 64))
+    layer = model[0][0]
+    del layer.weight  # as compressed-tensors leaves it until the first call, which wraps forward's function
+    layer.weight_packed = torch.nn.Parameter(torch.zeros(64, 8, dtype=torch.int32), requires_grad=False)
+    layer.quantization_scheme = object()
+    with pytest.warns(CoverageWarning, match=r"load it with CompressedTensorsConfig\(dequantize=True\)"):
+        fmtsim.ptq(model, "int8_token", ignore=[])
+    wrapped = fmtsim.nn.conversion.Wrapped(lambda *args: args, 1)
+    assert wrapped.__func__(model, 2) == wrapped(2) == (1, 2)

@@ -529,7 +529,7 @@ class Tracing:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
-        if hasattr(error, "real_stack"):  # Dynamo met the hooks
+        if hasattr(error, "real_stack") or (kind and kind.__module__.startswith("torch._dynamo")):  # it met the hooks
             raise ArgumentError(f"the model runs inside torch.compile, {_COMPILED}") from None
         self._finish = self._recorder.finish(self.loss, self._level)
 

@@ -577,10 +577,10 @@ def _table(groups: Sequence[Mapping[str, Record]]) -> list[tuple[str, ...]]:
         seeds = len({record["config"]["seed"] for record in group.values()}) > 1
         for names in [list(group)] if seeds else [[name] for name in group]:
             records = [group[name] for name in names]
-            (_, gap), *words = verdict_of_seeds(records) if seeds else verdict(records[0])
-            answer, *more = words or [("", "")]
-            rows.append((", ".join(names), records[0].get("simulated", {}).get("label", ""), gap, answer[1]))
-            for pair in more:
+            words = dict(verdict_of_seeds(records) if seeds else verdict(records[0]))
+            simulated = records[0].get("simulated", {}).get("label", "")
+            rows.append((", ".join(names), simulated, words.pop("Gap"), words.pop(SEEDS, "not known")))
+            for pair in words.items():
                 others.setdefault(pair, []).append(rows[-1][0])
-    some = [(question, answer, runs) for (question, answer), runs in others.items()]
-    return [*rows, *((q if len(r) == len(rows) - 1 else f"{', '.join(r)}: {q}", a) for q, a, r in some)]
+    answers = [(question, answer, runs) for (question, answer), runs in others.items()]
+    return [*rows, *((q if len(r) == len(rows) - 1 else f"{', '.join(r)}: {q}", a) for q, a, r in answers)]
