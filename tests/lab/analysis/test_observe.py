@@ -191,6 +191,12 @@ def test_a_product_on_a_unit_has_a_row_with_the_bits_that_each_loss_costs():
     assert "bits lost in" in str(seen) and Observation.of_state(seen.state_dict())[""]["fprop"].without == row.without
     assert set(row.to_dict()["bits_lost"]) == {"alignment", "accumulator", "output"}
     assert "bits_lost" not in seen[""]["x_f"].to_dict()
+    # few bits below the largest exponent: alignment, and nothing in an output of float32
+    net = convert(nn.Linear(64, 8, bias=False), format="bf16", target=fmtsim.Datapath(block=16, fraction_bits=3))
+    with observe(net) as seen:
+        net(x.float())
+    lost = seen[""]["fprop"].bits_lost
+    assert set(lost) == {"alignment", "accumulator"} and lost["alignment"] > 8 and abs(lost["accumulator"]) < 0.1
 
 
 def test_nested_and_empty_observations_are_errors(model):
