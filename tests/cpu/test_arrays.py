@@ -54,6 +54,21 @@ def test_stores_past_the_caches_write_the_same_values(rounding, monkeypatch):
     assert not pool.past_caches(x, x) and not pool.past_caches(x, out.view(-1)[1:])
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "dim"),
+    [("mxfp4", 160, -1), ("mxfp4", 129, -2), ("nvfp4", 144, -1), ("nvfp4", 160, -2), ("int8_channel", 129, -1)],
+)
+def test_blocks_past_the_caches_have_the_same_values(name, columns, dim, monkeypatch):
+    x, results = normal(64, columns, seed=0), []
+    for least in (1 << 40, 0):
+        monkeypatch.setattr(pool, "_LARGE", least)
+        out = torch.full((x.numel() + 32,), -7.0)
+        results.append(fmtsim.quantize(x, name, dim=dim, out=out[16:-16].view(x.shape)))
+        assert (out[:16] == -7).all() and (out[-16:] == -7).all()
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[1], fmtsim.decode(fmtsim.encode(x, name, dim=dim)))
+
+
 def test_a_thread_keeps_memory_by_name():
     x = pool.memory("one name", (3, 5), torch.float32)
     x.fill_(2.0)

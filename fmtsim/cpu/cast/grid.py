@@ -14,14 +14,14 @@ import torch
 from numpy import int64, uint64
 
 from fmtsim.cpu.runtime import pool
-from fmtsim.cpu.runtime.jit import device, kernel, subroutine
+from fmtsim.cpu.runtime.jit import borrowing, device, kernel, subroutine
 from fmtsim.cpu.runtime.kernel_numbers import philox
 from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, Overflow
 from fmtsim.rounding.modes import RULES, Mode, Rounding
 from fmtsim.spec.cast import Random, RandomKey
 
 
-@device
+@borrowing
 def fill64(words, at, block, o0, o1, k0, k1):
     """Write the words of the 64 elements ``64 * block ...`` into ``words`` from ``at`` on."""
     first, place = uint64(block) * uint64(16), uint64(at)  # unsigned: numba then does not look for negative indices
@@ -113,7 +113,7 @@ def draw_integers(out, random_bits, shared, o0, o1, k0, k1, start, stop):
         out[i] = integer_at(i, random_bits, shared, o0, o1, k0, k1)
 
 
-@device
+@borrowing
 def fill_words(first, count, w, buffer):
     """Write the words of ``count`` elements from ``first`` on to ``buffer`` of ``count + 128``, from ``first % 64`` on.
 

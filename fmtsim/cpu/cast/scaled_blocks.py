@@ -24,7 +24,7 @@ from fmtsim.cpu.cast.grid import Grid, grid_of, integers_of, words_of
 from fmtsim.cpu.cast.scaled_kernels import Layout, ScaleParameters, scale_parameters, with_tensor_scale
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, subroutine
-from fmtsim.cpu.runtime.pool import array_of, scratch
+from fmtsim.cpu.runtime.pool import array_of, past_caches, scratch
 from fmtsim.formats.block import E8M0, FP32, Block, BlockFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.formats.scaling import Statistic
@@ -459,6 +459,7 @@ def _run(job: _Job) -> bool:
 def _layout(job: _Job, group: int, scale: ScaleParameters) -> Layout:
     """Return the blocks and the scale exponents under which magic numbers and limits stay normal float32 numbers."""
     grid, top = job.cast.grid, scale.max_exponent
+    lines = job.block[1] * group % 16 == job.x.shape[1] % 16 == 0
     reach = max(top + 1, int(grid.min_biased) - 127) + int(grid.drop)
     return Layout(
         outer=job.block[0],
@@ -467,6 +468,7 @@ def _layout(job: _Job, group: int, scale: ScaleParameters) -> Layout:
         lowest=np.int32(max(1 - int(grid.min_biased), -126 - top, -126)),
         highest=np.int32(min(127 - reach, 126 - top)),
         preset=np.float32(job.amax).view(np.int32) if job.cast.whole else np.int32(-1),
+        streams=lines and past_caches(job.x, job.values),
     )
 
 

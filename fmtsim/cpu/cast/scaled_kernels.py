@@ -18,8 +18,8 @@ from numpy import float32, int32, int64, uint64
 from fmtsim.cpu.cast.codes import code_of_number, code_of_value
 from fmtsim.cpu.cast.elements import limited, magic_addition, nearest_magic, stochastic_steps
 from fmtsim.cpu.cast.grid import fill_words
-from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, min32, prefetch
-from fmtsim.cpu.runtime.simd import repeat, strip_amaxes
+from fmtsim.cpu.runtime.jit import bits32, borrowing, device, float32_of, kernel, max32, min32, prefetch
+from fmtsim.cpu.runtime.simd import fence, put, repeat, strip_amaxes
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.element import FloatFormat, IntFormat
 
@@ -96,6 +96,7 @@ class Layout(NamedTuple):
         group: Blocks side by side that go through the phases together.
         lowest, highest: Smallest and largest exponent of a scale that the fast kernel takes.
         preset: Bits of an amax that all blocks share, or -1.
+        streams: Values go past the caches; every group then begins at a cache line.
     """
 
     outer: int
@@ -104,9 +105,10 @@ class Layout(NamedTuple):
     lowest: np.int32
     highest: np.int32
     preset: np.int32
+    streams: bool
 
 
-@device
+@borrowing
 def _raise_amaxes(x, first, size, inner, amaxes, strips):
     """Raise ``amaxes`` to the largest magnitudes of blocks of a row, as float32 bits (NaN and Inf are the largest)."""
     start = uint64(first)
@@ -145,7 +147,7 @@ def _raise_amaxes(x, first, size, inner, amaxes, strips):
         amaxes[whole] = max32(amaxes[whole], bits32(x[start + uint64(i)]) & _MAGNITUDE)
 
 
-@device
+@borrowing
 def binary_scales(amaxes, shifts, count, p, layout):
     """Turn amax bits into scale exponents, as exponent bits; return how many blocks the fast kernel cannot take."""
     refused = int32(0)
@@ -170,7 +172,7 @@ def binary_scales(amaxes, shifts, count, p, layout):
     return refused
 
 
-@device
+@borrowing
 def real_scales(amaxes, scales, factors, count, p, sg):
     """Turn amax bits into scales and factors; return how many blocks hold NaN or Inf."""
     refused = int32(0)
@@ -201,7 +203,7 @@ def real_scales(amaxes, scales, factors, count, p, sg):
     return refused
 
 
-@device
+@borrowing
 def powers(shifts, scales, factors, count):
     """Turn exponent bits of power-of-two scales into the scales and their reciprocals."""
     for b in range(count):
@@ -217,7 +219,7 @@ def saturated(value, min_binade, limit, limit_negative, g):
     return float32(float32_of(bits32(rounded) | (bits & ~_MAGNITUDE)) + g.zero)
 
 
-@device
+@borrowing
 def per_lane(values, lanes, inner):
     """Repeat a value a block to one a column of the group; lanes that are fewer than these serve one block."""
     if inner >= lanes.size:
@@ -246,7 +248,7 @@ def bounds(group, shape, layout):
     return r0, min(r0 + layout.outer, shape[0]), k0, min(width, shape[1] - k0)
 
 
-@device
+@borrowing
 def largest_magnitudes(x, columns, r0, r1, k0, size, layout, amaxes, strips):
     """Write the largest magnitudes of a group's blocks, as bits; the preset one where all blocks share it.
 
@@ -276,7 +278,7 @@ def _lanes(layout):
     return layout.inner * layout.group if layout.group > 1 else min(layout.inner, _WIDEST)
 
 
-@device
+@borrowing
 def _any_scales(x, columns, r0, r1, k0, size, p, sg, layout, room):
     """Write scales and factors of a group's blocks under a rule of either kind; return how many must be left."""
     amaxes, shifts, scales, factors, strips = room
@@ -311,34 +313,45 @@ def _real_value(value, scale, factor, p, g):
 # Rows of groups are places of flat arrays: slices of numba's arrays are counted references, an atomic operation each.
 
 
-@device
+@borrowing
 def _prefetch(x, first, size, layout):
     """Prefetch the cache lines that lie a group behind these elements."""
     for i in range(first, first + size, 16):
         prefetch(x, i + layout.inner * layout.group)
 
 
-@device
-def _binary_row(x, y, first, size, shifts, g, layout):
+@borrowing
+def _put_values(buffer, y, first, count, layout):
+    """Copy values to y[first] and on, in cache lines as far as those are whole."""
+    for i in range(0, count - 15, 16):
+        put(buffer, i, y, first + i, layout.streams)
+    for i in range(count - count % 16, count):
+        y[uint64(first) + uint64(i)] = buffer[uint64(i)]
+
+
+@borrowing
+def _binary_row(x, y, first, size, shifts, g, layout, buffer):
     """Quantise ``size`` elements from ``first`` on under the exponents of ``shifts``: an element's, or of all."""
     for start in range(0, size, shifts.size):
         base, count = uint64(first + start), min(shifts.size, size - start)
         _prefetch(x, first + start, count, layout)
         for i in range(count):
-            y[base + uint64(i)] = _binary_value(x[base + uint64(i)], shifts[i], g)
+            buffer[uint64(i)] = _binary_value(x[base + uint64(i)], shifts[i], g)
+        _put_values(buffer, y, first + start, count, layout)
 
 
-@device
-def _real_row(x, y, first, size, scales, factors, p, g, layout):
+@borrowing
+def _real_row(x, y, first, size, scales, factors, p, g, layout, buffer):
     """Quantise elements under real scales, like ``_binary_row``."""
     for start in range(0, size, scales.size):
         base, count = uint64(first + start), min(scales.size, size - start)
         _prefetch(x, first + start, count, layout)
         for i in range(count):
-            y[base + uint64(i)] = _real_value(x[base + uint64(i)], scales[i], factors[i], p, g)
+            buffer[uint64(i)] = _real_value(x[base + uint64(i)], scales[i], factors[i], p, g)
+        _put_values(buffer, y, first + start, count, layout)
 
 
-@device
+@borrowing
 def _stochastic_row(x, y, first, to, size, words, scales, factors, decode_scale, g, layout):
     """Quantise elements stochastically to ``to`` and on, like ``_binary_row``; ``fill_words`` laid the words.
 
@@ -363,7 +376,7 @@ def quantize_binary(x, y, g, p, layout, start, stop):
     """Quantise groups of blocks to nearest even under power-of-two scales."""
     flat, values, columns = x.reshape(-1), y.reshape(-1), x.shape[1]
     amaxes, shifts, _, _, strips = _room(layout)
-    lanes = np.empty(_lanes(layout), np.int32)
+    lanes, buffer = np.empty(_lanes(layout), np.int32), np.empty(_lanes(layout), np.float32)
     for group in range(start, stop):
         r0, r1, k0, size = bounds(group, x.shape, layout)
         # 1. statistic
@@ -375,7 +388,8 @@ def quantize_binary(x, y, g, p, layout, start, stop):
         per_lane(shifts, lanes, layout.inner)
         # 3. element
         for r in range(r0, r1):
-            _binary_row(flat, values, r * columns + k0, size, lanes, g, layout)
+            _binary_row(flat, values, r * columns + k0, size, lanes, g, layout, buffer)
+    fence()
     return int64(stop)
 
 
@@ -385,6 +399,7 @@ def quantize_real(x, y, g, p, sg, layout, start, stop):
     flat, values, columns = x.reshape(-1), y.reshape(-1), x.shape[1]
     amaxes, _, scales, factors, strips = _room(layout)
     scale_lanes, factor_lanes = np.empty(_lanes(layout), np.float32), np.empty(_lanes(layout), np.float32)
+    buffer = np.empty(_lanes(layout), np.float32)
     for group in range(start, stop):
         r0, r1, k0, size = bounds(group, x.shape, layout)
         largest_magnitudes(flat, columns, r0, r1, k0, size, layout, amaxes, strips)
@@ -394,7 +409,8 @@ def quantize_real(x, y, g, p, sg, layout, start, stop):
         per_lane(scales, scale_lanes, layout.inner)
         per_lane(factors, factor_lanes, layout.inner)
         for r in range(r0, r1):
-            _real_row(flat, values, r * columns + k0, size, scale_lanes, factor_lanes, p, g, layout)
+            _real_row(flat, values, r * columns + k0, size, scale_lanes, factor_lanes, p, g, layout, buffer)
+    fence()
     return int64(stop)
 
 
@@ -422,7 +438,7 @@ def quantize_stochastic(x, y, g, p, sg, w, layout, start, stop):
 # become codes, a loop each that the compiler vectorises.
 
 
-@device
+@borrowing
 def _begin_group(x, shape, steps, group, p, sg, layout, room, factors):
     """Write the scales of a group's blocks to ``steps`` and a factor for each column to ``factors``.
 
@@ -439,7 +455,7 @@ def _begin_group(x, shape, steps, group, p, sg, layout, room, factors):
     return r0, r1, k0, size, refused
 
 
-@device
+@borrowing
 def _scaled_row(x, y, first, size, factors, layout):
     """Multiply elements from ``first`` on by their factors: an element's, or that of all."""
     for start in range(0, size, factors.size):
@@ -454,17 +470,18 @@ def _encoder(code_of):  # type: ignore[no-untyped-def]
 
     @kernel
     def encode(x, codes, steps, how, p, sg, layout, start, stop):  # type: ignore[no-untyped-def]
-        flat, columns, values = x.reshape(-1), x.shape[1], np.empty(layout.inner * layout.group, np.float32)
+        flat, result, columns = x.reshape(-1), codes.reshape(-1), x.shape[1]
+        values = np.empty(layout.inner * layout.group, np.float32)
         room, factors = _room(layout), np.empty(_lanes(layout), np.float32)
         for group in range(start, stop):
             r0, r1, k0, size, refused = _begin_group(flat, x.shape, steps, group, p, sg, layout, room, factors)
             if refused:
                 return int64(group)
             for r in range(r0, r1):
-                result = codes[r, k0 : k0 + size]
+                at = uint64(r * columns + k0)
                 _scaled_row(flat, values, r * columns + k0, size, factors, layout)
                 for i in range(size):
-                    result[i] = code_of(values[i], how)
+                    result[at + uint64(i)] = code_of(values[i], how)
         return int64(stop)
 
     return encode
@@ -482,7 +499,8 @@ encode_nearest, encode_tabled = _encoder(_nearest_code), _encoder(code_of_number
 @kernel
 def encode_stochastic(x, codes, steps, g, c, p, sg, w, layout, start, stop):
     """Encode groups of blocks, rounding stochastically."""
-    flat, columns, values = x.reshape(-1), x.shape[1], np.empty(layout.inner * layout.group, np.float32)
+    flat, result, columns = x.reshape(-1), codes.reshape(-1), x.shape[1]
+    values = np.empty(layout.inner * layout.group, np.float32)
     room, words = _room(layout), np.empty(layout.inner * layout.group + 128, np.uint32)
     ones, factors = np.full(_lanes(layout), _ONE), np.empty(_lanes(layout), np.float32)
     for group in range(start, stop):
@@ -490,9 +508,9 @@ def encode_stochastic(x, codes, steps, g, c, p, sg, w, layout, start, stop):
         if refused:
             return int64(group)
         for r in range(r0, r1):
-            at, result = r * columns + k0, codes[r, k0 : k0 + size]
+            at = r * columns + k0
             fill_words(at, size, w, words)
             _stochastic_row(flat, values, at, 0, size, words, ones, factors, _ONE, g, layout)
             for i in range(size):
-                result[i] = code_of_value(values[i], c)
+                result[uint64(at) + uint64(i)] = code_of_value(values[i], c)
     return int64(stop)

@@ -35,6 +35,8 @@ class _Lowering(NativeLowering):
 
     def run_pass(self, state: Any) -> bool:
         """Write a function in LLVM's language, and name it for those that call it."""
+        if not state.flags.nrt and "array(" in str(state.return_type):
+            raise TypeError(f"{state.func_id.func_name} returns an array, and does not count references to it")
         state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
@@ -76,6 +78,16 @@ def kernel(function: Callable) -> Callable:
 def device(function: Callable) -> Callable:
     """Compile a helper that is inlined into the kernels that call it."""
     return numba.njit(nogil=True, error_model="numpy", forceinline=True, pipeline_class=Inlined)(function)
+
+
+def borrowing(function: Callable) -> Callable:
+    """Compile a helper as ``device`` does that neither makes nor returns arrays, so that it counts no references.
+
+    Each count is an atomic operation, which waits for all stores before it: one for a few hundred elements takes as
+    long as their cast.
+    """
+    wrap = numba.njit(nogil=True, error_model="numpy", forceinline=True, _nrt=False, pipeline_class=Inlined)
+    return wrap(function)
 
 
 def subroutine(function: Callable) -> Callable:
