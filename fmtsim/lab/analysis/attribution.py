@@ -203,11 +203,12 @@ class Attribution(Result):
         yield table_of(_COLUMNS, shown, filled=True)
         if len(shown) < len(self.rows):
             yield f"and {len(self.rows) - len(shown)} more rows"
-        kl = "" if self.rounded_kl is None else f"; KL {self.rounded_kl:.3g} nats"
+        kl = "" if self.rounded_kl is None else f", KL {self.rounded_kl:.3g} nats"
         change, operands = self.simulated_loss - self.plain_loss, self.rounded_loss - self.plain_loss
         machine = any(row.operand == "fprop" for row in self.rows)
         more = f" = {operands:+.3g} operands {change - operands:+.3g} arithmetic" if machine else ""
-        yield f"loss {self.plain_loss:.6g} without rounding, {change:+.3g} with all of the forward pass{more}{kl}"
+        whole = "all of the forward pass" if machine else "all operands of the forward pass"
+        yield f"loss {self.plain_loss:.6g} without rounding, {change:+.3g} with {whole}{more}{kl}"
         kind = "operands switched one at a time" if self.exact else "estimates"
         yield f"{kind}, from {self.passes[0]} forward and {self.passes[1]} backward passes"
         yield from self.notes
