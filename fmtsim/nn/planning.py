@@ -33,6 +33,7 @@ from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, shown
 
 Configure = Callable[[str], LinearConfig | None]
@@ -45,7 +46,7 @@ LOOKED_UP = "its rows are looked up, not multiplied"  # of nn.Embedding
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_alone(format: str | Format | None, fast_accum: bool) -> None:
+def check_alone(format: Any, fast_accum: bool) -> None:
     """Refuse arguments of ``convert`` beside a recipe, which has formats and use_fast_accum of its own."""
     if format is not None:
         raise ArgumentError(
@@ -59,14 +60,14 @@ def check_alone(format: str | Format | None, fast_accum: bool) -> None:
 
 
 def names_format(recipe: Any) -> bool:
-    """Return True for a format, its name or its dtype, that is no training recipe's name."""
+    """Return True for a format, its name or dtype, or a Quantizer, that is no training recipe's name."""
     for read in (partial(get_recipe, kind="training"), get_format):
         with suppress(FmtsimError):
             return bool(read(recipe)) and read is get_format
-    return False
+    return isinstance(recipe, Quantizer)
 
 
-def configure(config: Any, format: str | Format | None, fast_accum: bool) -> Configure:
+def configure(config: Any, format: Any, fast_accum: bool) -> Configure:
     """Return what gives each layer its config, from the argument of ``convert`` that names formats.
 
     Raises:
