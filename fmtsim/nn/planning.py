@@ -20,7 +20,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from fmtsim.casts.arguments import takes
-from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig, linear_config, size_fault
 from fmtsim.gemm.products.resolver import check_target
