@@ -32,6 +32,7 @@ from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
 from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, shown
 
 Configure = Callable[[str], LinearConfig | None]
@@ -58,11 +59,11 @@ def check_alone(format: Any, fast_accum: bool) -> None:
 
 
 def names_format(recipe: Any) -> bool:
-    """Return True for a format, its name or its dtype, that is no training recipe's name."""
+    """Return True for a format, its name or dtype, or a Quantizer, that is no training recipe's name."""
     for read in (partial(get_recipe, kind="training"), get_format):
         with suppress(FmtsimError):
             return bool(read(recipe)) and read is get_format
-    return False
+    return isinstance(recipe, Quantizer)
 
 
 def configure(config: Any, format: Any, fast_accum: bool) -> Configure:

@@ -50,12 +50,6 @@ class Reordered:
         """The weight's."""
         return self.encoded.shape if self.size is None else self.size
 
-    def blocks(self, name: str) -> Encoded:
-        """Return the codes and scales, if the values are theirs; DataError names a weight whose factors change them."""
-        if self.factors is not None:
-            raise DataError(f"{name!r} has factors beside its scales (pre_quant_scale); encode its values, decode()")
-        return self.encoded
-
     def arrange(self, values: Tensor) -> Tensor:
         """Return the weight, of the values of ``encoded``."""
         values = values if self.columns is None else values[:, self.columns.argsort()]
