@@ -132,7 +132,7 @@ def quantize(
         values = values if result in (None, values.dtype) else quantize(values, result, out_dtype=result)
         return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
     if isinstance(format, Quantizer) and format.like:
-        format, like = format.format, format.like
+        format, like = format.format, format.like  # type: ignore[assignment]
     if like is not None:
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
         values = profile.quantize_like(x, format, like, dim=dim, block_size=block_size, out_dtype=result)
@@ -215,7 +215,7 @@ def encode(
     tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
     if isinstance(format, Quantizer) and format.like:
-        format, like = format.format, format.like
+        format, like = format.format, format.like  # type: ignore[assignment]
     if like is not None:
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
         return profile.encode_like(tensor, format, like, dim=dim, block_size=block_size)
