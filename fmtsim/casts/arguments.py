@@ -199,6 +199,9 @@ def _resolve(
     format: Any, rounding: Any, overflow: Any, dim: int, random_bits: int | None,
     block_size: Any, scale_rule: Any, dtype: torch.dtype, out_dtype: torch.dtype | None,
 ) -> tuple[CastSpec, torch.dtype, NamedBlock, int]:  # fmt: skip
+    if isinstance(format, Quantizer):
+        format, rounding, overflow, _ = cast_options(format, rounding, overflow, random_bits, block_size, scale_rule)
+        random_bits = block_size = scale_rule = None
     fmt = with_block(get_format(format), block_size, scale_rule)
     mode = get_rounding(rounding, random_bits)
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
@@ -213,20 +216,30 @@ def _resolve(
     return spec, result, block, random
 
 
-_DEFAULTS = {"rounding": ("nearest_even", Rounding())}  # of verbs, beside a Quantizer; of all others None
-
-
-def cast_options(quantizer: Quantizer, **options: Any) -> tuple[Format, Rounding, Overflow | None, str | None]:
-    """Return format, rounding, overflow and like of a Quantizer that only casts; refuse them beside it."""
+def cast_options(
+    quantizer: Quantizer, rounding: Any = None, overflow: Any = None, random_bits: Any = None, block_size: Any = None,
+    scale_rule: Any = None, like: Any = None,
+) -> tuple[Format, Rounding, Overflow | None, str | None]:  # fmt: skip
+    """Return format, rounding, overflow and like of a Quantizer that only casts; refuse a verb's own beside it."""
+    rounding = None if rounding in ("nearest_even", Rounding()) else rounding
+    options = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits, "block_size": block_size,
+               "scale_rule": scale_rule, "like": like}  # fmt: skip
     for name, value in options.items():
-        if value is not None and value not in _DEFAULTS.get(name, ()):
-            raise ArgumentError(
-                f"{name}={shown(value)} beside a Quantizer, which says how to round and scale; leave it out, or "
-                "write it into dataclasses.replace(quantizer, ...)"
-            )
+        if value is not None:
+            text = f"{name}={shown(value)} beside a Quantizer, which says how to round and scale"
+            raise ArgumentError(f"{text}; leave it out, or write it into dataclasses.replace(quantizer, ...)")
     cast = quantizer.as_cast()
     assert cast.format is not None
     return cast.format, cast.rounding, cast.overflow, cast.like or None
+
+
+@constant_in_graphs
+def only_casts(quantizer: Quantizer) -> bool:
+    """Return True if a Quantizer is a cast to a format alone."""
+    try:
+        return bool(quantizer.as_cast())
+    except FormatError:  # transforms, a second cast, or a rule that block formats lack
+        return False
 
 
 def check_out_dtype(out_dtype: torch.dtype | None, fmt: Format) -> torch.dtype | None:

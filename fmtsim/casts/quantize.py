@@ -12,12 +12,12 @@ import torch
 from fmtsim.casts import numpy_arrays, ops, profile
 from fmtsim.casts.arguments import (
     Generator,
-    cast_options,
     check_blocks,
     check_dense,
     check_input,
     check_out,
     decoding,
+    only_casts,
     prepare,
     randomness,
     refuse_keywords,
@@ -35,7 +35,7 @@ from fmtsim.rounding.modes import Rounding, RoundingName
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.dispatch import is_bare, is_readable
-from fmtsim.support.errors import FormatError
+from fmtsim.support.errors import ArgumentError, FormatError
 
 Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
 
@@ -124,16 +124,15 @@ def quantize(
     # 2. arguments become a cast, or the steps of another library's
     check_dense("x", x)
     result: Any = out_dtype if out is None else check_out(x, out, out_dtype)
-    if isinstance(format, Quantizer):
-        options = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits, "block_size": block_size,
-                   "scale_rule": scale_rule, "like": like}  # fmt: skip
-        try:
-            format, rounding, overflow, like = cast_options(format, **options)
-        except FormatError:  # transforms, a second cast, or a rule that block formats lack
-            above = import_module("fmtsim.gemm.layers.quantize_tensor")  # of products, whose room lies above casts
-            values: Any = above.quantize_tensor(x, format, dim=dim, generator=generator, pad=pad)
-            values = values if result in (None, values.dtype) else quantize(values, result, out_dtype=result)
-            return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
+    if isinstance(format, Quantizer) and not only_casts(format):
+        if random_words is not None:
+            raise ArgumentError("random_words go with a Quantizer that only casts; pass generator=")
+        above = import_module("fmtsim.gemm.layers.quantize_tensor")  # of products, whose room lies above casts
+        values: Any = above.quantize_tensor(x, format, dim=dim, generator=generator, pad=pad)
+        values = values if result in (None, values.dtype) else quantize(values, result, out_dtype=result)
+        return values if out is None else out.copy_(values)  # type: ignore[no-any-return]
+    if isinstance(format, Quantizer) and format.like:
+        format, like = format.format, format.like  # type: ignore[assignment]
     if like is not None:
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
         values = profile.quantize_like(x, format, like, dim=dim, block_size=block_size, out_dtype=result)
@@ -215,10 +214,8 @@ def encode(
     # 1. arguments become a cast
     tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
-    if isinstance(format, Quantizer):
-        options = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits, "block_size": block_size,
-                   "scale_rule": scale_rule, "like": like}  # fmt: skip
-        format, rounding, overflow, like = cast_options(format, **options)
+    if isinstance(format, Quantizer) and format.like:
+        format, like = format.format, format.like  # type: ignore[assignment]
     if like is not None:
         profile.check_alone(like, rounding, overflow, generator, random_bits, random_words, scale_rule, pad)
         return profile.encode_like(tensor, format, like, dim=dim, block_size=block_size)

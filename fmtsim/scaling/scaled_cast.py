@@ -254,36 +254,6 @@ def _of_matrix(s: Tensor, sizes: tuple[int, int], x: Tensor) -> tuple[Tensor, tu
     return (s.reshape(1, 1), (x.shape[0], x.shape[1])) if s.numel() == 1 else (s, sizes)
 
 
-def _better(x: Tensor, old: Scaled, new: Scaled, scaling: Scaling, top: float, sizes: tuple[int, int]) -> Scaled:
-    """Take, block by block, the cast with the smaller error, the old one in a tie."""
-    before, after = (
-        errors(blocked(x, sizes), blocked(tried.elements, sizes), tried.scales, scaling, top, sizes[0])
-        for tried in (old, new)
-    )
-    takes = after < before
-    mixed = old.scales._replace(
-        scale=torch.where(takes, new.scales.scale, old.scales.scale),
-        factor=torch.where(takes, new.scales.factor, old.scales.factor),
-    )
-    chosen = spread(takes, sizes, x.shape)
-    return Scaled(torch.where(chosen, new.elements, old.elements), mixed, torch.where(chosen, new.scaled, old.scaled))
-
-
-def _corrected(cast: Scaled, scaling: Scaling, sizes: tuple[int, int], key: RandomKey | None) -> Scaled:
-    """Multiply each group's scales by ``<y, y> / <y, q>``, y being what was rounded to q, and round them again.
-
-    Scales were rounded to nearest before; the rule's own rounding, often stochastic, is that of the corrected ones.
-    """
-    assert scaling.eden is not None
-    group = (1, scaling.eden)
-    y, q = (blocked(float64(part), group) for part in (cast.scaled, cast.elements))
-    over = folded_sum(y * q)
-    correction = torch.where(over == 0, 1.0, folded_sum(y * y) / over).float()
-    correction = spread(correction, (1, scaling.eden // sizes[1]), cast.scales.scale.shape)
-    stored = _in_format(cast.scales.scale * correction, scaling.scale, scaling.scale_rounding, key)
-    return cast._replace(scales=cast.scales._replace(scale=stored))
-
-
 def slope(rule: GradientRule, cast: Scaled, element: ElementFormat) -> Tensor | None:
     """Return the slope of every element, [M, N]: float32, or bool for 1 and 0 under masks; None where all are 1.
 

@@ -437,10 +437,8 @@ def explain(
         raise ArgumentError(f"x has {tensor.numel()} numbers; pass at most {LIMIT}, the oracle is slow")
     tensor = tensor.reshape(-1)
     if isinstance(format, Quantizer):
-        format, rounding, overflow, like = cast_options(
-            format, rounding=rounding, overflow=overflow, random_bits=random_bits, block_size=block_size,
-            scale_rule=scale_rule, like=like,
-        )  # fmt: skip
+        told = rounding, overflow, random_bits, block_size, scale_rule, like
+        format, rounding, overflow, like = cast_options(format, *told)
     if like is not None:
         check_alone(like, rounding, overflow, None, random_bits, None, scale_rule, None)
         return explain_like(tensor, get_format(format), like, block_size)

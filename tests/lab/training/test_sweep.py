@@ -376,9 +376,8 @@ def test_lists_of_numbers():
 
 
 def test_a_field_of_a_datapath_is_swept(tmp_path, capsys, corpus):
-    words = ["sweep", "--schemes", "e4m3", "--target", "block=16,fraction_bits=8", "--over", "fraction_bits=2,8..9",
-             "--lr", "1e-3", "--steps", "3", "--seeds", "0", *SMALL, "--workers", "1",
-             "--out", str(tmp_path)]  # fmt: skip
+    words = ["sweep", "--schemes", "e4m3", "--target", "block=16,fraction_bits=8", "--over", "fraction_bits=2,8..9"]
+    words += ["--lr", "1e-3", "--steps", "3", "--seeds", "0", *SMALL, "--workers", "1", "--out", str(tmp_path)]
     assert main(words) == main(words) == 0  # the second finds all runs
     runs = {run.point.scheme: run for run in read_runs(tmp_path)}
     assert list(runs) == [f"e4m3@fraction_bits={bits}" for bits in (2, 8, 9)]
