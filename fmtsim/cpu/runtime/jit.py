@@ -86,8 +86,8 @@ def borrowing(function: Callable) -> Callable:
     Each count is an atomic operation, which waits for all stores before it: one for a few hundred elements takes as
     long as their cast.
     """
-    wrap = numba.njit(nogil=True, error_model="numpy", forceinline=True, _nrt=False, pipeline_class=Inlined)
-    return wrap(function)
+    options: Any = {"_nrt": False}
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, pipeline_class=Inlined, **options)(function)
 
 
 def subroutine(function: Callable) -> Callable:
