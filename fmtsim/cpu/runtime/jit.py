@@ -86,8 +86,8 @@ def borrowing(function: Callable) -> Callable:
     Each count is an atomic operation, which waits for all stores before it: one for a few hundred elements takes as
     long as their cast.
     """
-    options: dict[str, Any] = {"_nrt": False, "pipeline_class": Inlined}  # numba's name; its stubs lack it
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True, **options)(function)
+    options: Any = {"_nrt": False}
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, pipeline_class=Inlined, **options)(function)
 
 
 def subroutine(function: Callable) -> Callable:
