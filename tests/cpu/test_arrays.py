@@ -3,12 +3,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 import fmtsim
-from fmtsim.cpu.runtime import pool
+from fmtsim.cpu.runtime import jit, pool
 from fmtsim.cpu.runtime.pool import array_of
 from tests.support.bits import assert_same_bits
 from tests.support.operands import normal
@@ -67,6 +68,15 @@ def test_blocks_past_the_caches_have_the_same_values(name, columns, dim, monkeyp
         assert (out[:16] == -7).all() and (out[-16:] == -7).all()
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[1], fmtsim.decode(fmtsim.encode(x, name, dim=dim)))
+
+
+itself = jit.borrowing(lambda x: x)
+total = numba.njit(lambda x: itself(x).sum())
+
+
+def test_helpers_that_count_no_references_return_no_arrays():
+    with pytest.raises(Exception, match="<lambda> returns an array, and does not count references to it"):
+        total(np.zeros(3))
 
 
 def test_a_thread_keeps_memory_by_name():
