@@ -75,7 +75,9 @@ class BlockFormat(Displayed):
         check(bool(scale.mantissa_bits) or powers or not real, narrow, "floor, ceil, rceil or even")
         stored = scale.bits <= 8 or scale.name in ("fp32", "bf16", "fp16")
         check(
-            stored, f"scale format {scale.name}", "fp32, bf16, fp16 or one of 8 bits or fewer, such as ue5m3 or uint6"
+            stored,
+            f"scale format {scale.name} is not supported",
+            "fp32, bf16, fp16 or one of 8 bits or fewer, such as ue5m3 or uint6",
         )
         tensor, several = self.scaling.tensor, len(self.scaling.candidates) > 1
         check(real or tensor is None, "a tensor scale stands alone", "'amax', 'encode' and TensorScale()")
