@@ -314,7 +314,7 @@ SCALINGS = {  # what a block format cannot have, and what is said about it
                    "scaling=[amax of the tensor]: a block format takes no arithmetic='decode_divides'; choose 'div"),
     "even": ("nf4", block_scaling((1, 32), "even"), "scale_rule='even' needs mantissa bits; choose floor or amax"),
     "no mantissa": ("e4m3", Scaling(scale=get_format("e8m0")), "scale_rule='amax' needs a scale with mantissa bits"),
-    "wide": ("e4m3", Scaling(scale=get_format("tf32")), "scale format tf32; choose fp32, bf16, fp16"),
+    "wide": ("e4m3", Scaling(scale=get_format("tf32")), "scale format tf32 is not supported; choose fp32, bf16, fp16"),
     "two levels": ("e2m1", block_scaling((1, 16), "floor", arithmetic="encode", tensor=TensorScale()),
                    "a tensor scale stands alone; "),
     "zero point": ("int4", Scaling(zero_point=True), "zero_point=True does not fit; choose an unsigned integer "),

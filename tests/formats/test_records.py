@@ -143,7 +143,7 @@ REFUSED = [
     (lambda: Scaling(block=(1 << 63, 1)), "Scaling block=(9223372036854775808, 1) is not allowed; choose (outer,"),
     (lambda: Scaling(block=(1, 2, 3)), "Scaling block=(1, 2, 3) is not allowed; choose (outer, inner) sizes of 1 or"),
     (lambda: Scaling(block=(1, True)), "Scaling block=(1, True) is not allowed; choose (outer, inner) sizes of 1 or"),
-    (lambda: block(scale="e4m4"), "scale format e4m4; choose fp32, bf16, fp16 or one of 8 bits or"),
+    (lambda: block(scale="e4m4"), "scale format e4m4 is not supported; choose fp32, bf16, fp16 or one of 8 bits or"),
     (lambda: block("lns8_g8", rule="even"), "scale_rule='even' needs mantissa bits; choose floor or amax"),
     (lambda: block("e2m1", **E4M3_SCALE | {"arithmetic": "divide"}), "tensor= with arithmetic='divide' is not"),
     (lambda: block("e2m1", **E4M3_SCALE | {"candidates": (1.0, 1.5)}),
