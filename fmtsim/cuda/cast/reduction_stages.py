@@ -196,7 +196,6 @@ def variants() -> Iterator[tuple[str, str, Defines]]:
             for dtype in _OUTPUTS if ranks == 2 else _OUTPUTS[:1]:
                 yield "reduction.cu", kind, reduction_macros(grid, dtype, dtype, True, ranks, tree, True)
     yield "statistic.cu", "factors_of_tensors", ()
-    yield "statistic.cu", "largest_of_ranks", ()
 
 
 def _kernel(index: int, defines: Defines, name: str) -> Callable[..., None]:
