@@ -167,7 +167,7 @@ def _header(path: Path, content: bytes | bytearray, size: int) -> tuple[dict[str
     length = int.from_bytes(content[:8], "little")
     if length > len(content) - 8:
         if content[:2] in (b"PK", b"\x80\x02"):  # a zip file, or a pickle
-            step = "load it by them, and save its tensors by safetensors.torch.save_file"
+            step = "load it by torch.load or numpy.load, and save its tensors by safetensors.torch.save_file"
             raise DataError(f"{path} is a file of torch.save or numpy.savez, not of safetensors or GGUF; {step}")
         raise DataError(
             f"{path}: a header of {length} bytes is announced, {size - 8} follow; it is truncated or corrupt"

@@ -72,7 +72,7 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
     _should_skip_dynamo = classmethod(lambda cls: False)  # this would import the compiler, which takes 70 MB
 
     def __init__(
-        self, *, target: str = "h200", strict: bool = False, compiled: str | os.PathLike[str] | None = None
+        self, target: str = "h200", *, strict: bool = False, compiled: str | os.PathLike[str] | None = None
     ) -> None:
         super().__init__()
         if not isinstance(target, str) or target not in TARGETS:

@@ -101,6 +101,8 @@ def compare_ways(
     """
     if not isinstance(like, list | tuple) or sorted(map(str, like)) != sorted(WAYS):
         raise ArgumentError(f"like={shown(like)} of a function is not a pair that is known; choose {WAYS}")
+    alone: Any = inputs  # one tensor is one argument
+    inputs = (alone,) if isinstance(alone, Tensor) else inputs
     if not isinstance(inputs, list | tuple) or not any(isinstance(x, Tensor) for x in inputs):
         raise ArgumentError(f"inputs={shown(inputs)} hold no tensor; pass the function's arguments as a tuple")
     detached = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tuple(inputs))

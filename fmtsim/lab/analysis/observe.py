@@ -21,6 +21,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.multiply import layer_product, multiply
+from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.gemm.layers.watch import Seen, Watcher
 from fmtsim.lab.analysis.measure import measure
 from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
@@ -30,8 +31,9 @@ from fmtsim.nn.conversion import all_settings
 from fmtsim.nn.modules import EmulatedModule, Emulation
 from fmtsim.nn.sdpa import AttentionCall
 from fmtsim.recipes.recipe import Recipe, Rule
+from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import Datapath, IntegerDatapath
-from fmtsim.spec.operand import Operand, last_cast
+from fmtsim.spec.operand import Keys, Operand, block_of, last_cast
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.table import some
@@ -284,7 +286,9 @@ def observe(
         x = model.detach()
         fmt = last_cast(format).format if isinstance(format, Quantizer) else get_format(format)
         q = quantize(x, format, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-        seen = OperandStats().add(x, q, fmt)
+        scaled = isinstance(format, Quantizer) and format.scaling is not None
+        seen = OperandStats().read(measure(x, q, fmt, scales=_scales_of(x, format) if scaled else None), fmt)
+        seen.format = str(format) if scaled else seen.format
         finite = x.isfinite() & q.isfinite()
         a, b = x[finite].double(), q[finite].double()
         cosine = (a @ b / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))).item()
@@ -295,6 +299,16 @@ def observe(
             "observe(torch.as_tensor(x), 'e4m3')"
         )
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
+
+
+def _scales_of(x: Tensor, quantizer: Quantizer) -> Tensor | None:
+    """Return what each element of a tensor, whose blocks lie along its last axis, is divided by."""
+    keys = Keys(RandomKey(0), RandomKey(0))  # of elements, which are not looked at
+    matrix = x.reshape(-1, x.shape[-1] if x.dim() else 1)
+    columns, inner = matrix.shape[1], block_of(quantizer)[1] or 1
+    whole = nn.functional.pad(matrix, (0, -columns % inner))
+    scales = Seen("x", whole, quantize_operand(whole, quantizer, keys), keys).scales()
+    return scales if scales is None or scales.numel() == 1 else scales[:, :columns].reshape(x.shape)
 
 
 def check_observation(who: str, every: int, recipe: Any, format: Any, rules: Any) -> None:

@@ -224,10 +224,8 @@ def _gap_within(baseline: Mapping[str, Any], simulated: Mapping[str, Any]) -> tu
     said = f"{whole.size:+.4f} nats per byte over the last tenth of {len(pairs)} steps, from one seed"
     if whole.floor is None:
         return f"{said}; too few steps to tell that from chance", whole
-    how = (
-        f"{whole.floor:.4f}, four standard deviations of {_BLOCKS - 1} of {_BLOCKS} means in the last half of this run"
-    )
-    return f"{said}; {'more' if whole.clear else 'no more'} than its scatter ({how}; other seeds may differ)", whole
+    how = f"the {whole.floor:.4f} by which it wanders in the last half of this run; other seeds may differ"
+    return f"{said}; {'more' if whole.clear else 'no more'} than {how}", whole
 
 
 def suspects(run: Mapping[str, Any], steps: Mapping[str, Step], most: int = 3) -> list[Suspect]:

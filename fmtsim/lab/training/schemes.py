@@ -205,8 +205,9 @@ class Scheme:
         if self.recipe is not None:
             values["recipe"] = recipe_to_dict(self.recipe)
         values["rules"] = [recipe_to_dict(rule) for rule in self.rules]
+        records = Datapath | IntegerDatapath | LogDatapath | GemmPlan
         return {
-            name: record_to_dict(value) if isinstance(value, Datapath | LogDatapath | GemmPlan) else value
+            name: record_to_dict(value) if isinstance(value, records) else value
             for name, value in values.items()
         } | {"optimizer": asdict(self.states), "reduction": self.reduced_by}
 

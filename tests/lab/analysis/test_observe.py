@@ -300,3 +300,13 @@ def test_a_tensor_takes_a_format_alone(options):
     refused(
         "observe of a tensor takes a format and nothing else; call observe", fmtsim.observe, torch.ones(4), **options
     )
+
+
+def test_elements_of_a_quantiser_saturate_under_its_scales():
+    """With twice the format's largest as top, elements beyond 464, which rounds to no value, are counted."""
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * 1000
+    seen = observe(x, Quantizer(format="e4m3", scaling=Scaling(block=(1, 32), margin=-1)))
+    blocks = x.unflatten(1, (-1, 32))
+    scaled = blocks / (blocks.abs().amax(2, keepdim=True) / 896)
+    assert seen.saturated == int((scaled.abs() > 464).sum()) > 1000 and "amax of 1x32" in seen.format
+    assert observe(x[:, :90], Quantizer(format="e4m3", scaling=Scaling(block=(1, 32)))).saturated == 0

@@ -71,6 +71,12 @@ def test_a_run_leaves_all_files_and_a_summary(tmp_path, text, capsys):
         assert words in printed.out
 
 
+def test_integers_of_13_bits_train(tmp_path, text, capsys):
+    words = ["train", *SMALL, "--target", "integers,accumulator_bits=13,saturate=true", "--format", "int8"]
+    assert main([*words, "--grad-format", "int8", "--data", str(text), "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    assert "int13 clamped every 32" in capsys.readouterr().out
+
+
 def test_json_and_lines(tmp_path, text, capsys):
     out = tmp_path / "run"
     assert main(["train", *SMALL, "--data", str(text), "--out", str(out), "--json", "--format", "mxfp4"]) == 0

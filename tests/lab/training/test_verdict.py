@@ -48,13 +48,13 @@ def words(one):
 def test_a_gap_is_held_to_its_scatter_and_called_one_seeds():
     assert words(record())["Gap"] == "none: all 200 losses are equal, bit for bit"
     clear = words(record(0.1, 0.01))
-    assert ", from one seed; more than its scatter (0.0" in clear["Gap"] and "other seeds may differ" in clear["Gap"]
+    assert ", from one seed; more than the 0.0" in clear["Gap"] and "other seeds may differ" in clear["Gap"]
     assert clear[SEEDS].startswith("not known: one seed does not tell")
     lost = words(record(0.001, 0.1))
-    assert ", from one seed; no more than its scatter (0." in lost["Gap"] and lost["What to try"].startswith("fewer")
+    assert ", from one seed; no more than the 0." in lost["Gap"] and lost["What to try"].startswith("fewer")
     # half a percent of the loss is told from nothing, however steady, a tenth of it from anything, however it jumps
-    assert "no more than its scatter (0.0100" in words(record(0.009))["Gap"]
-    assert "; more than its scatter (0.2010" in words(record(0.5, 0.6))["Gap"]
+    assert "no more than the 0.0100" in words(record(0.009))["Gap"]
+    assert "; more than the 0.2010" in words(record(0.5, 0.6))["Gap"]
     # between them: four standard deviations of nine of ten means of ten steps
     one = record(0.05)
     jumps = [0.0] * 100 + [x for block in range(10) for x in [0.01 * (block % 2) + 2.0 * (block == 3)] * 10]
