@@ -216,7 +216,7 @@ BAD = [
     (lambda: PackedFormat(name="x", elements=32, bytes=3, fields=(("d", 16, 1, 1, 2),)), FormatError,
      r"format 'x': fields have 2 bytes, not bytes=3; choose 2"),
     (lambda: fmtsim.explain(1.0, "q4_0"), FormatError,
-     r"explain does not follow blocks of q4_0; fmtsim.quantize\(x, 'q4_0'\) rounds to it"),
+     r"explain does not follow blocks of q4_0; fmtsim.quantize with this format gives"),
 ]  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
                 weights.append(recode(name, value, target, scales)[1])
             progress.step(number + 1)
     if not weights:
-        raise ArgumentError(f"a={shown(a)} has no Encoded; pass a checkpoint of quantised weights")
+        raise ArgumentError(f"{shown(a)} has no quantised weights; pass a checkpoint that has some")
     return Recode(source="", target=target.name, weights=tuple(weights))
 
 

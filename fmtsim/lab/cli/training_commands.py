@@ -274,8 +274,9 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write the report of several runs."""
     out = Path(arguments.out).expanduser()
     check_file("--out", out)
-    write_file(out, artifacts.overlay([Path(folder).expanduser() for folder in arguments.folders]))
-    print(f"written: {out}")
+    page, told = artifacts.overlay([Path(folder).expanduser() for folder in arguments.folders])
+    write_file(out, page)
+    print(f"{told}\nwritten: {out}")
     return 0
 
 

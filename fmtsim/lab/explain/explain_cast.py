@@ -445,7 +445,7 @@ def explain(
     fmt = with_block(get_format(format), block_size, scale_rule)
     if isinstance(fmt, PackedFormat) or (isinstance(fmt, BlockFormat) and not fmt.scaling.has_usual_rule):
         raise FormatError(
-            f"explain does not follow blocks of {fmt.name}; fmtsim.quantize(x, {fmt.name!r}) rounds to it"
+            f"explain does not follow blocks of {fmt.name}; fmtsim.quantize with this format gives their values"
         )
     if overflow is not None and (not isinstance(overflow, str) or overflow not in OVERFLOWS):
         allowed = "choose 'saturate', 'ieee' or None for the format's default"

@@ -512,8 +512,8 @@ def read_record(folder: Path) -> Record:
     return record  # type: ignore[no-any-return]
 
 
-def overlay(folders: Sequence[Path]) -> str:
-    """Return a report of several runs, as HTML.
+def overlay(folders: Sequence[Path]) -> tuple[str, str]:
+    """Return a report of several runs, as HTML, and its verdict in lines.
 
     Curves that are equal have one entry of the legend; each simulated run's gap is to the baseline of its own folder.
     Runs that differ in their seed alone have a verdict together.
@@ -552,12 +552,14 @@ def overlay(folders: Sequence[Path]) -> str:
         for name, record in records.items():
             described = tuple(item for item in rows[name].items() if not item[0].startswith(_OWN))
             groups.setdefault(described, {})[name] = record
-        return write_page(
+        told = _table(list(groups.values()))
+        page = write_page(
             None, title=" against ".join(names), curves=curves, against=against, loss_unit="nats per byte",
-            verdict=_table(list(groups.values())),
+            verdict=told,
             configuration={"differs": differing, "in all": same},
             notes=[f"Heatmaps, exponents and costs of a run are in {REPORT} of its folder"],
         )  # fmt: skip
+        return page, "\n".join(": ".join(row[:1] + row[1 if len(row) == 2 else 2 :]) for row in told[1:])
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         places = ", ".join(str(folder / RECORD) for folder in folders)
         raise DataError(

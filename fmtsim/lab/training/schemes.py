@@ -207,8 +207,7 @@ class Scheme:
         values["rules"] = [recipe_to_dict(rule) for rule in self.rules]
         records = Datapath | IntegerDatapath | LogDatapath | GemmPlan
         return {
-            name: record_to_dict(value) if isinstance(value, records) else value
-            for name, value in values.items()
+            name: record_to_dict(value) if isinstance(value, records) else value for name, value in values.items()
         } | {"optimizer": asdict(self.states), "reduction": self.reduced_by}
 
 

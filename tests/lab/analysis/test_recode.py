@@ -151,7 +151,7 @@ def test_what_is_no_format_of_blocks_is_refused():
         ("e4m3", "nvfp4", r"a=e4m3 is not a format of blocks without zero points; choose one such as nvfp4"),
         ("mxfp4", "nvfp4_row", r"b=nvfp4_row is not a format of blocks without zero points"),
         ("mxfp4", "uint4_g32_zp", r"b=uint4_g32_zp is not a format of blocks"),
-        ({"x": torch.ones(2)}, "nvfp4", r"has no Encoded; pass a checkpoint of quantised weights"),
+        ({"x": torch.ones(2)}, "nvfp4", r"has no quantised weights; pass a checkpoint that has some"),
     ):
         with pytest.raises(ArgumentError, match=message):
             fmtsim.lab.check_recode(a, b)

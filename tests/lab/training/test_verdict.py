@@ -206,6 +206,8 @@ def test_runs_are_laid_over_each_other(tmp_path, text, capsys, monkeypatch):
     assert configuration["ran.simulated.target"] == "none: products of float32"
     assert configuration["ran.parameters"] == "7,664" and configuration["ran.date"].endswith(" UTC")
     assert main(["report", "a", "b", "c", "--out", "all.html"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("a, b: ") and told[1].startswith("c: ") and told[-1] == "written: all.html"
     page = data_of((tmp_path / "all.html").read_text())
     labels = [curve["label"] for curve in page["curves"]]
     assert labels[0] == "a baseline = c baseline" and len(labels) == 5
