@@ -16,6 +16,7 @@ from torch import nn
 
 from fmtsim.casts.arguments import check_module, refuse_keywords, spelled, takes
 from fmtsim.formats.block import Format
+from fmtsim.formats.registry import list_formats
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
@@ -160,7 +161,8 @@ def convert(
         leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]  # four say enough
         named_reasons = "; ".join(f"{name or type(model).__name__}: {reasons[name]}" for name in leaves)
         text = f"convert found nothing to convert in {type(model).__name__}"
-        raise ArgumentError(f"{text} ({named_reasons})" if named_reasons else text)
+        also = f"; format={recipe!r} converts all with that format" if recipe in list_formats() else ""
+        raise ArgumentError((f"{text} ({named_reasons})" if named_reasons else text) + also)
     # 3. classes of layers, products that modules write, and what the recipe exchanges
     keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator  # of the whole model
     for module, name, layer_plan in layers:

@@ -324,3 +324,8 @@ def test_layers_on_meta_have_results_without_numbers():
     refused("x is on meta, w on cpu; move them to one device", model, torch.ones(2, 4, device="meta"))
     y = model.to("meta")(torch.ones(2, 4, device="meta"))
     assert y.is_meta and y.shape == (2, 3)
+
+
+def test_a_recipe_that_leaves_all_layers_names_the_format_of_its_name():
+    with pytest.raises(ArgumentError, match="found nothing to convert in Linear .*; format='mxfp4' converts all"):
+        convert(torch.nn.Linear(32, 32), "mxfp4")

@@ -513,6 +513,9 @@ class Tracing:
         self._stack = ExitStack()
         self._finish: Callable[[], Trace] | None = None
 
+    def __repr__(self) -> str:
+        return f"<tracing of {type(self.model).__name__}; its .trace is the Trace, behind the block>"
+
     def __enter__(self) -> "Tracing":
         self._recorder = Recorder(self.model, self._tensors)
         stack, recorder = self._stack, self._recorder

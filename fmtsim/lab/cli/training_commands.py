@@ -108,12 +108,8 @@ def _changes(over: str | None, target: Any) -> list[str]:
     name, equals, values = over.partition("=")
     fields = [field.name for field in dataclasses.fields(target)] if dataclasses.is_dataclass(target) else []
     if not equals or name not in fields:
-        has = (
-            f"a field of --target, one of {', '.join(fields)}"
-            if fields
-            else "for a datapath: pass --target block=32,..."
-        )
-        raise ArgumentError(f"--over {over!r} is not FIELD=LIST {has}{did_you_mean(name, fields)}")
+        step = f"FIELD is one of {', '.join(fields)}" if fields else "and pass --target block=32,... whose field it is"
+        raise ArgumentError(f"--over {over!r} is not possible; write FIELD=LIST, {step}{did_you_mean(name, fields)}")
     words = [str(n) for word in _list(values, "--over", str)
              for n in (_integers(word, "--over") if re.fullmatch(r"\d+\.\.\d+", word) else [word])]  # fmt: skip
     for word in words:  # a value that the datapath refuses fails here

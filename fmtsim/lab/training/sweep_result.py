@@ -439,7 +439,7 @@ class SweepResult(Result):
         )
         content = table_of((*_GROUPS, *answers), self.groups()), *text
         rows = self.predictors()
-        if not rows[0].runs:
+        if rows[0].runs < 4:  # of three runs chance gives a correlation of 1 in every third sweep
             return content
         early = (
             f"what is known after {100 * EARLY:.0f} % of the steps of {rows[0].runs} runs, {rows[0].failed} of which "

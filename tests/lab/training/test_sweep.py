@@ -400,8 +400,8 @@ def test_a_field_of_a_datapath_is_swept(tmp_path, capsys, corpus):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--over", "accumulator=e8m3"), "--over 'accumulator=e8m3' is not FIELD=LIST for a datapath: pass --target"),
-        (("--target", "h200", "--over", "block=3"), "is not FIELD=LIST for a datapath"),
+        (("--over", "accumulator=e8m3"), "is not possible; write FIELD=LIST, and pass --target"),
+        (("--target", "h200", "--over", "block=3"), "write FIELD=LIST, and pass --target block=32"),
         (("--target", "block=8", "--over", "blck=3"), "signed_zero; did you mean 'block"),
         (("--target", "block=8", "--over", "block=0"), "block=0 is not possible"),
     ],
