@@ -98,3 +98,11 @@ def gpu_device():
 def device(request):
     """Return the CPU with kernels emulated on it, then a GPU."""
     return request.getfixturevalue(f"{request.param}_device")
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    """Let a test register formats that are gone after it."""
+    registry = importlib.import_module("fmtsim.formats.registry")
+    monkeypatch.setattr(registry, "_formats", dict(registry._formats))
+    monkeypatch.setattr(registry, "_lookup", dict(registry._lookup))

@@ -18,13 +18,6 @@ from tests.support.refusals import refused
 E3M3 = FloatFormat(name="mine", exponent_bits=3, mantissa_bits=3, aliases=("my_e3m3",))
 
 
-@pytest.fixture
-def scratch(monkeypatch):
-    """Let a test register formats that are gone after it."""
-    monkeypatch.setattr(registry, "_formats", dict(registry._formats))
-    monkeypatch.setattr(registry, "_lookup", dict(registry._lookup))
-
-
 NAMES = (
     "bf16 fp16 tf32 fp32 fp64 e4m3 e4m3_ieee e4m3fnuz e4m3b11fnuz e5m2 e5m2fnuz e3m4 e2m3 e3m2 e2m1 e8m0 mxfp8_e4m3 "
     "mxfp8_e5m2 mxfp6_e2m3 mxfp6_e3m2 mxfp4 mxint8 nvfp4 int8 int4"

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.formats import registry
 from fmtsim.formats.tensor_file import DTYPES
 from fmtsim.lab.verify.vectors import check_part, read_vectors
 from fmtsim.support.errors import ArgumentError, CoverageWarning, DtypeError
@@ -33,9 +32,7 @@ def test_names_of_safetensors_and_onnx_are_formats():
 
 
 @pytest.mark.parametrize("format", ["e4m3", torch.float8_e4m3fn, "F8_E4M3", "flex6_of_mine", fmtsim.get_format("int8")])
-def test_a_format_in_place_of_a_recipe_is_the_format(format, monkeypatch):
-    for name in ("_formats", "_lookup"):  # what the test registers is gone after it
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+def test_a_format_in_place_of_a_recipe_is_the_format(format, scratch):
     fmtsim.register_format(
         fmtsim.FloatFormat(name="flex6_of_mine", exponent_bits=3, mantissa_bits=2, nan="none", infinities=False)
     )
