@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a comparison, or ``fmtsim train --check native``, leaves behind: report, JSON record, table; all or nothing."""
 
-import itertools
 import json
 import math
 import platform
