@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fmtsim.formats.tensor_file import StoredTensor, read_tensors, stored_tensor, tensor_content
 from fmtsim.gemm.targets.doubts import collected_guesses
@@ -374,8 +375,7 @@ def train(
         checkpoint.restore(parts)
     if run.report is not None and looks:
         progress.say(run.report.summary)
-    beneath_modes = torch._C._len_torch_dispatch_stack() > 0  # as simulate is one: layers then show no operands
-    observed = observed_steps(config.steps) if looks and scheme.simulated and not beneath_modes else set()
+    observed = observed_steps(config.steps) if looks and scheme.simulated else set()
     progress.stage(run.label, config.steps)
     watch = lambda step: observe(learner.model) if step in observed else contextlib.nullcontext()  # noqa: E731
     for step, seen in training_steps(parts, scheme, config, corpus, watch):
@@ -399,7 +399,8 @@ def train(
     if run.stopped:
         progress.say(f"{run.label}: stopped, {run.stopped}")
     elif run.stats is not None and config.steps >= COST_STEPS:
-        run.costs = costs(learner.model, config, corpus)
+        with _disable_current_modes():  # estimates, in the host's arithmetic under a simulated GPU, too
+            run.costs = costs(learner.model, config, corpus)
     return run
 
 

@@ -100,7 +100,8 @@ def test_training_of_the_command_line(tmp_path, capsys):
     (tmp_path / "text").write_text("a text of some length, to be read again and again. " * 200)
     words = ["train", *words, "--data", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
     assert main([*words, "--simulate", "h200"]) == 0
-    assert "operators exact" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "operators exact" in told and "where bits were lost in 1 observed step" in told
     assert main([*words, "--simulate", "h200", "--check", "native"]) == 2
     assert "--simulate computes on the CPU; leave --check and --device out" in capsys.readouterr().err
 
