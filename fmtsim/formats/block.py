@@ -184,7 +184,7 @@ class BlockFormat(Displayed):
             ("element range", f"{short_number(self.element.min)} to {short_number(self.element.max)}"),
             ("range with scales", f"{short_number(self.min)} to {short_number(self.max)}{times}"),
             ("block", block_text(self.block, " x ")),
-            ("scale", f"{self.scale.name} by {self.scale_rule}"),
+            ("scale", f"{self.scale.name} by {self.scaling.rule_text}"),
             ("bits per element", f"{self.bits_per_element:g}"),
             *([] if self.power_of_two else [("arithmetic", self.arithmetic)]),
             *([(level, "fp32")] if level else []),
@@ -199,7 +199,7 @@ class BlockFormat(Displayed):
         extra += " + zero point" if self.zero_point else ""
         return (
             f"BlockFormat({self.name!r}: {self.element.name} in {blocks}, "
-            f"scale {self.scale.name} by {self.scale_rule}{extra})"
+            f"scale {self.scale.name} by {self.scaling.rule_text}{extra})"
         )
 
 

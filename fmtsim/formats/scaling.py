@@ -242,6 +242,11 @@ class Scaling:
         """The name of the rule as verbs take it: the exponent's, or ``"amax"`` for real scales."""
         return self.exponent_rule or "amax"
 
+    @property
+    def rule_text(self) -> str:
+        """What a scale is made of, in words: the name of the rule, and how a real scale becomes a power of two."""
+        return self.scale_rule + (f", a power of two by {self.power_of_two}" if self.power_of_two else "")
+
     def __str__(self) -> str:
         whole: dict[Block, str] = {(None, None): "the tensor", (1, None): "each row"}
         words = [f"{self.statistic} of {whole.get(self.block) or block_text(self.block)}"]

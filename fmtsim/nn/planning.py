@@ -58,12 +58,16 @@ def check_alone(format: Any, fast_accum: bool) -> None:
         )
 
 
-def names_format(recipe: Any) -> bool:
-    """Return True for a format, its name or dtype, or a Quantizer, that is no training recipe's name."""
-    for read in (partial(get_recipe, kind="training"), get_format):
+def meanings(recipe: Any) -> list[str]:
+    """Return the keywords of ``convert`` that take a value: of ``"recipe"``, ``"format"``, ``"target"``."""
+    readers = {"recipe": partial(get_recipe, kind="training"), "format": get_format,
+               "target": partial(check_target, "convert")}  # fmt: skip
+    keywords = ["format"] if isinstance(recipe, Quantizer) else []
+    for keyword, read in readers.items():
         with suppress(FmtsimError):
-            return bool(read(recipe)) and read is get_format
-    return isinstance(recipe, Quantizer)
+            read(recipe)  # type: ignore[operator]
+            keywords.append(keyword)
+    return keywords
 
 
 def configure(config: Any, format: Any, fast_accum: bool) -> Configure:

@@ -196,19 +196,25 @@ class _Layer(Watcher):
         place = slice(len(a.elements)), slice(len(b.elements))
         corner, bias = exact[place], None if bias is None else bias[place[1]]
         noise = (y[place].double() - corner).square().sum()
+        results = {}
         for loss, layer in _layers_without(config, name, y.dtype).items():
             dtype = torch.float32 if loss == "output" else y.dtype
-            error = layer_product(layer, name, a, b, bias, dtype, y.dtype).double() - corner
+            results[loss] = layer_product(layer, name, a, b, bias, dtype, y.dtype)
+            error = results[loss].double() - corner
             # of the whole result as much as of the corner
             without = error.square().sum() * (seen.noise / noise if noise else 1.0)
             seen.without[loss] = without.nan_to_num(math.inf).item()
+        if seen.without.pop("nothing", None) is not None and len(corner):
+            # 3. an integer accumulator wraps or saturates: results that its width changes, of all as of the corner
+            changed = (results["nothing"] != results["accumulator"]).double().mean()
+            seen.saturated = round(changed.item() * seen.elements)
         self._observation.products.append((self._step, self._name, name, seen))
         return y
 
 
 @lru_cache(maxsize=256)
 def _layers_without(config: LinearConfig, name: str, dtype: torch.dtype) -> dict[str, Layer]:
-    """Return layers whose Datapath lacks one loss: of alignment, of the accumulator, of the output."""
+    """Return layers whose Datapath lacks one loss: of alignment, the accumulator, the output; of integers nothing."""
     gemm = getattr(config, name)
     changes: dict[str, dict[str, Any]] = {}
     if isinstance(gemm.target, Datapath):
@@ -218,7 +224,7 @@ def _layers_without(config: LinearConfig, name: str, dtype: torch.dtype) -> dict
         if gemm.out.format is not None or dtype.itemsize < 4:
             changes["output"] = {"out": Quantizer()}
     elif isinstance(gemm.target, IntegerDatapath):
-        changes["accumulator"] = {"target": replace(gemm.target, accumulator_bits=64)}
+        changes |= {"nothing": {}, "accumulator": {"target": replace(gemm.target, accumulator_bits=64)}}
     # a generator of its own: the model's random numbers stay as they are
     return {loss: Layer(replace(config, **{name: replace(gemm, **change)}), 0) for loss, change in changes.items()}
 
@@ -238,7 +244,8 @@ def observe(
 
     A product that a target multiplies has a row too (``fprop dgrad wgrad``): its result against the exact product of
     the same quantised operands. A ``Datapath`` or ``IntegerDatapath`` runs up to three times more: ``bits_lost`` says
-    how many bits better that result is where alignment, accumulator or output alone lose nothing.
+    how many bits better that result is where alignment, accumulator or output alone lose nothing. Under an
+    ``IntegerDatapath`` ``saturated`` is how many results wrapped or saturated, estimated from 32 rows and columns.
 
     ``observe(x, format)`` returns those of a tensor, rounded to nearest as ``fmtsim.quantize`` does: underflow,
     saturation, SQNR, MSE, cosine, exponents and ``plot()``. A last block that is not whole is padded with zeros.
