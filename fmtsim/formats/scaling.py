@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from fmtsim.formats.element import IntFormat
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
 from fmtsim.support.errors import FmtsimError, FormatError, shown
-from fmtsim.support.records import as_int, check_types, lists_fields
+from fmtsim.support.records import READERS, as_int, check_types, lists_fields
 
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
@@ -325,9 +325,7 @@ def check_use(owner: str, scaling: Scaling, use: str, error: type[FmtsimError] =
 
 def _scale_format(scale: Any) -> Any:
     """Return the record of a scale's format; integers become floats with an exponent field of one bit."""
-    import fmtsim  # the registry of formats reads Scalings
-
-    fmt = fmtsim.get_format(scale) if isinstance(scale, str) else scale
+    fmt = READERS[FloatFormat](scale, "") if isinstance(scale, str) else scale
     if not isinstance(fmt, IntFormat) or fmt.half_offset:
         return fmt
     # subnormals and the one binade above them count in steps of the same size
