@@ -16,6 +16,7 @@ from tests.support.refusals import refused
 DTYPES = "choose float16, bfloat16, float32, float64 or a float8 dtype"
 BLOCK = "is not a block; choose an int of 1 or more, or (outer, inner), in which None means the whole extent"
 ROUNDINGS = ", ".join(MODES)
+X = torch.linspace(-8.0, 8.0, 256).reshape(4, 64)
 
 # x is [6, 64] of float32.
 ARGUMENTS = [
@@ -251,3 +252,28 @@ def test_nothing_is_half_written():
         with pytest.raises(fmtsim.FmtsimError):
             quantize(torch.ones(6, 64), **{"format": "e4m3", "out": out, **options})
     assert bool((out == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize(torch.nn.LazyLinear(4).weight, "e4m3"), ArgumentError, "x belongs to a lazy module .* once"),
+        (lambda: fmtsim.observe(X.to("meta"), "e4m3"), ArgumentError, "x is on meta, .*pass a tensor on a device"),
+        (lambda: fmtsim.observe(X.bool(), "e4m3"), DtypeError, "x has dtype torch.bool; .*convert it with"),
+        (lambda: fmtsim.export("m", "folder", "torchao"), ArgumentError, "export takes a torch.nn.Module, not str"),
+        (
+            lambda: fmtsim.convert(torch.nn.Linear(4, 4), format="e4m3", rules=X),
+            ArgumentError,
+            "is not a list of Rules",
+        ),
+    ],
+)
+def test_what_no_verb_can_take_names_the_next_step(call, error, message):
+    refused(message, call, error=error)
+
+
+def test_float8_tensors_are_observed_and_float4_codes_identified():
+    codes = X.to(torch.float8_e4m3fn)
+    assert fmtsim.observe(codes, "e5m2").to_dict() == fmtsim.observe(codes.float(), "e5m2").to_dict()
+    packed = encode(X, "e2m1").codes.view(torch.float4_e2m1fn_x2)
+    assert any(one.format.name == "e2m1" for one in fmtsim.identify_cast(X, packed).explanations)

@@ -40,6 +40,8 @@ def check_dense(name: str, x: Any) -> None:
         raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
     if type(x) not in PLAIN_TYPES:
         check_whole(name, type(x))
+        if torch.nn.parameter.is_lazy(x):
+            raise ArgumentError(f"{name} belongs to a lazy module and has no shape yet; run the module once first")
     if torch.compiler.is_compiling():  # dynamo cannot see layouts
         return
     if x.is_nested:

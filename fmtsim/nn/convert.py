@@ -43,6 +43,7 @@ from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
+from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
@@ -156,6 +157,7 @@ def convert(
         planner = recipe_planner(named, model)
     else:
         planner = constant_planner(configure(recipe, format, fast_accum), machine)
+    rules = () if rules is None else rules_of(rules)
     planner = with_rules(planner, rules, model, machine, named) if rules else planner  # rules of this call come first
     # 2. what to convert and why not the rest: an error until here leaves the model unchanged
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)

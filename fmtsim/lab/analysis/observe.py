@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fmtsim.casts.arguments import check_module
+from fmtsim.casts.arguments import check_input, check_module, check_readable
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import FLOAT8_DTYPES
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.multiply import layer_product, multiply
@@ -289,8 +290,10 @@ def observe(
     if isinstance(model, Tensor):
         if format is None or recipe is not None or rules or every != 1:
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
+        check_input(model, float8=True)
+        check_readable("x", model)
         # Round as quantize does; sums and the cosine are of the elements that are finite before and after.
-        x = model.detach()
+        x = model.detach().float() if model.dtype in FLOAT8_DTYPES else model.detach()
         fmt = last_cast(format).format if isinstance(format, Quantizer) else get_format(format)
         q = quantize(x, format, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
         scaled = isinstance(format, Quantizer) and format.scaling is not None
