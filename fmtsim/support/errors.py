@@ -96,7 +96,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 _OTHERS = {
     "saturate": ("overflow='saturate' or 'ieee'",), "seed": ("generator=",), "axis": ("dim=",),
-    "dtype": ("out_dtype=",), "grad_format": ("g=",), "grad": ("g=",), "fmt": ("format=",), "format": ("x=",),
+    "dtype": ("out_dtype=",), "grad_format": ("g=",), "grad": ("g=",), "fmt": ("format=",),
+    "unit": ("target=",), "format": ("x=",),
     "block_size": ("block=", "scaling=Scaling(block=)"), "block": ("scaling=Scaling(block=)", "block_size="),
     "scale": ("scaling=Scaling(scale=)",), "scale_rule": ("scaling=Scaling(exponent_rule=)",),
     "accumulator_bits": ("accumulator=, or IntegerDatapath(accumulator_bits=)",),

@@ -102,7 +102,8 @@ def test_what_is_more_than_a_cast_has_values_and_gradients():
     x = X.clone().requires_grad_()
     masked(x).sum().backward()
     assert set(x.grad.unique().tolist()) == {0.0, 1.0}
-    drawn = Quantizer("e3m2", scaling=Scaling(block=(1, 16), eden=16, scale="e4m3"), rounding="stochastic")
+    drawn = Quantizer("e3m2", scaling=Scaling(block=(1, 16), eden=16, scale="e4m3", scale_rounding="stochastic"),
+                      rounding="stochastic")  # fmt: skip
     assert torch.equal(drawn(X, generator=3), drawn(X, generator=3))
     assert not torch.equal(drawn(X, generator=3), drawn(X, generator=4))
     keys = Keys(RandomKey(3), RandomKey(3, 1 << 40))  # words of elements and of scales

@@ -69,6 +69,8 @@ def test_keywords_of_other_libraries_name_what_says_the_same():
         (fmtsim.Quantizer, "block", r"write scaling=Scaling\(block=\)"),
         (partial(fmtsim.Quantizer, "e4m3"), "scale", r"write scaling=Scaling\(scale=\)"),
         (fmtsim.Scaling, "block_size", "write block="), (partial(fmtsim.linear_config, "e4m3"), "grad", "write g="),
+        (partial(fmtsim.observe, torch.ones(2)), "fmt", "write format="),
+        (partial(fmtsim.compare, torch.ones(2), torch.ones(2)), "likes", "did you mean 'like'\\?"),
     ):  # fmt: skip
         refused(rf"unexpected keyword argument '{keyword}'; {hint} \(it takes", call, error=TypeError, **{keyword: 32})
 

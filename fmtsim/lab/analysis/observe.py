@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fmtsim.casts.arguments import check_input, check_module, check_readable
+from fmtsim.casts.arguments import check_input, check_module, check_readable, refuse_keywords, spelled
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
@@ -239,7 +239,7 @@ def observe(
 ) -> ModelObservation: ...  # fmt: skip
 def observe(
     model: Any, format: Any = None, *, recipe: str | Path | Recipe | LinearConfig | None = None,
-    rules: Sequence[Rule] | str | Path = (), every: int = 1,
+    rules: Sequence[Rule] | str | Path = (), every: int = 1, **others: Any,
 ) -> ModelObservation | TensorStats:  # fmt: skip
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
@@ -287,6 +287,7 @@ def observe(
     >>> observe(torch.tensor([1.0, 0.3, 1e-5]), "e4m3").underflow_percent
     33.333333333333336
     """
+    refuse_keywords(observe, others)
     if isinstance(model, Tensor):
         if format is None or recipe is not None or rules or every != 1:
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
@@ -309,6 +310,9 @@ def observe(
             "observe(torch.as_tensor(x), 'e4m3')"
         )
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
+
+
+observe.__signature__ = spelled(observe)  # type: ignore[attr-defined]
 
 
 def _scales_of(x: Tensor, quantizer: Quantizer) -> Tensor | None:
