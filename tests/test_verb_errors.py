@@ -258,6 +258,24 @@ def test_nothing_is_half_written():
     ("call", "error", "message"),
     [
         (lambda: quantize(torch.nn.LazyLinear(4).weight, "e4m3"), ArgumentError, "x belongs to a lazy module .* once"),
+        (lambda: quantize("e4m3", X), DtypeError, "x is str, not a tensor; the tensor comes first"),
+        (
+            lambda: fmtsim.ptq("int8_static", torch.nn.Linear(4, 4)),
+            ArgumentError,
+            "ptq takes a torch.nn.Module, not str",
+        ),
+        (
+            lambda: fmtsim.get_unit("H200"),
+            ArgumentError,
+            "unknown unit 'H200'; get_target has GPUs with their libraries",
+        ),
+        (lambda: fmtsim.Scaling(block=32), FormatError, r"block=32 is not .*, or None; block=\(1, 32\) is 32 of a row"),
+        (
+            lambda: fmtsim.BlockFormat("b", "mxfp4", fmtsim.Scaling()),
+            FormatError,
+            "element=.* is not allowed; pass a Fl",
+        ),
+        (lambda: fmtsim.BlockFormat("b", "e2m", fmtsim.Scaling()), FormatError, "unknown format 'e2m'; did you mean"),
         (lambda: fmtsim.observe(X.to("meta"), "e4m3"), ArgumentError, "x is on meta, .*pass a tensor on a device"),
         (lambda: fmtsim.observe(X.bool(), "e4m3"), DtypeError, "x has dtype torch.bool; .*convert it with"),
         (lambda: fmtsim.export("m", "folder", "torchao"), ArgumentError, "export takes a torch.nn.Module, not str"),
@@ -270,6 +288,11 @@ def test_nothing_is_half_written():
 )
 def test_what_no_verb_can_take_names_the_next_step(call, error, message):
     refused(message, call, error=error)
+
+
+def test_a_block_format_takes_the_name_of_its_elements():
+    fmt = fmtsim.BlockFormat("b", "e2m1", fmtsim.Scaling(block=(1, 32)))
+    assert fmt == fmtsim.BlockFormat("b", fmtsim.get_format("e2m1"), fmtsim.Scaling(block=(1, 32)))
 
 
 def test_float8_tensors_are_observed_and_float4_codes_identified():

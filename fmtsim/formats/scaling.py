@@ -367,7 +367,8 @@ def check_block(of: str, block: Block) -> None:
     """Raise FormatError for what is not a block; ``of`` says whose it is."""
     sizes = isinstance(block, tuple) and len(block) == 2
     possible = sizes and all(size is None or (type(as_int(size)) is int and 1 <= size < 1 << 63) for size in block)
-    _require(possible, f"{of}block={shown(block)}", "(outer, inner) sizes of 1 or more, or None")
+    example = f"; block=(1, {block}) is {block} of a row" if type(block) is int and block > 0 else ""
+    _require(possible, f"{of}block={shown(block)}", f"(outer, inner) sizes of 1 or more, or None{example}")
 
 
 def _require(condition: bool, given: str, allowed: str) -> None:

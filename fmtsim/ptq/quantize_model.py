@@ -122,10 +122,10 @@ def ptq(
     '1'
     """
     began = time.perf_counter()
+    check_model("ptq", model)
     recipe = get_recipe(recipe, kind="ptq")
     machine = machine_options(target, plan, native, "ptq")
     recipe = recipe if machine is None else recipe.on(**machine)
-    check_model("ptq", model)
     recipe, why = excepted(model, recipe, ignore, rules_of(rules))
     if calibration_data is None and recipe.needs_data:
         raise ArgumentError(

@@ -217,7 +217,8 @@ def get_unit(name: str | Unit) -> Unit:
         return name
     unit = _units.get(name.strip().lower()) if isinstance(name, str) else None
     if unit is None:
-        hint = did_you_mean(name, _units)
+        books = isinstance(name, str) and (PLANS / f"{name.strip().lower()}.json").is_file()
+        hint = "; get_target has GPUs with their libraries" if books else did_you_mean(name, _units)
         raise ArgumentError(f"unknown unit {shown(name)}{hint} (choose one of {', '.join(_units)})")
     return unit
 
