@@ -132,7 +132,9 @@ def layout(fmt: Format) -> str:
         return ", ".join(filter(None, words)) or "finite"
     if isinstance(fmt, BlockFormat):
         extra = (" x fp32 tensor scale" if fmt.tensor_scale else "") + (", zero point" if fmt.zero_point else "")
-        return f"{fmt.element.name} in {block_text(fmt.block)}, scale {fmt.scale.name} by {fmt.scale_rule}{extra}"
+        return (
+            f"{fmt.element.name} in {block_text(fmt.block)}, scale {fmt.scale.name} by {fmt.scaling.rule_text}{extra}"
+        )
     if isinstance(fmt, LogTileFormat):
         return f"tile {block_text(fmt.block)}"
     if isinstance(fmt, PackedFormat):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import PRODUCTS
 from fmtsim.gemm.model_layers import list_models
 from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.losses import badness
@@ -441,10 +442,14 @@ def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
             for operand in in_order(total)
         ]  # fmt: skip
         columns = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
-        looks = len(simulated.stats.history)
+        looks, products = len(simulated.stats.history), not total.keys().isdisjoint(PRODUCTS)
         layer, operand, worst = max(
             ((layer, name, s) for layer, operands in simulated.stats.layers.items() for name, s in operands.items()),
-            key=lambda item: (badness(item[2], "underflow") + item[2].saturation_percent, -item[2].sqnr_db),
+            # what a product loses shows in its SQNR alone
+            key=lambda item: (
+                0.0 if products else badness(item[2], "underflow") + item[2].saturation_percent,
+                badness(item[2], "sqnr"),
+            ),
         )
         parts += [
             "",

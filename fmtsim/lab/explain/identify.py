@@ -384,6 +384,12 @@ def _nearest(product: Observed, places: Places, options: list[Accumulation]) -> 
 
 def _advice(product: Observed, near: Nearest, thorough: bool) -> tuple[str, ...]:
     """Return what to try where nothing fits."""
+    one, several = product.y[:1, :1].expand_as(product.y), product.y.numel() > 1
+    if several and near.first.actual != near.first.expected and torch.allclose(product.y, one, 0, 0, equal_nan=True):
+        return (
+            f"every result is {near.first.actual}, and those of a b are not: y was not written, or not yet (an empty "
+            "tensor, a kernel that failed, another stream), or a and b are not what was multiplied",
+        )
     share = near.mismatches / near.compared
     if share < FEW_DIFFER:
         return ("few results differ: look at these elements alone (edges of tiles, a race, a bit that flipped)",)

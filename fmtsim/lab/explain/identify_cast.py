@@ -261,6 +261,7 @@ def _matrices(x: Any, result: Any, scale: Any, dim: int = -1) -> tuple[Tensor, T
         raise ArgumentError(f"x has shape {tuple(x.shape)}: nothing was cast")
     dim = inner_dim(x, dim)
     # 2. codes of four bits, two a byte
+    result = result.view(torch.uint8) if result.dtype == torch.float4_e2m1fn_x2 else result
     x, result = (tensor.reshape(1) if not tensor.dim() else tensor.movedim(dim, -1) for tensor in (x, result))
     if result.dtype.itemsize == 1 and result.shape[:-1] == x.shape[:-1] and 2 * result.shape[-1] == x.shape[-1]:
         pairs = result.view(torch.uint8).to(torch.int64)

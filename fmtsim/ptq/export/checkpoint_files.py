@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from fmtsim.casts.arguments import check_module
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors, read_tensors, stored_tensor, tensor_content
 from fmtsim.nn.coverage import Coverage
@@ -428,6 +429,7 @@ def export(
     >>> found.coded, same
     ({'0': 'int4'}, True)
     """
+    check_module("export", model)
     if layout not in get_args(FileLayout) and path in get_args(FileLayout):
         path, layout = layout, path  # type: ignore[assignment]  # the other way round
     if layout not in get_args(FileLayout):
