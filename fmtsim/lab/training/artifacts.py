@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a comparison, or ``fmtsim train --check native``, leaves behind: report, JSON record, table; all or nothing."""
 
-import itertools
 import json
 import math
 import platform
@@ -139,8 +138,10 @@ def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], 
     if any(not operand.startswith("g") for operand in operands):
         advice.append("finer scales (--scaling block32)")
     if keep := layers_to_keep(found):
-        command = shlex.split(ran.get("command", "fmtsim train"))
-        out = dict(itertools.pairwise(command)).get("--out", "fmtsim-train")
+        command, out = shlex.split(ran.get("command", "fmtsim train")), "fmtsim-train"
+        if "--out" in command[:-1]:
+            place = command.index("--out")
+            out, command = command[place + 1], command[:place] + command[place + 2 :]
         again = shlex.join([*command, "--rules", f"{out}/{RULES}", "--out", f"{out}-rules"])
         advice.append(f"{' and '.join(keep)} in high precision: {again}")
     text = "; ".join(advice) or "another seed first"
