@@ -14,7 +14,7 @@ from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.values import LANES
 
 
-def _pointer_access(llvm_type: ir.Type, kind: types.Type, name: str):  # type: ignore[no-untyped-def]
+def _pointer_access(llvm_type: ir.Type, kind: types.Type):  # type: ignore[no-untyped-def]
     """Return functions that read and write a number at an address."""
 
     @intrinsic
@@ -38,11 +38,11 @@ def _pointer_access(llvm_type: ir.Type, kind: types.Type, name: str):  # type: i
     return peek, poke
 
 
-peek8, poke8 = _pointer_access(ir.IntType(8), types.uint8, "8")
-peek16, poke16 = _pointer_access(ir.IntType(16), types.uint16, "16")
-peek32, poke32 = _pointer_access(ir.IntType(32), types.uint32, "32")
-peek64, poke64 = _pointer_access(ir.IntType(64), types.uint64, "64")
-peekf, pokef = _pointer_access(ir.FloatType(), types.float32, "f")
+peek8, poke8 = _pointer_access(ir.IntType(8), types.uint8)
+peek16, poke16 = _pointer_access(ir.IntType(16), types.uint16)
+peek32, poke32 = _pointer_access(ir.IntType(32), types.uint32)
+peek64, poke64 = _pointer_access(ir.IntType(64), types.uint64)
+peekf, pokef = _pointer_access(ir.FloatType(), types.float32)
 
 
 def lanes_of(function):  # type: ignore[no-untyped-def]
