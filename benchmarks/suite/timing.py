@@ -159,5 +159,6 @@ def origin() -> dict[str, str]:
     """
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
-    command = shlex.join(["python", "-m", "benchmarks.suite", *sys.argv[1:]])
+    threads = [f"OMP_NUM_THREADS={count}" for count in [os.environ.get("OMP_NUM_THREADS")] if count]
+    command = shlex.join([*threads, "python", "-m", "benchmarks.suite", *sys.argv[1:]])
     return {**output.origin(), "command": command, "commit": os.environ.get("FMTSIM_COMMIT") or found or "unknown"}
