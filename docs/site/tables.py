@@ -228,6 +228,7 @@ ON_SITE: Final = {"profile_details": profile_details}
 
 
 MEASURED: Final = tomllib.loads(Path(__file__).with_name("measured.toml").read_text("utf-8"))
+KINDS: Final = ("kernels", "products", "overheads", "results")
 RECORDS: Final = Path(__file__).parents[2] / "benchmarks/results"
 
 
@@ -247,13 +248,12 @@ def measured_table(first: str, columns: list[list[str]], rows: list[list[str]]) 
         )
         if not any(table[-1][1:]):
             raise ValueError(f"no record of the table has {patterns}, which {label!r} asks for")
-    return "\n".join([tight(table), "", *(provenance(name, records[name], columns) for name in records)])
+    return "\n".join([tight(table), "", *(provenance(name, records, columns) for name in records)])
 
 
 def measured_cell(records: list[dict[str, Any]], patterns: list[str], case: str, shown: str) -> str:
     """Return what records show of the cases of some patterns: one, or the least and the largest."""
-    kinds = ("kernels", "products", "overheads", "results")
-    results = itertools.chain(*(record.get(kind, ()) for record in records for kind in kinds))
+    results = itertools.chain(*(record.get(kind, ()) for record in records for kind in KINDS))
     cells = [
         shown.format_map(result | result.get("threads", {}).get("1", {}))
         for result in results
@@ -263,20 +263,38 @@ def measured_cell(records: list[dict[str, Any]], patterns: list[str], case: str,
     return " to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else ""
 
 
-def provenance(name: str, record: dict[str, Any], columns: list[list[str]]) -> str:
-    """Return a line about a record: what is of it, machine, date, commit and command."""
-    about, heads = record["machine"], [head for head, names, *_ in columns if name in names.split()]
+def provenance(name: str, records: dict[str, Any], columns: list[list[str]]) -> str:
+    """Return a line about a record: its columns, where there are several records, machine, date, commit and command."""
+    about = records[name]["machine"]
+    heads = [head for head, names, *_ in columns if name in names.split()] if len(records) > 1 else []
     if about["commit"] == "unknown" or about["commit"].endswith("dirty"):
         raise ValueError(f"{name}: a record of commit {about['commit']!r} cannot be made again; set FMTSIM_COMMIT")
     facts = (about.get("device") or about["processor"], f"torch {about['torch']}", about["date"][:10], about["commit"])
     command = re.sub(r" --record \S+", "", about["command"])
-    return f"- {'; '.join(heads)}: {', '.join(facts)}, `{command}`{about.get('note', '')}"
+    return f"- {'; '.join(heads)}{': ' * bool(heads)}{', '.join(facts)}, `{command}`{about.get('note', '')}"
+
+
+def missed_targets() -> str:
+    """Return, for each record of the tables, which cases miss their targets: what they reach, of what is asked."""
+    goals = (("extra_cost", "extra_limit"), ("ratio_to_copy", "target"), ("ratio_to_sgemm", "target"),
+             ("value", "target"), ("value", "limit"))  # fmt: skip
+    names = dict.fromkeys(column[1] for table in MEASURED.values() for column in table["columns"])
+    lines = []
+    for name in (name for words in names for name in words.split()):
+        record, parts = json.loads((RECORDS / f"{name}.json").read_text("utf-8")), []
+        for result in (result for kind in KINDS for result in record.get(kind, ())):
+            fields = result | result.get("threads", {}).get("1", {})
+            if result.get("met") is False:
+                pair = next(pair for pair in goals if None not in (fields.get(pair[0]), fields.get(pair[1])))
+                parts.append(f"{fields.get('case', fields.get('name'))} {fields[pair[0]]:.2f} of {fields[pair[1]]:g}")
+        lines += [f"- `{name}`: {'; '.join(parts)}."] if parts else []
+    return "\n".join(lines)
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "recipes": recipe_table, "ptq": ptq_table, "schemes": scheme_table, "reductions": reduction_table,
     "cli": command_table, "layouts": layout_table, "profiles": profile_table, "not_reproduced": not_reproduced_table,
-    **{name: partial(measured_table, **table) for name, table in MEASURED.items()},
+    "missed": missed_targets, **{name: partial(measured_table, **table) for name, table in MEASURED.items()},
 }  # fmt: skip
 
 
