@@ -4,7 +4,7 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -16,6 +16,7 @@ from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.records import check_types, lists_fields
 
 TermRounding = Literal["toward_zero", "nearest_even", "nearest_away", "down"]
+TERM_ROUNDINGS: tuple[TermRounding, ...] = get_args(TermRounding)
 FP32 = FloatFormat(name="fp32", exponent_bits=8, mantissa_bits=23)
 
 

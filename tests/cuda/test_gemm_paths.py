@@ -276,7 +276,7 @@ def test_kernels_of_usual_products_are_compiled_ahead():
     for capability, paths in (((9, 0), {"aligned_fp64_mma"}), ((12, 0), set())):
         listed = list(variants(capability))
         files = {file.removesuffix("_pack.cu").removesuffix(".cu") for file, *_ in listed}
-        assert files == {"block_scaled", "fma_chain", "aligned_fp64_fma", *paths} and len(set(listed)) > 100
+        assert files == {"block_scaled", "fma_chain", "aligned_fp64_fma", *paths} and len(set(listed)) > 90
 
 
 @pytest.mark.parametrize("name", [*CASES, *(name for name in RARER if "chain of" not in name)])
