@@ -199,8 +199,9 @@ def bisect(
     if isinstance(run_a, partial | Launch) or isinstance(run_b, partial | Launch):
         return bisect_launches(run_a, run_b)
     for model, compiled in ((run_a, run_b), (run_b, run_a)):
-        if isinstance(model, nn.Module) and getattr(compiled, "_orig_mod", None) is model and batch is not None:
-            return bisect_compiled(model, compiled, split_arguments(batch))
+        eager = getattr(compiled, "_orig_mod", None)  # what torch.compile was given
+        if isinstance(eager, nn.Module) and eager is model and batch is not None:
+            return bisect_compiled(eager, compiled, split_arguments(batch))
     runs = _read("run_a", run_a, batch, loss), _read("run_b", run_b, batch, loss)
     result = _find(runs, "modules")
     if result.inside_modules or any(run.step is None for run in runs):

@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from fmtsim.casts.arguments import check_input, check_module, check_readable, refuse_keywords, spelled
@@ -152,12 +153,14 @@ class ModelObservation(Observation):
         notes += [f"no attention seen, not called or of another kind: {some(unseen)}"] if unseen else []
         return [*self._shadow.notes, *notes]
 
+    @_disable_current_modes()
     def see(self, step: int, layer: str, seen: Seen) -> None:
         """Count an operand of a layer in a step."""
         if self.active:
             fmt, (x, q, dim) = seen.quantized.quantizer.format, seen.rounded()
             self._unread.append((step, layer, seen.name, fmt, measure(x, q, fmt, dim, seen.scales())))
 
+    @_disable_current_modes()
     def _read(self) -> None:
         """Take what was counted from its devices, each asked once."""
         # 1. Copy what lies on each device at once.
@@ -186,9 +189,14 @@ class _Layer(Watcher):
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
         y, config = run(), self._place.config
-        active = self._observation.active and isinstance(config, LinearConfig)
-        if not active or not getattr(config, name).machine:
-            return y
+        if isinstance(config, LinearConfig) and self._observation.active and getattr(config, name).machine:
+            self._count(name, a, b, bias, y, config)
+        return y
+
+    @_disable_current_modes()
+    def _count(
+        self, name: str, a: Operand, b: Operand, bias: Tensor | None, y: Tensor, config: LinearConfig
+    ) -> None:  # fmt: skip
         # 1. against the exact product of the same operands, float64
         exact = multiply(a, b, bias, torch.float64, torch.float64)
         seen = _seen_product(exact, y, getattr(config, name).machine)
@@ -206,11 +214,12 @@ class _Layer(Watcher):
             changed = (results["nothing"] != results["accumulator"]).double().mean()
             seen.saturated = round(changed.item() * seen.elements)
         self._observation.products.append((self._step, self._name, name, seen))
-        return y
 
+    @_disable_current_modes()
     def attention_product(self, name: str, a: Any, b: Any, y: Tensor, run: Callable[[Any, Any, Any], Tensor]) -> None:
         if self._observation.active:
-            unit, exact = self._place.config.products[name].target, a.values().double() @ b.values().double().mT
+            config: Any = self._place.config
+            unit, exact = config.products[name].target, a.values().double() @ b.values().double().mT
             seen = _seen_product(exact, y, f"on {machine_name(unit)}")
             a, b = a.head(_CORNER), b.head(_CORNER)
             place = slice(1), slice(_CORNER), slice(_CORNER)

@@ -4,6 +4,7 @@
 import json
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -251,6 +252,27 @@ def test_products_of_attention_on_a_unit_have_rows():
     assert rows["s"].noise == pytest.approx(noise) and rows["s"].elements == 2 * 3 * 40 * 40
     assert rows["s"].format.startswith("on blocks of 4; F=4") and rows["s"].bits_lost["alignment"] > 2
     assert all(abs(row.bits_lost["accumulator"]) < 0.1 for row in map(rows.get, products))
+
+
+@pytest.mark.parametrize("recipe", ["te_nvfp4", "te_current"])  # random signs and bits; a gradient from one read
+def test_a_simulated_run_is_observed_as_any_other(recipe):
+    rows, noise, results, counts = [], [], [], []
+    for simulated, observed in ((False, True), (True, True), (True, False)):
+        torch.manual_seed(1)
+        net = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16(), recipe, generator=3)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        run, seen = (fmtsim.simulate(target="h200") if simulated else nullcontext()), nullcontext()
+        with run, observe(net) if observed else seen as seen:
+            y = net(x)
+            y.float().square().mean().backward()
+        if observed:
+            rows.append({layer: [*operands] for layer, operands in seen.layers.items()})
+            noise.append([seen["0"][name].noise for name in ("x_f", "w_f")])
+        results.append([y, *(p.grad for p in net.parameters())])
+        counts.append(run.exact if simulated else None)
+    assert rows[0] == rows[1] and noise[0] == pytest.approx(noise[1]) and min(noise[0]) > 0
+    # the simulation counts the model's operators alone, and looking changes no bit of it
+    assert counts[1] == counts[2] and all(map(torch.equal, results[1], results[2]))
 
 
 def test_nested_and_empty_observations_are_errors(model):
