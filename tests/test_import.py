@@ -287,6 +287,10 @@ def test_import_is_light_silent_and_strict():
     assert "fmtsim" in found and not found & {"torch", "numpy", "ml_dtypes", *HEAVY}
 
 
+def test_a_scaling_alone_reads_names_of_formats():
+    imported("from fmtsim.formats.scaling import Scaling\nScaling(scale='uint6')")
+
+
 def test_public_names_are_light_silent_and_strict():
     """All public names but those of the CPU engine, and results that can be plotted, load none of the libraries.
 

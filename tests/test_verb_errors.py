@@ -16,6 +16,7 @@ from tests.support.refusals import refused
 DTYPES = "choose float16, bfloat16, float32, float64 or a float8 dtype"
 BLOCK = "is not a block; choose an int of 1 or more, or (outer, inner), in which None means the whole extent"
 ROUNDINGS = ", ".join(MODES)
+X = torch.linspace(-8.0, 8.0, 256).reshape(4, 64)
 
 # x is [6, 64] of float32.
 ARGUMENTS = [
@@ -251,3 +252,51 @@ def test_nothing_is_half_written():
         with pytest.raises(fmtsim.FmtsimError):
             quantize(torch.ones(6, 64), **{"format": "e4m3", "out": out, **options})
     assert bool((out == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize(torch.nn.LazyLinear(4).weight, "e4m3"), ArgumentError, "x belongs to a lazy module .* once"),
+        (lambda: quantize("e4m3", X), DtypeError, "x is str, not a tensor; the tensor comes first"),
+        (
+            lambda: fmtsim.ptq("int8_static", torch.nn.Linear(4, 4)),
+            ArgumentError,
+            "ptq takes a torch.nn.Module, not str",
+        ),
+        (
+            lambda: fmtsim.get_unit("H200"),
+            ArgumentError,
+            "unknown unit 'H200'; get_target has GPUs with their libraries",
+        ),
+        (lambda: fmtsim.Scaling(block=32), FormatError, r"block=32 is not .*, or None; block=\(1, 32\) is 32 of a row"),
+        (
+            lambda: fmtsim.BlockFormat("b", "mxfp4", fmtsim.Scaling()),
+            FormatError,
+            "element=.* is not allowed; pass a Fl",
+        ),
+        (lambda: fmtsim.BlockFormat("b", "e2m", fmtsim.Scaling()), FormatError, "unknown format 'e2m'; did you mean"),
+        (lambda: fmtsim.observe(X.to("meta"), "e4m3"), ArgumentError, "x is on meta, .*pass a tensor on a device"),
+        (lambda: fmtsim.observe(X.bool(), "e4m3"), DtypeError, "x has dtype torch.bool; .*convert it with"),
+        (lambda: fmtsim.export("m", "folder", "torchao"), ArgumentError, "export takes a torch.nn.Module, not str"),
+        (
+            lambda: fmtsim.convert(torch.nn.Linear(4, 4), format="e4m3", rules=X),
+            ArgumentError,
+            "is not a list of Rules",
+        ),
+    ],
+)
+def test_what_no_verb_can_take_names_the_next_step(call, error, message):
+    refused(message, call, error=error)
+
+
+def test_a_block_format_takes_the_name_of_its_elements():
+    fmt = fmtsim.BlockFormat("b", "e2m1", fmtsim.Scaling(block=(1, 32)))
+    assert fmt == fmtsim.BlockFormat("b", fmtsim.get_format("e2m1"), fmtsim.Scaling(block=(1, 32)))
+
+
+def test_float8_tensors_are_observed_and_float4_codes_identified():
+    codes = X.to(torch.float8_e4m3fn)
+    assert fmtsim.observe(codes, "e5m2").to_dict() == fmtsim.observe(codes.float(), "e5m2").to_dict()
+    packed = encode(X, "e2m1").codes.view(torch.float4_e2m1fn_x2)
+    assert any(one.format.name == "e2m1" for one in fmtsim.identify_cast(X, packed).explanations)

@@ -37,9 +37,12 @@ def check_whole(name: str, *types: type) -> None:
 def check_dense(name: str, x: Any) -> None:
     """Refuse what is not a tensor whose elements lie in memory by strides; ``name`` is what errors call it."""
     if not isinstance(x, torch.Tensor):
-        raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; pass torch.tensor({name})")
+        step = "the tensor comes first" if isinstance(x, str) else f"pass torch.tensor({name})"
+        raise DtypeError(f"{name} is {type(x).__name__}, not a tensor; {step}")
     if type(x) not in PLAIN_TYPES:
         check_whole(name, type(x))
+        if torch.nn.parameter.is_lazy(x):
+            raise ArgumentError(f"{name} belongs to a lazy module and has no shape yet; run the module once first")
     if torch.compiler.is_compiling():  # dynamo cannot see layouts
         return
     if x.is_nested:

@@ -42,7 +42,7 @@ Numbers = TypeVar("Numbers", torch.Tensor, "numpy.ndarray[Any, Any]")
 
 def quantize(
     x: Numbers,
-    format: str | Format | Quantizer | torch.dtype,
+    format: str | Format | Quantizer | torch.dtype = None,  # type: ignore[assignment]  # fmt= is told its name
     rounding: RoundingName | Rounding = "nearest_even",
     *,
     overflow: Overflow | None = None,
@@ -173,7 +173,7 @@ _QuantizePlain = plain_twin("quantize", keep_dtypes, _pass_gradient, ops.quantiz
 
 def quantize_(
     x: Numbers,
-    format: str | Format | Quantizer | torch.dtype,
+    format: str | Format | Quantizer | torch.dtype = None,  # type: ignore[assignment]  # fmt= is told its name
     rounding: RoundingName | Rounding = "nearest_even",
     **options: Any,
 ) -> Numbers:
@@ -187,7 +187,7 @@ def quantize_(
 
 def encode(
     x: torch.Tensor | numpy.ndarray[Any, Any],
-    format: str | Format | Quantizer | torch.dtype,
+    format: str | Format | Quantizer | torch.dtype = None,  # type: ignore[assignment]  # fmt= is told its name
     rounding: RoundingName | Rounding = "nearest_even",
     *,
     overflow: Overflow | None = None,

@@ -24,7 +24,7 @@ from fmtsim.formats.scaling import (
 )
 from fmtsim.formats.scaling import Block as Block
 from fmtsim.support.errors import ArgumentError, FormatError, shown
-from fmtsim.support.records import as_int, check_types, lists_fields
+from fmtsim.support.records import READERS, as_int, check_types, lists_fields
 
 
 @lists_fields
@@ -41,7 +41,7 @@ class BlockFormat(Displayed):
 
     Args:
         name: The name under which the format is listed.
-        element: The element format.
+        element: The element format, a name or a record.
         scaling: The block and how its scale is made (``block_scaling`` makes one by the name of a rule). Of its fields
             a format has all but ``statistic``, ``input_scale``, ``scale_rounding``, ``eden``, ``empty``, ``history``,
             which a ``Quantizer`` takes, and ``candidates`` in the order ``"fouroversix"`` alone.
@@ -65,6 +65,8 @@ class BlockFormat(Displayed):
             f"scaling={shown(self.scaling)} is not a Scaling",
             "Scaling(block=..., ...)",
         )
+        if isinstance(self.element, str):
+            object.__setattr__(self, "element", READERS[FloatFormat](self.element, ""))
         check_types(self, FormatError)
         rule, real, scale = self.scale_rule, not self.power_of_two, self.scale
         check_use(f"format {shown(self.name)}:", self.scaling, "a block format")
@@ -184,7 +186,7 @@ class BlockFormat(Displayed):
             ("element range", f"{short_number(self.element.min)} to {short_number(self.element.max)}"),
             ("range with scales", f"{short_number(self.min)} to {short_number(self.max)}{times}"),
             ("block", block_text(self.block, " x ")),
-            ("scale", f"{self.scale.name} by {self.scale_rule}"),
+            ("scale", f"{self.scale.name} by {self.scaling.rule_text}"),
             ("bits per element", f"{self.bits_per_element:g}"),
             *([] if self.power_of_two else [("arithmetic", self.arithmetic)]),
             *([(level, "fp32")] if level else []),
@@ -199,7 +201,7 @@ class BlockFormat(Displayed):
         extra += " + zero point" if self.zero_point else ""
         return (
             f"BlockFormat({self.name!r}: {self.element.name} in {blocks}, "
-            f"scale {self.scale.name} by {self.scale_rule}{extra})"
+            f"scale {self.scale.name} by {self.scaling.rule_text}{extra})"
         )
 
 

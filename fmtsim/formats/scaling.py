@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from fmtsim.formats.element import IntFormat
 from fmtsim.formats.floating import E8M0, FP32, FloatFormat
 from fmtsim.support.errors import FmtsimError, FormatError, shown
-from fmtsim.support.records import as_int, check_types, lists_fields
+from fmtsim.support.records import READERS, as_int, check_types, lists_fields
 
 Block = tuple[int | None, int | None]
 ScaleRule = Literal["floor", "ceil", "rceil", "even", "amax"]
@@ -242,6 +242,11 @@ class Scaling:
         """The name of the rule as verbs take it: the exponent's, or ``"amax"`` for real scales."""
         return self.exponent_rule or "amax"
 
+    @property
+    def rule_text(self) -> str:
+        """What a scale is made of, in words: the name of the rule, and how a real scale becomes a power of two."""
+        return self.scale_rule + (f", a power of two by {self.power_of_two}" if self.power_of_two else "")
+
     def __str__(self) -> str:
         whole: dict[Block, str] = {(None, None): "the tensor", (1, None): "each row"}
         words = [f"{self.statistic} of {whole.get(self.block) or block_text(self.block)}"]
@@ -320,9 +325,7 @@ def check_use(owner: str, scaling: Scaling, use: str, error: type[FmtsimError] =
 
 def _scale_format(scale: Any) -> Any:
     """Return the record of a scale's format; integers become floats with an exponent field of one bit."""
-    import fmtsim  # the registry of formats reads Scalings
-
-    fmt = fmtsim.get_format(scale) if isinstance(scale, str) else scale
+    fmt = READERS[FloatFormat](scale, "") if isinstance(scale, str) else scale
     if not isinstance(fmt, IntFormat) or fmt.half_offset:
         return fmt
     # subnormals and the one binade above them count in steps of the same size
@@ -364,7 +367,8 @@ def check_block(of: str, block: Block) -> None:
     """Raise FormatError for what is not a block; ``of`` says whose it is."""
     sizes = isinstance(block, tuple) and len(block) == 2
     possible = sizes and all(size is None or (type(as_int(size)) is int and 1 <= size < 1 << 63) for size in block)
-    _require(possible, f"{of}block={shown(block)}", "(outer, inner) sizes of 1 or more, or None")
+    example = f"; block=(1, {block}) is {block} of a row" if type(block) is int and block > 0 else ""
+    _require(possible, f"{of}block={shown(block)}", f"(outer, inner) sizes of 1 or more, or None{example}")
 
 
 def _require(condition: bool, given: str, allowed: str) -> None:

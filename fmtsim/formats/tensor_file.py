@@ -35,6 +35,15 @@ TAGS = {
 """Dtypes of tensors in safetensors files, and their tags there."""
 DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 _CHECKSUM = "crc32"
+_LOAD = "load it by torch.load or numpy.load, and save its tensors by safetensors.torch.save_file"
+_PASS = "pass a .safetensors or .gguf file, or a folder with one"
+_STARTS = {  # how files of other kinds begin, what they are, and the next step
+    b"PK": ("a zip file, as torch.save or numpy.savez writes", _LOAD),
+    b"\x80": ("a pickle, as torch.save wrote", _LOAD), b"\x93NUMPY": ("a file of numpy.save", _LOAD),
+    b"\x89HDF": ("an HDF5 file", _PASS), b"\x89PNG": ("a PNG image", _PASS), b"\x1f\x8b": ("a gzip file", _PASS),
+    b"version ": ("a Git LFS pointer", "fetch what it points to by git lfs pull"), b"{": ("JSON text", _PASS),
+    b"GGUF": ("a GGUF file", "open it by fmtsim.open_checkpoint"), b"[": ("JSON text", _PASS),
+}  # fmt: skip
 
 
 class StoredTensor(NamedTuple):
@@ -146,7 +155,7 @@ def open_tensors(path: Path) -> tuple[dict[str, TensorPlace], dict[str, str]]:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             file.seek(0)
-            content = file.read(8 + length if length <= min(size - 8, LARGEST_FILE) else 8)
+            content = file.read(8 + length if length <= min(size - 8, LARGEST_FILE) else 9)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     header, start = _header(path, content, size)
@@ -166,9 +175,12 @@ def _header(path: Path, content: bytes | bytearray, size: int) -> tuple[dict[str
         raise DataError(f"{path}: {size} bytes are too few for a safetensors file; it is empty or truncated")
     length = int.from_bytes(content[:8], "little")
     if length > len(content) - 8:
-        if content[:2] in (b"PK", b"\x80\x02"):  # a zip file, or a pickle
-            step = "load it by torch.load or numpy.load, and save its tensors by safetensors.torch.save_file"
-            raise DataError(f"{path} is a file of torch.save or numpy.savez, not of safetensors or GGUF; {step}")
+        if content[8:9] not in (b"", b"{"):  # as the JSON of a header begins
+            for start, (kind, step) in _STARTS.items():
+                if content.startswith(start):
+                    raise DataError(f"{path} is {kind}, not safetensors; {step}")
+            begins = f"it begins with {bytes(content[:8])!r}"
+            raise DataError(f"{path} is neither safetensors, GGUF nor a file that fmtsim wrote: {begins}; {_PASS}")
         raise DataError(
             f"{path}: a header of {length} bytes is announced, {size - 8} follow; it is truncated or corrupt"
         )

@@ -16,7 +16,6 @@ from torch import nn
 
 from fmtsim.casts.arguments import check_module, refuse_keywords, spelled, takes
 from fmtsim.formats.block import Format
-from fmtsim.formats.registry import list_formats
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
 from fmtsim.gemm.targets.doubts import caller_level
@@ -31,7 +30,7 @@ from fmtsim.nn.planning import (
     constant_planner,
     idle_shares,
     machine_options,
-    names_format,
+    meanings,
     plan_layers,
     plan_products,
     recipe_planner,
@@ -44,6 +43,7 @@ from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
+from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CoverageWarning, shown
@@ -138,19 +138,26 @@ def convert(
             f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
             "write filter_fn=lambda module, name: 'mlp' in name"
         )
-    if format is None and names_format(recipe):
+    keywords = meanings(recipe)
+    if format is None and keywords[:1] == ["format"]:
         recipe, format = None, recipe  # type: ignore[assignment]
+    elif keywords == ["target"]:
+        raise ArgumentError(f"recipe={shown(recipe)} is a target; write target= beside recipe= or format=")
     # 1. the machine, the recipe, and what gives each layer its plan
     machine = machine_options(target, plan, native)
     recipe, named = recipe if attention is None else _with_attention(recipe, attention, format), None
     if recipe is not None:
         check_alone(format, fast_accum)
+    both: tuple[str, ...] = ()
+    if isinstance(recipe, str) and "format" in keywords:
+        both = (f"{recipe!r} is the recipe of that name, not the format (format={recipe!r})",)
     if isinstance(recipe, str | Path | Recipe | PtqRecipe):
         named = get_recipe(recipe, kind="training")  # type: ignore[call-overload]  # which refuses a PtqRecipe
         named = named if machine is None else named.on(**machine)
         planner = recipe_planner(named, model)
     else:
         planner = constant_planner(configure(recipe, format, fast_accum), machine)
+    rules = () if rules is None else rules_of(rules)
     planner = with_rules(planner, rules, model, machine, named) if rules else planner  # rules of this call come first
     # 2. what to convert and why not the rest: an error until here leaves the model unchanged
     layers, reasons = plan_layers(model, planner, filter_fn, total_steps)
@@ -161,7 +168,7 @@ def convert(
         leaves = [name for name in reasons if next(modules[name].children(), None) is None][:4]  # four say enough
         named_reasons = "; ".join(f"{name or type(model).__name__}: {reasons[name]}" for name in leaves)
         text = f"convert found nothing to convert in {type(model).__name__}"
-        also = f"; format={recipe!r} converts all with that format" if recipe in list_formats() else ""
+        also = f"; format={recipe!r} converts all with that format" if both else ""
         raise ArgumentError((f"{text} ({named_reasons})" if named_reasons else text) + also)
     # 3. classes of layers, products that modules write, and what the recipe exchanges
     keys = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator  # of the whole model
@@ -188,7 +195,7 @@ def convert(
     facts = record(model).root = Root(
         recipe=None if named is None else named.name, total_steps=total_steps,
         reasons=reasons if swaps is None else reasons | swaps.reasons,
-        notes=(*(() if named is None else idle_shares(named, model)), *notes),
+        notes=(*both, *(() if named is None else idle_shares(named, model)), *notes),
     )  # fmt: skip
     attach_name(model)
     # 5. inference kernels off that would read converted layers' weights without calling the layers

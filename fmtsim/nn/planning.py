@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from fmtsim.nn.raw_matmuls import RawMatrix, raw_matrices, raw_parameters
 from fmtsim.recipes.layer_plan import LayerPlan
 from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.recipes.recipe_registry import get_recipe
-from fmtsim.recipes.serialization import rules_of
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, CoverageWarning, FmtsimError, shown
@@ -58,12 +56,16 @@ def check_alone(format: Any, fast_accum: bool) -> None:
         )
 
 
-def names_format(recipe: Any) -> bool:
-    """Return True for a format, its name or dtype, or a Quantizer, that is no training recipe's name."""
-    for read in (partial(get_recipe, kind="training"), get_format):
+def meanings(recipe: Any) -> list[str]:
+    """Return the keywords of ``convert`` that take a value: of ``"recipe"``, ``"format"``, ``"target"``."""
+    readers = {"recipe": partial(get_recipe, kind="training"), "format": get_format,
+               "target": partial(check_target, "convert")}  # fmt: skip
+    keywords = ["format"] if isinstance(recipe, Quantizer) else []
+    for keyword, read in readers.items():
         with suppress(FmtsimError):
-            return bool(read(recipe)) and read is get_format
-    return isinstance(recipe, Quantizer)
+            read(recipe)  # type: ignore[operator]
+            keywords.append(keyword)
+    return keywords
 
 
 def configure(config: Any, format: Any, fast_accum: bool) -> Configure:
@@ -117,16 +119,16 @@ def idle_shares(recipe: Recipe, model: nn.Module) -> tuple[str, ...]:
 
 
 def with_rules(
-    planner: Planner, rules: Sequence[Rule] | str | Path, model: nn.Module, machine: dict[str, Any] | None,
+    planner: Planner, rules: Sequence[Rule], model: nn.Module, machine: dict[str, Any] | None,
     recipe: Recipe | None,
 ) -> Planner:  # fmt: skip
     """Return what gives each layer the plan of another planner, but where rules say otherwise, on the same machine.
 
     Raises:
-        ArgumentError: These are not rules, or one that fits no layer.
+        ArgumentError: A rule fits no layer.
     """
     made_for = None if recipe is None else recipe.machine
-    extra, selector = Recipe(name="convert(rules=)", rules=rules_of(rules), machine=made_for), Selector(model)
+    extra, selector = Recipe(name="convert(rules=)", rules=tuple(rules), machine=made_for), Selector(model)
     extra = extra if machine is None else extra.on(**machine)
     selector.check(extra)  # a rule that fits no layer is an error
 

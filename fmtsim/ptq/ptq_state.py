@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fmtsim.casts.arguments import check_module
-from fmtsim.nn.conversion import Change, record, root, settings, unwrap_all
+from fmtsim.nn.conversion import Change, record, root, settings
 from fmtsim.nn.convert import convert, revert
 from fmtsim.nn.modules import EmulatedModule
 from fmtsim.nn.multihead_attention import convert_attention
@@ -29,7 +29,6 @@ def extend(model: nn.Module, quantizer: Quantizer, *, weights: bool = True) -> t
     Normalisations are modules with "norm" in the name of their class. An embedding that shares its weight with a
     quantised layer has that layer's. ``weights=False`` leaves embeddings as they are: they were loaded.
     """
-    contract(model)  # an earlier quantisation, reverted
     taken = {id(p) for module in model.modules() if isinstance(module, EmulatedModule) for p in module.parameters()}
     names = []
     for name, module in model.named_modules():
@@ -39,7 +38,7 @@ def extend(model: nn.Module, quantizer: Quantizer, *, weights: bool = True) -> t
                     module.weight.copy_(nearest(module.weight, quantizer))
         elif isinstance(module, nn.Softmax | nn.LogSoftmax) or "norm" in type(module).__name__.lower():
             hook = module.register_forward_pre_hook(_round_input)
-            record(module).changes["input"] = Change(settings=quantizer, recipe=False, hook=hook)
+            record(module).changes["input"] = Change(settings=quantizer, hook=hook)
         else:
             continue
         names.append(name)
@@ -53,11 +52,6 @@ def _round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x = args[0]
     rounded = nearest(x.reshape(-1, x.shape[-1] if x.dim() else 1), settings(module, "input"))
     return (rounded.to(x.dtype).reshape(x.shape), *args[1:])
-
-
-def contract(model: nn.Module) -> None:
-    """Remove the input quantisers that ``extend`` added; the caller restores embeddings."""
-    unwrap_all(model, "input")
 
 
 Model = TypeVar("Model", bound=nn.Module)

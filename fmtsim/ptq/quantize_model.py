@@ -27,7 +27,7 @@ from fmtsim.nn.planning import machine_options
 from fmtsim.nn.raw_matmuls import raw_matrices
 from fmtsim.ptq.calibrate import Part, batches_of, call, check_model, evaluating, row_major
 from fmtsim.ptq.ptq_report import UNREACHED, PtqReport, PtqRow, coverage_of_weights, left_alone, report_row, tied
-from fmtsim.ptq.ptq_state import Quantised, RoundedWeight, contract, extend
+from fmtsim.ptq.ptq_state import Quantised, RoundedWeight, extend
 from fmtsim.ptq.reshape import attach, detach, equalise, rotate, stored, unsmooth
 from fmtsim.ptq.steps import (
     bias_corrects,
@@ -122,10 +122,10 @@ def ptq(
     '1'
     """
     began = time.perf_counter()
+    check_model("ptq", model)
     recipe = get_recipe(recipe, kind="ptq")
     machine = machine_options(target, plan, native, "ptq")
     recipe = recipe if machine is None else recipe.on(**machine)
-    check_model("ptq", model)
     recipe, why = excepted(model, recipe, ignore, rules_of(rules))
     if calibration_data is None and recipe.needs_data:
         raise ArgumentError(
@@ -176,7 +176,6 @@ def ptq(
         # give the model back as it was
         stored_ids = {id(t) for t, _ in before}
         unsmooth({name: m for name, m in model.named_modules() if isinstance(m, EmulatedModule)})
-        contract(model)
         detach(model, untied)
         revert(model)
         for module in model.modules():  # biases that correction made

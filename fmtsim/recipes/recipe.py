@@ -62,9 +62,8 @@ def _scale(quantizer: Quantizer) -> str:
     fmt: Format | None = quantizer.format
     if not isinstance(fmt, BlockFormat):
         return "" if fmt is None else "none"
-    return (
-        f"{block_text(fmt.block)}, {fmt.scale.name} by {fmt.scale_rule}{', tensor scale' if fmt.tensor_scale else ''}"
-    )
+    level = ", tensor scale" if fmt.tensor_scale else ""
+    return f"{block_text(fmt.block)}, {fmt.scale.name} by {fmt.scaling.rule_text}{level}"
 
 
 @lists_fields

@@ -305,20 +305,24 @@ class Quantizer:
         return self.is_stochastic or self.has_random_signs or later
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, nearest_even: str = "") -> str:
+        """Return the quantiser in words; ``nearest_even`` is what stands behind a format that is rounded so."""
         if self.source == "forward":
             return "the forward codes"
         words: list[str] = [] if self.source == "original" else [self.source]
         words += [str(transform) for transform in self.transforms]
-        words.append(self._cast())
+        words.append(self._cast(nearest_even))
         words += [f"[{self.scaling}]"] if self.scaling else []
         words += [] if self.gradient == StraightThrough() else [str(self.gradient)]
         words += [f"then {self.then}"] if self.then else []
         return ", ".join(words)
 
-    def _cast(self) -> str:
+    def _cast(self, nearest_even: str) -> str:
         if self.format is None:
             return "high precision"
-        mode = "" if self.rounding.mode == "nearest_even" else f" {self.rounding.mode}"
+        mode = nearest_even if self.rounding.mode == "nearest_even" else f" {self.rounding.mode}"
         like = f" like {self.like}" if self.like else ""
         return self.format.name + mode + (f" {self.overflow}" if self.overflow else "") + like
 

@@ -95,15 +95,20 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 _OTHERS = {
-    "saturate": "overflow='saturate' or 'ieee'", "seed": "generator=", "axis": "dim=", "dtype": "out_dtype=",
-    "grad_format": "g=", "format": "x=", "block_size": "block=",
-    **{name: f"recipe=linear_config(x, {name}=)" for name in ("rounding", "grad_rounding", "scaling", "overflow")},
+    "saturate": ("overflow='saturate' or 'ieee'",), "seed": ("generator=",), "axis": ("dim=",),
+    "dtype": ("out_dtype=",), "grad_format": ("g=",), "grad": ("g=",), "fmt": ("format=",),
+    "unit": ("target=",), "format": ("x=",),
+    "block_size": ("block=", "scaling=Scaling(block=)"), "block": ("scaling=Scaling(block=)", "block_size="),
+    "scale": ("scaling=Scaling(scale=)",), "scale_rule": ("scaling=Scaling(exponent_rule=)",),
+    "accumulator_bits": ("accumulator=, or IntegerDatapath(accumulator_bits=)",),
+    "overflow": ("saturate=True or False", "recipe=linear_config(x, overflow=)"),
+    **{name: (f"recipe=linear_config(x, {name}=)",) for name in ("rounding", "grad_rounding", "scaling")},
 }  # fmt: skip
 
 
 def keyword_error(what: str, name: str, names: Iterable[str]) -> TypeError:
     """Return the error of a keyword that a verb or record lacks: what says the same here, close names, all names."""
     names = [*names]
-    other = _OTHERS.get(name, "")
-    hint = f"; write {other}" if other.partition("=")[0] in names else did_you_mean(name, names)
+    other = next((words for words in _OTHERS.get(name, ()) if words.partition("=")[0] in names), None)
+    hint = f"; write {other}" if other else did_you_mean(name, names)
     return TypeError(f"{what}() got an unexpected keyword argument {name!r}{hint} (it takes {', '.join(names)})")

@@ -27,6 +27,7 @@ READERS: dict[Any, Callable[[Any, str], Any]] = {}
 def lists_fields(cls: type[R]) -> type[R]:
     """Make a dataclass list its fields where it is called with a keyword that it lacks, or with too many arguments."""
     init, fields = cls.__init__, [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     names, first = [field.name for field in fields], [field.name for field in fields if not field.kw_only]
 
     @wraps(init)
@@ -40,6 +41,10 @@ def lists_fields(cls: type[R]) -> type[R]:
             if len(args) > len(first):
                 taken = f"{cls.__name__}() takes {', '.join(first) or 'nothing'} by position"
                 raise TypeError(f"{taken}; write {' '.join(f'{n}=' for n in names if n not in first)}") from error
+            absent = [name for name in needed if name not in (*first[: len(args)], *values)]
+            if absent:
+                needs = " and ".join(f"{name}=" for name in absent)
+                raise TypeError(f"{cls.__name__}() needs {needs} (it takes {', '.join(names)})") from None
             raise
 
     cls.__init__ = __init__  # type: ignore[method-assign]

@@ -194,20 +194,31 @@ def test_files_of_others(tmp_path, saved):
     save_file({"codes": torch.zeros(2)}, path, metadata={"format": "pt"})
     with pytest.raises(DataError, match="other: the metadata has no 'crc32'; expected a file that Encoded.save wrote$"):
         Encoded.load(path)
-    path.write_bytes(b"not a file of safetensors at all")
-    with pytest.raises(
-        DataError, match="other: a header of [0-9]+ bytes is announced, 24 follow; it is truncated or corrupt$"
+    path.write_bytes((1000).to_bytes(8, "little") + b'{"codes":')
+    refused(
+        "other: a header of 1000 bytes is announced, 9 follow; it is truncated", Encoded.load, path, error=DataError
+    )
+    for content, message in (
+        (b"not a file of safetensors", "neither safetensors, GGUF nor .*: it begins with b'not a fi'; pass"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(9), "a PNG image, not safetensors; pass"),
+        (b'{"a": [1, 2, 3]}', "JSON text, not"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(9), "an HDF5 file, not safetensors; pass"), (b"\x1f\x8b" * 9, "a gzip file, not"),
+        (b"\x93NUMPY\x01\0" + bytes(9), "a file of numpy.save, not safetensors; load it by torch.load or numpy.load"),
+        (b"version https://git-lfs", "a Git LFS pointer, not safetensors; fetch what it points to by git lfs pull"),
+    ):  # fmt: skip
+        path.write_bytes(content)
+        for read in (Encoded.load, fmtsim.open_checkpoint):
+            refused(f"other is {message}", read, path, error=DataError)
+    path.write_bytes(b"GGUF\3\0\0\0" + bytes(9))
+    refused("other is a GGUF file, not safetensors; open it by fmtsim.open_checkpoint", Encoded.load, path,
+            error=DataError)  # fmt: skip
+    for legacy, kind in (
+        (False, "a zip file, as torch.save or numpy.savez writes"),
+        (True, "a pickle, as torch.save wrote"),
     ):
-        Encoded.load(path)
-    for legacy in (False, True):
         torch.save({"codes": torch.zeros(2)}, path, _use_new_zipfile_serialization=not legacy)
         for read in (Encoded.load, fmtsim.open_checkpoint):
-            refused(
-                "other is a file of torch.save or numpy.savez, not .* by safetensors.torch.save_file",
-                read,
-                path,
-                error=DataError,
-            )
+            refused(f"other is {kind}, not .* by safetensors.torch.save_file", read, path, error=DataError)
     path.write_bytes((2).to_bytes(8, "little") + b"[]")
     refused("other: the header is a list, expected a JSON object; it is corrupt$", Encoded.load, path, error=DataError)
     path.write_bytes((2).to_bytes(8, "little") + b"{,")

@@ -12,6 +12,8 @@ from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.lab.verify.vectors import vectors
 from fmtsim.recipes import get_recipe
 from fmtsim.scaling.oracle import quantize_matrix
+from fmtsim.spec.cast import RandomKey
+from fmtsim.spec.operand import Keys
 from fmtsim.spec.quantizer import Clamp, Hadamard, TrustMask
 from fmtsim.support.errors import ArgumentError, FormatError
 
@@ -90,14 +92,22 @@ def test_vectors_of_a_quantiser():
 
 def test_what_is_more_than_a_cast_has_values_and_gradients():
     q = Quantizer("e3m2", scaling=Scaling(block=(1, 16), statistic="rms", factor=0.2), transforms=(Clamp(level=0.99),))
-    assert torch.equal(q(X), quantize_operand(X, q).values(torch.float32))
+    wanted = quantize_operand(X, q).values(torch.float32)
+    assert torch.equal(q(X), wanted) and torch.equal(q(X.T, dim=0), wanted.T)
+    out, half = torch.empty_like(X), fmtsim.quantize(X, q, out_dtype=torch.bfloat16)
+    assert fmtsim.quantize(X, q, out=out) is out and torch.equal(out, wanted)
+    assert half.dtype == torch.bfloat16 and torch.equal(half, wanted.bfloat16())
+    assert q(X[:0]).shape == (0, 64) and q(X[0, :0]).shape == (0,)
     masked = Quantizer("e3m2", scaling=Scaling(), gradient=TrustMask(limit=0.05))
     x = X.clone().requires_grad_()
     masked(x).sum().backward()
     assert set(x.grad.unique().tolist()) == {0.0, 1.0}
-    drawn = Quantizer("e3m2", scaling=Scaling(block=(1, 16), eden=16, scale="e4m3"), rounding="stochastic")
+    drawn = Quantizer("e3m2", scaling=Scaling(block=(1, 16), eden=16, scale="e4m3", scale_rounding="stochastic"),
+                      rounding="stochastic")  # fmt: skip
     assert torch.equal(drawn(X, generator=3), drawn(X, generator=3))
     assert not torch.equal(drawn(X, generator=3), drawn(X, generator=4))
+    keys = Keys(RandomKey(3), RandomKey(3, 1 << 40))  # words of elements and of scales
+    assert torch.equal(drawn(X, generator=3), quantize_operand(X, drawn, keys).values(torch.float32))
 
 
 def test_layers_take_quantisers_as_they_are():
@@ -120,12 +130,16 @@ def test_layers_take_quantisers_as_they_are():
         (lambda: get_recipe("te_delayed").linear.fprop.a(X), FormatError, "has what an earlier pass or step left"),
         (lambda: fmtsim.encode(X, Quantizer("e4m3", scaling=Scaling(statistic="rms"))), FormatError, "no format"),
         (lambda: Quantizer("e4m3", scaling=Scaling(block=(1, 16)))(X[:, :5]), ArgumentError, "does not divide 5"),
+        (lambda: Quantizer("e4m3", scaling=Scaling(block=(1, 2), eden=2))(X[:, :5]), ArgumentError, "not divide 5"),
         (lambda: fmtsim.explain(X[0], Quantizer("e4m3", scaling=SCALINGS["margin"])), FormatError, "does not follow"),
         (lambda: vectors(Quantizer("e4m3", rounding=Rounding("stochastic", variant="b"))), FormatError, "variant 'a'"),
         (lambda: fmtsim.linear_config("e4m3", grad_format="e5m2"), TypeError, "write g="),
         (lambda: fmtsim.convert(torch.nn.Linear(2, 2), rounding="up"), TypeError, r"write recipe=linear_con"),
         (lambda: fmtsim.Datapath(acc_bits=24), TypeError, "'acc_bits'; did you mean 'fraction_bits'.*it takes block, "),
-        (lambda: FloatFormat("x", 3, 2, 4), TypeError, "takes name, exponent_bits, mantissa_bits by position; wr"),
+        (lambda: FloatFormat("x", 3, 2, 4), TypeError, "takes name, exponent_bits, mantissa_bits by position; write b"),
+        (lambda: FloatFormat("x", mantissa_bits=2), TypeError, r"FloatFormat\(\) needs exponent_bits= \(it takes name"),
+        (lambda: FloatFormat("x", 3, 2, name="y"), TypeError, "multiple values for argument 'name'"),
+        (lambda: BlockFormat("b"), TypeError, r"BlockFormat\(\) needs element= and scaling= \(it takes name, element"),
         (lambda: FloatFormat("x", 3, 2, infinities=False), FormatError, "nan='top' or nan='none'"),
         (lambda: dataclasses.replace(Rounding(), moed="up"), TypeError, "did you mean 'mode'"),
     ],

@@ -250,6 +250,9 @@ def test_formats_with_another_block():
         "BlockFormat('e4m3_2xall_amax': e4m3 in blocks of 2xall, scale fp32 by amax)"
     )
     assert repr(get_format("int8_tensor")) == "BlockFormat('int8_tensor': int8 in one block, scale fp32 by amax)"
+    powers = BlockFormat(name="p", element=e4m3, scaling=Scaling(power_of_two="ceil"))
+    assert repr(powers).endswith("scale fp32 by amax, a power of two by ceil)")
+    assert ("scale", "fp32 by amax, a power of two by ceil") in powers.facts()
     assert with_block(mx, 16).scaling == block_scaling((1, 16), "floor")
     assert with_block(mx, None, "ceil").scaling == block_scaling((1, 32), "ceil")
     assert with_block(mx, None, "amax").scaling == block_scaling((1, 32))

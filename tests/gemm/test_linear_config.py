@@ -34,6 +34,11 @@ def test_defaults_leave_everything_in_high_precision():
 def test_text_joins_the_uses_that_agree():
     config = linear_config(x="e4m3", w="e4m3", g="e5m2", grad_rounding="stochastic")
     assert str(config) == "x e4m3, w e4m3, g e5m2 stochastic"
+    # a rounding that does not reach all operands: the others say theirs
+    away = linear_config(x="e4m3", g="e5m2", rounding="nearest_away")
+    assert str(away) == "x e4m3 nearest_away, w e4m3 nearest_away, g e5m2 nearest_even"
+    taken = linear_config(x=Quantizer("e4m3"), w="e5m2", rounding="nearest_away", grad_rounding="nearest_away")
+    assert str(taken) == "x e4m3 nearest_even, w e5m2 nearest_away, g e4m3 nearest_even"
     mixed = LinearConfig(fprop=config.fprop, dgrad=config.dgrad)
     assert str(mixed) == "x_f e4m3, x_w high precision, w e4m3, g_d e5m2 stochastic, g_w high precision"
 

@@ -38,11 +38,15 @@ def scaled(*arguments, **options):
 
 
 REFUSED = {
+    TypeError: [
+        (lambda: bmm(A, B, unit=WGMMA), r"bmm\(\) got an unexpected .* 'unit'; write target= \(it takes out_dtype, "),
+        (lambda: linear(A, A, target=WGMMA, target_="x"), "'target_'; did you mean 'target'"),
+        (lambda: mm(A, B, dtype=torch.float32), r"mm\(\) got an .* 'dtype'; write out_dtype= \(it takes a, b, "),
+    ],
     ArgumentError: [
         (lambda: mm(A, B),
          r"mm needs target=: a GPU with its library .*'h200'.*matrix unit alone .*datapath .* or its JSON"),
         (lambda: mm(A, B, target="recipe"), "mm has no recipe whose target"),
-        (lambda: bmm(A, B, unit=WGMMA), "bmm has no argument 'unit'; it takes out"),
         (lambda: mm(torch.nested.nested_tensor([A[0].float()] * 2, layout=torch.jagged), B, target=WGMMA),
          "a is a nested tensor; pass its parts one by one"),
         (lambda: mm(A[0], B, target=WGMMA), r"mm: a has shape \(8,\); pass a and b of shape \[M, K\] and \[K, N\]$"),
@@ -81,7 +85,6 @@ REFUSED = {
          "allow='fp16_accumulation' with out_dtype=torch.float32 is not a product that cuBLAS has"),
         (lambda: mm(A, B, target=WGMMA, generator=1), "generator= is for units that round"),
         (lambda: mm(A, B, target=STOCHASTIC, generator="x"), "generator='x' is not a seed"),
-        (lambda: linear(A, A, target=WGMMA, target_="x"), "linear has no argument 'target_'; it"),
         (lambda: linear(A, A, A[0], target=WGMMA), r"bias of shape \(8,\) does not fit w .*\[4\]"),
         (lambda: mm(A * 0.3, B, target=WGMMA, formats="e4m3"),
          "a holds 0.300781, which is not a value of e4m3; round it first"),

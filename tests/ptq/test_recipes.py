@@ -301,7 +301,9 @@ def test_extended_operators_round_their_inputs_and_embeddings():
     assert torch.equal(seen["softmax"][0], rounded(model.layer(seen["norm"][1])))
     fresh = fmtsim.load_state(Tokens(), fmtsim.state(model))
     assert torch.equal(fresh(x), y)
-    again = fmtsim.ptq(fmtsim.revert(fresh), "e4m3_extended", [x])
+    for reverted in (fmtsim.revert(copy.deepcopy(fresh)), fmtsim.revert(fresh)):
+        assert not any("_fmtsim" in vars(m) or m._forward_pre_hooks for m in reverted.modules())
+    again = fmtsim.ptq(fresh, "e4m3_extended", [x])
     assert len(again.norm._forward_pre_hooks) == 1
 
 

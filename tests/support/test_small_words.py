@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ def test_a_recipe_of_the_name_comes_first_and_other_words_are_refused():
     assert fmtsim.report(fmtsim.convert(linear(), "te_current")).summary.startswith("te_current:")
     refused("recipe='e4m33' is unknown; did you mean", fmtsim.convert, linear(), "e4m33")
     refused("both name formats", fmtsim.convert, linear(), "te_current", format="e4m3")
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    text = str(fmtsim.report(fmtsim.convert(model, "nvfp4")))
+    assert "te_nvfp4: " in text and "'nvfp4' is the recipe of that name, not the format (format='nvfp4')" in text
+    assert "of that name" not in str(fmtsim.report(fmtsim.convert(linear(), format="nvfp4")))
+    for target in ("h200", "hopper.wgmma", fmtsim.Datapath(block=4)):
+        refused(r"recipe=.* is a target; write target= beside recipe= or format=", fmtsim.convert, linear(), target)
 
 
 def test_keywords_of_other_libraries_name_what_says_the_same():
@@ -54,6 +61,18 @@ def test_keywords_of_other_libraries_name_what_says_the_same():
     ):  # fmt: skip
         refused(rf"unexpected keyword argument '{keyword}'; {hint}", verb, torch.ones(2), "e4m3", error=TypeError,
                 **{keyword: 0})  # fmt: skip
+    for call, keyword, hint in (
+        (partial(fmtsim.quantize, torch.ones(2)), "fmt", "write format="),
+        (partial(fmtsim.encode, torch.ones(2)), "fmt", "write format="),
+        (fmtsim.Datapath, "accumulator_bits", r"write accumulator=, or IntegerDatapath\(accumulator_bits=\)"),
+        (fmtsim.IntegerDatapath, "overflow", "write saturate=True or False"),
+        (fmtsim.Quantizer, "block", r"write scaling=Scaling\(block=\)"),
+        (partial(fmtsim.Quantizer, "e4m3"), "scale", r"write scaling=Scaling\(scale=\)"),
+        (fmtsim.Scaling, "block_size", "write block="), (partial(fmtsim.linear_config, "e4m3"), "grad", "write g="),
+        (partial(fmtsim.observe, torch.ones(2)), "fmt", "write format="),
+        (partial(fmtsim.compare, torch.ones(2), torch.ones(2)), "likes", "did you mean 'like'\\?"),
+    ):  # fmt: skip
+        refused(rf"unexpected keyword argument '{keyword}'; {hint} \(it takes", call, error=TypeError, **{keyword: 32})
 
 
 def test_help_names_types_and_keywords():

@@ -356,8 +356,10 @@ class LinearConfig:
 
     def __str__(self) -> str:
         shown: dict[str, str] = {}
+        # another rounding of activations or weights does not reach all operands: those that it leaves out say so
+        other = any(q.rounding.mode != "nearest_even" for name, q in self.operands.items() if name[0] != "g")
         for tensor in "xwg":  # the two uses of a tensor under one name where they agree
-            uses = {name: str(q) for name, q in self.operands.items() if name[0] == tensor}
+            uses = {name: q.text(" nearest_even" * other) for name, q in self.operands.items() if name[0] == tensor}
             shown |= uses if len(set(uses.values())) > 1 else {tensor: next(iter(uses.values()))}
         # machines likewise: one text where all three products agree
         machines = {name: getattr(self, name).machine for name in PRODUCTS}

@@ -55,7 +55,7 @@ class _Values(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer, inner: int, keys: Keys) -> Tensor:  # type: ignore[override]
         moved = x.movedim(inner, -1) if x.dim() else x.reshape(1)
         back = (lambda m: m.reshape(moved.shape).movedim(-1, inner)) if x.dim() else (lambda m: m.reshape(()))
-        operand = quantize_operand(moved.reshape(-1, moved.shape[-1]), quantizer, keys)
+        operand = quantize_operand(moved.flatten(0, -2) if moved.dim() > 1 else moved[None], quantizer, keys)
         ctx.slope = None if operand.slope is None else back(operand.slope)
         return back(operand.values(wide_dtype(x.dtype)))
 

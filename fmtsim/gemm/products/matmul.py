@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import check_flags, check_saved, spelled
+from fmtsim.casts.arguments import check_flags, check_saved, refuse_keywords, spelled
 from fmtsim.casts.lanes import once_only
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.products.native import check_library
@@ -29,7 +29,7 @@ from fmtsim.spec.call import GemmCall, Operands, Operation
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.dispatch import is_bare
-from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.errors import ArgumentError, keyword_error
 
 # Offsets of the two backward products under one seed, which no batch reaches.
 _OFFSETS = (1 << 40, 1 << 41)
@@ -69,6 +69,7 @@ def mm(
     generator: Any = None,
     formats: Any = None,
     native: bool | None = None,
+    **others: Any,
 ) -> Tensor:
     """Multiply two matrices with the bits of a target's torch.mm, or of a unit.
 
@@ -115,6 +116,7 @@ def mm(
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
+    refuse_keywords(mm, others)
     options = {
         "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate, "allow": allow,
         "strict": strict, "formats": formats, "native": native,
@@ -170,8 +172,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     return _multiply("linear", x, w, bias, *_options("linear", options))
 
 
-for _verb in (bmm, linear):
-    _verb.__signature__ = spelled(_verb, mm)  # type: ignore[union-attr]
+for _verb, _like in ((mm, None), (bmm, mm), (linear, mm)):
+    _verb.__signature__ = spelled(_verb, _like)  # type: ignore[union-attr]
 
 
 def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = None) -> Tensor:
@@ -212,7 +214,7 @@ def _options(verb: str, keywords: Any) -> tuple[dict[str, Any], Any]:
     # TypedDict keywords are not checked by Python
     unknown = [name for name in keywords if name not in _DEFAULTS]
     if unknown:
-        raise ArgumentError(f"{verb} has no argument {shown(unknown[0])}; it takes {', '.join(_DEFAULTS)}")
+        raise keyword_error(verb, unknown[0], _DEFAULTS)
     options = {**_DEFAULTS, **keywords}
     return options, options.pop("generator")
 

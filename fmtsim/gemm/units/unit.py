@@ -217,7 +217,8 @@ def get_unit(name: str | Unit) -> Unit:
         return name
     unit = _units.get(name.strip().lower()) if isinstance(name, str) else None
     if unit is None:
-        hint = did_you_mean(name, _units)
+        books = isinstance(name, str) and (PLANS / f"{name.strip().lower()}.json").is_file()
+        hint = "; get_target has GPUs with their libraries" if books else did_you_mean(name, _units)
         raise ArgumentError(f"unknown unit {shown(name)}{hint} (choose one of {', '.join(_units)})")
     return unit
 
@@ -247,7 +248,7 @@ def register_unit(unit: Unit | str, datapath: Arithmetic | None = None, *, overw
     >>> sums = fmtsim.IntegerDatapath(accumulator_bits=24, saturate=True, block=1)
     >>> mac = register_unit("mac24", sums)  # doctest: +SKIP
     >>> print(mac.modes[0], "|", describe(mac.modes[0].datapath))  # doctest: +SKIP
-    int8 int8_full -> int32 | exact, int24 clamped every 1
+    int8 int8_full -> int32 | int24 accumulators that saturate every 1 products
     >>> path = fmtsim.Datapath(block=32, fraction_bits=10, accumulator="e8m9")
     >>> why = {"evidence": "its RTL", "strength": "defined"}
     >>> modes = (Mode(inputs=("e4m3", "e5m2"), accumulate="fp32", datapath=path, **why),)  # or several
@@ -305,8 +306,8 @@ def describe(datapath: Arithmetic) -> str:
     """Return a unit's arithmetic in a line: blocks, bits kept, rounding."""
     match datapath:
         case IntegerDatapath():
-            bits = datapath.accumulator_bits
-            return f"exact, int{bits} {f'clamped every {datapath.block}' if datapath.saturate else f'modulo 2^{bits}'}"
+            after = f"saturate every {datapath.block} products" if datapath.saturate else "wrap"
+            return f"int{datapath.accumulator_bits} accumulators that {after}"
         case LogDatapath():
             table = f"{datapath.entries} constants of {datapath.fraction_bits} bits"
             return f"logarithms in blocks of {datapath.block}, {table}, clamped to {datapath.accumulator_bits} bits"

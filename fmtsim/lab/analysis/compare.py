@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from fmtsim.casts.arguments import refuse_keywords, spelled
 from fmtsim.lab.analysis import ulp
 from fmtsim.lab.analysis.compare_ways import WaysComparison, compare_ways
 from fmtsim.support import table
@@ -209,7 +210,9 @@ _BINS = 1 << 16  # of one step of the search for the median
 def compare(actual: Any, expected: Any, *, like: None = ..., cast: bool = ...) -> Comparison: ...
 @overload
 def compare(actual: Callable[..., Any], expected: Sequence[Any], *, like: Sequence[str]) -> WaysComparison: ...
-def compare(actual: Any, expected: Any, *, like: Any = None, cast: bool = False) -> Comparison | WaysComparison:
+def compare(
+    actual: Any, expected: Any, *, like: Any = None, cast: bool = False, **others: Any
+) -> Comparison | WaysComparison:
     """Compare two tensors bit for bit and measure how far apart they are.
 
     With ``like=("torch", "torch.compile")``, ``actual`` is a function of pointwise operations and ``expected`` the
@@ -251,6 +254,7 @@ def compare(actual: Any, expected: Any, *, like: Any = None, cast: bool = False)
           0      2  66.7  ################
           1      1  33.3  ########
     """
+    refuse_keywords(compare, others)
     if like is not None:
         return compare_ways(actual, expected, like, compare)
     first, second = ulp.read_codes(actual, "actual"), ulp.read_codes(expected, "expected")
@@ -267,6 +271,9 @@ def compare(actual: Any, expected: Any, *, like: Any = None, cast: bool = False)
         shapes = f"{list(first.raw.shape)}, expected {list(second.raw.shape)}"
         raise ArgumentError(f"actual has shape {shapes}; reshape or index one of them (nothing is broadcast)")
     return _Differences(first.raw, second.raw, first.kind).result()
+
+
+compare.__signature__ = spelled(compare)  # type: ignore[attr-defined]
 
 
 class _Differences:

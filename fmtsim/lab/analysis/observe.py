@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from fmtsim.casts.arguments import check_module
+from fmtsim.casts.arguments import check_input, check_module, check_readable, refuse_keywords, spelled
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
+from fmtsim.formats.representable import FLOAT8_DTYPES
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.multiply import layer_product, multiply
@@ -203,10 +204,15 @@ class _Layer(Watcher):
         a, b = a.head(_CORNER), b.head(_CORNER)
         place = slice(len(a.elements)), slice(len(b.elements))
         corner, bias = exact[place], None if bias is None else bias[place[1]]
+        results: dict[str, Tensor] = {}
         for loss, layer in _layers_without(config, name, y.dtype).items():
             dtype = torch.float32 if loss == "output" else y.dtype
-            again = layer_product(layer, name, a, b, bias, dtype, y.dtype)
-            seen.without[loss] = _noise_without(seen, corner, y[place], again)
+            results[loss] = layer_product(layer, name, a, b, bias, dtype, y.dtype)
+            seen.without[loss] = _noise_without(seen, corner, y[place], results[loss])
+        if seen.without.pop("nothing", None) is not None and len(corner):
+            # 3. an integer accumulator wraps or saturates: results that its width changes, of all as of the corner
+            changed = (results["nothing"] != results["accumulator"]).double().mean()
+            seen.saturated = round(changed.item() * seen.elements)
         self._observation.products.append((self._step, self._name, name, seen))
 
     @_disable_current_modes()
@@ -250,14 +256,14 @@ def _paths_without(target: Any) -> dict[str, Datapath]:
 
 @lru_cache(maxsize=256)
 def _layers_without(config: LinearConfig, name: str, dtype: torch.dtype) -> dict[str, Layer]:
-    """Return layers whose Datapath lacks one loss: of alignment, of the accumulator, of the output."""
+    """Return layers whose Datapath lacks one loss: of alignment, the accumulator, the output; of integers nothing."""
     gemm = getattr(config, name)
     changes: dict[str, dict[str, Any]] = {loss: {"target": path} for loss, path in _paths_without(gemm.target).items()}
     if isinstance(gemm.target, Datapath):
         if gemm.out.format is not None or dtype.itemsize < 4:
             changes["output"] = {"out": Quantizer()}
     elif isinstance(gemm.target, IntegerDatapath):
-        changes["accumulator"] = {"target": replace(gemm.target, accumulator_bits=64)}
+        changes |= {"nothing": {}, "accumulator": {"target": replace(gemm.target, accumulator_bits=64)}}
     # a generator of its own: the model's random numbers stay as they are
     return {loss: Layer(replace(config, **{name: replace(gemm, **change)}), 0) for loss, change in changes.items()}
 
@@ -271,14 +277,15 @@ def observe(
 ) -> ModelObservation: ...  # fmt: skip
 def observe(
     model: Any, format: Any = None, *, recipe: str | Path | Recipe | LinearConfig | None = None,
-    rules: Sequence[Rule] | str | Path = (), every: int = 1,
+    rules: Sequence[Rule] | str | Path = (), every: int = 1, **others: Any,
 ) -> ModelObservation | TensorStats:  # fmt: skip
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
     A product that a target multiplies has a row too (``fprop dgrad wgrad``, of attention ``s`` = q k^T, ``o`` = p v and
     ``dv dp dq dk``): its result against the exact product of
     the same quantised operands. A ``Datapath`` or ``IntegerDatapath`` runs up to three times more: ``bits_lost`` says
-    how many bits better that result is where alignment, accumulator or output alone lose nothing.
+    how many bits better that result is where alignment, accumulator or output alone lose nothing. Under an
+    ``IntegerDatapath`` ``saturated`` is how many results wrapped or saturated, estimated from 32 rows and columns.
 
     ``observe(x, format)`` returns those of a tensor, rounded to nearest as ``fmtsim.quantize`` does: underflow,
     saturation, SQNR, MSE, cosine, exponents and ``plot()``. A last block that is not whole is padded with zeros.
@@ -319,11 +326,14 @@ def observe(
     >>> observe(torch.tensor([1.0, 0.3, 1e-5]), "e4m3").underflow_percent
     33.333333333333336
     """
+    refuse_keywords(observe, others)
     if isinstance(model, Tensor):
         if format is None or recipe is not None or rules or every != 1:
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
+        check_input(model, float8=True)
+        check_readable("x", model)
         # Round as quantize does; sums and the cosine are of the elements that are finite before and after.
-        x = model.detach()
+        x = model.detach().float() if model.dtype in FLOAT8_DTYPES else model.detach()
         fmt = last_cast(format).format if isinstance(format, Quantizer) else get_format(format)
         q = quantize(x, format, pad=True, out_dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
         scaled = isinstance(format, Quantizer) and format.scaling is not None
@@ -339,6 +349,9 @@ def observe(
             "observe(torch.as_tensor(x), 'e4m3')"
         )
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
+
+
+observe.__signature__ = spelled(observe)  # type: ignore[attr-defined]
 
 
 def _scales_of(x: Tensor, quantizer: Quantizer) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fmtsim.casts.encoded import Encoded
 from fmtsim.casts.quantize import decode, encode
-from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.block import BlockFormat, LogTileFormat
 from fmtsim.formats.element import ElementFormat
 from fmtsim.formats.packed import PackedFormat
 from fmtsim.formats.registry import get_format
@@ -25,6 +25,7 @@ from fmtsim.ptq.export.layouts import Reordered
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.progress import make_progress
+from fmtsim.support.records import located
 from fmtsim.support.table import Column, Record, Result, Rows, decibels, table_of
 
 
@@ -180,6 +181,8 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
     if isinstance(a, Encoded | Reordered):
         a = {"": a}
     if not isinstance(a, Mapping):
+        with located(f"there is no checkpoint {shown(a)}, and as a format"):
+            a = get_format(a)
         source = block_format("a", a)
         # 1. Every multiple r of the source's elements that the target's elements hold; a block stands alone where no
         #    block of the target holds two of the source.
@@ -228,13 +231,20 @@ def block_format(name: str, fmt: Any) -> BlockFormat:
     """Return a format of blocks without zero points, under one tensor scale at most."""
     fmt = get_format(fmt)
     tensor = fmt.scaling.tensor if isinstance(fmt, BlockFormat) else None
-    plain = isinstance(fmt, BlockFormat) and not fmt.zero_point and (tensor is None or tensor.block == (None, None))
+    fault = None
     if isinstance(fmt, PackedFormat):
-        raise ArgumentError(f"{name}={fmt.name} has blocks of its own; GGUF is written by fmtsim ptq --export gguf")
-    if not plain or fmt.element.bits > 16:
-        raise ArgumentError(
-            f"{name}={fmt.name} is not a format of blocks without zero points; choose one such as nvfp4"
-        )
+        fault = "is one of GGUF's, which fmtsim ptq --export gguf writes of a model; choose one such as nvfp4"
+    elif not isinstance(fmt, BlockFormat):
+        blocks = " or ".join(f"{fmt.name}_{block}" for block in ("channel", "tensor", "1x128"))
+        fault = "has no scales; choose " + ("one such as nvfp4" if isinstance(fmt, LogTileFormat) else blocks)
+    elif fmt.zero_point:
+        fault = "has zero points; choose one without, such as int4_1x32"
+    elif tensor is not None and tensor.block != (None, None):
+        fault = "has scales of rows above those of blocks; choose one such as nvfp4"
+    elif fmt.element.bits > 16:
+        fault = f"has elements of {fmt.element.bits} bits; choose one of 16 or fewer"
+    if fault:
+        raise ArgumentError(f"{name}={fmt.name} {fault}")
     return fmt  # type: ignore[no-any-return]
 
 

@@ -38,12 +38,13 @@ _SHARD = 1 << 30  # bytes, after which a file is written
 
 def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     """Write the checkpoint in another format; its folder appears complete or not at all."""
+    target = block_format("to", arguments.to)
     if arguments.out is None:
         # Print what is lost, and where; the exit code is 1 where it is anything.
-        result = check_recode(arguments.folder, arguments.to, scales=arguments.scales)
+        result = check_recode(arguments.folder, target, scales=arguments.scales)
         answer(arguments, result.to_dict() | {"lossless": result.lossless}, lambda: str(result))
         return 0 if result.lossless else MISMATCH
-    target, out = block_format("to", arguments.to), arguments.out.expanduser()
+    out = arguments.out.expanduser()
     if os.path.exists(out):
         raise ArgumentError(f"--out {out} is there already; name a folder that does not exist yet")
     checkpoint = open_checkpoint(arguments.folder)

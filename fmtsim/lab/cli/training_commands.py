@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fmtsim.formats.registry import get_format
+from fmtsim.gemm.layers.config import PRODUCTS
 from fmtsim.gemm.model_layers import list_models
 from fmtsim.gemm.targets.target import Target, find_target
 from fmtsim.lab.analysis.losses import badness
@@ -256,7 +257,17 @@ def run_train(arguments: argparse.Namespace) -> int:
     corpus = load_corpus(arguments.data, config.model.context)
     started = {"command": shlex.join(["fmtsim", *arguments.words]), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     with _training(arguments, out) as progress:
-        checkpoint = _checkpoint(arguments, config, corpus, out)
+        # where checkpoints go, read where the training goes on; refuse to begin where one waits
+        every, path = arguments.checkpoint_every, out / artifacts.CHECKPOINT
+        if path.exists() and not arguments.resume:
+            raise ArgumentError(
+                f"{path} is of a training that was cut short; pass --resume to go on, delete it, or choose another "
+                "--out"
+            )
+        checkpoint = Checkpoint(path, artifacts.settings(config, corpus), EVERY if every is None else every)
+        if arguments.resume:
+            said = checkpoint.read() if path.exists() else f"no checkpoint in {out}, training begins"
+            print(f"resume: {said}", file=sys.stderr)
         with _reported(config, corpus, checkpoint, out, started), simulated(arguments) as run:
             baseline, emulated = compare_schemes(config, corpus, progress, checkpoint)
         record = artifacts.make_record(config, corpus, baseline, emulated, started)
@@ -300,20 +311,6 @@ def _reported(
         with contextlib.suppress(FmtsimError):
             written = artifacts.write_unfinished(out, config, corpus, checkpoint, started)
         raise KeyboardInterrupt(written or "") from None
-
-
-def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, out: Path) -> Checkpoint:
-    """Return where checkpoints go, read where the training goes on; refuse to begin where one waits."""
-    every, path = arguments.checkpoint_every, out / artifacts.CHECKPOINT
-    if path.exists() and not arguments.resume:
-        raise ArgumentError(
-            f"{path} is of a training that was cut short; pass --resume to go on, delete it, or choose another --out"
-        )
-    checkpoint = Checkpoint(path, artifacts.settings(config, corpus), EVERY if every is None else every)
-    if arguments.resume:
-        said = checkpoint.read() if path.exists() else f"no checkpoint in {out}, training begins"
-        print(f"resume: {said}", file=sys.stderr)
-    return checkpoint
 
 
 def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: Callable[[], str], paths: list[Path]) -> None:
@@ -441,10 +438,14 @@ def summary(record: dict[str, Any], baseline: Run, simulated: Run) -> str:
             for operand in in_order(total)
         ]  # fmt: skip
         columns = ("operand", "of", "format", "underflow %", "saturation %", "SQNR dB")
-        looks = len(simulated.stats.history)
+        looks, products = len(simulated.stats.history), not total.keys().isdisjoint(PRODUCTS)
         layer, operand, worst = max(
             ((layer, name, s) for layer, operands in simulated.stats.layers.items() for name, s in operands.items()),
-            key=lambda item: (badness(item[2], "underflow") + item[2].saturation_percent, -item[2].sqnr_db),
+            # what a product loses shows in its SQNR alone
+            key=lambda item: (
+                0.0 if products else badness(item[2], "underflow") + item[2].saturation_percent,
+                badness(item[2], "sqnr"),
+            ),
         )
         parts += [
             "",

@@ -201,6 +201,25 @@ def test_a_product_on_a_unit_has_a_row_with_the_bits_that_each_loss_costs():
     assert set(lost) == {"alignment", "accumulator"} and lost["alignment"] > 8 and abs(lost["accumulator"]) < 0.1
 
 
+@pytest.mark.parametrize("saturate", [False, True])
+def test_results_that_an_integer_accumulator_changed_count_as_saturated(saturate):
+    torch.manual_seed(0)
+    unit = fmtsim.IntegerDatapath(accumulator_bits=16, saturate=saturate)
+    net, x = nn.Linear(96, 32, bias=False), torch.randn(32, 96)
+    convert(net, format="int8", target=unit)
+    with observe(net) as seen:
+        net(x)
+    row = seen[""]["fprop"]
+    x_int, w_int = (
+        fmtsim.encode(t, "int8_tensor_amax").codes.view(torch.int8).long() for t in (x, net.weight.detach())
+    )
+    partial = torch.stack([x_int[:, k : k + 32] @ w_int[:, k : k + 32].T for k in (0, 32, 64)]).cumsum(0)
+    partial = partial if saturate else partial[-1:]  # a sum that wraps on the way comes back
+    assert row.saturated == (partial != partial.clamp(-(1 << 15), (1 << 15) - 1)).any(0).sum() > 100
+    after = "saturate every 32 products" if saturate else "wrap"
+    assert row.format == f"on int16 accumulators that {after}" and set(row.bits_lost) == {"accumulator"}
+
+
 def test_results_that_overflow_are_saturated_and_their_accumulator_is_to_blame():
     net = nn.Linear(16, 2, bias=False)
     nn.init.ones_(net.weight)

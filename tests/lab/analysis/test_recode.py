@@ -148,12 +148,23 @@ def test_what_recoding_costs_is_what_compare_says_of_the_values(scales):
 
 def test_what_is_no_format_of_blocks_is_refused():
     for a, b, message in (
-        ("e4m3", "nvfp4", r"a=e4m3 is not a format of blocks without zero points; choose one such as nvfp4"),
-        ("mxfp4", "nvfp4_row", r"b=nvfp4_row is not a format of blocks without zero points"),
-        ("mxfp4", "uint4_g32_zp", r"b=uint4_g32_zp is not a format of blocks"),
+        ("e4m3", "nvfp4", r"a=e4m3 has no scales; choose e4m3_channel or e4m3_tensor or e4m3_1x128$"),
+        ("mxfp4", "logfmt8", r"b=logfmt8 has no scales; choose one such as nvfp4$"),
+        ("mxfp4", "nvfp4_row", r"b=nvfp4_row has scales of rows above those of blocks; choose one such as nvfp4$"),
+        ("mxfp4", "uint4_g32_zp", r"b=uint4_g32_zp has zero points; choose one without, such as int4_1x32$"),
+        (
+            "mxfp4",
+            "q8_0",
+            r"b=q8_0 is one of GGUF's, which fmtsim ptq --export gguf writes of a model; choose one such",
+        ),
+        ("mxfp4", "fp32_channel", r"b=fp32_channel_amax has elements of 32 bits; choose one of 16 or fewer$"),
         ({"x": torch.ones(2)}, "nvfp4", r"has no quantised weights; pass a checkpoint that has some"),
     ):
         with pytest.raises(ArgumentError, match=message):
             fmtsim.lab.check_recode(a, b)
+    for name in ("e4m3_channel", "e4m3_tensor", "e4m3_1x128", "int4_1x32"):  # the next steps
+        assert fmtsim.lab.check_recode("mxfp4", name).target.startswith(name)
+    with pytest.raises(FormatError, match=r"there is no checkpoint 'nope', and as a format: unknown format 'nope'"):
+        fmtsim.lab.check_recode("nope", "nvfp4")
     with pytest.raises(FormatError, match=r"unknown format 'nvfp5'"):
         fmtsim.lab.check_recode("mxfp4", "nvfp5")

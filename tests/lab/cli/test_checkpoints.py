@@ -45,7 +45,7 @@ def test_check_recode_prints_the_proof_and_the_blocks(folder, capsys):
     text = capsys.readouterr().out
     assert "loss: none\nby the rule alone: 320 blocks change, SQNR " in text
     assert main(["convert-checkpoint", str(folder), "--to", "e4m3"]) == 2
-    assert "b=e4m3 is not a format of blocks" in capsys.readouterr().err
+    assert "--to e4m3 has no scales; choose e4m3_channel or" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_cannot_be_converted_leaves_no_folder(folder, capsys):
     write_tensors(folder.parent / "plain" / "model.safetensors", {"a": stored_tensor(torch.ones(2))}, {})
     for source, fmt, more, message in (
         (folder, "nvfp4", (), r"--layout compressed-tensors has no place for 'e.w' of shape (2, 8, 128) in nvfp4"),
-        (folder, "e4m3", (), "--to e4m3 is not a format of blocks without zero points"),
+        (folder, "e4m3", (), "--to e4m3 has no scales; choose e4m3_channel or"),
         (folder, "mxfp4", ("--weights", "("), "--weights ( is not a regular expression"),
         (folder.parent / "plain", "nvfp4", (), "has no quantised weight; name weights by --weights"),
         (folder.parent / "no", "nvfp4", (), "cannot read"),

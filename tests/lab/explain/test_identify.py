@@ -2,6 +2,7 @@
 """``fmtsim.identify``: the accumulation behind recorded results and plain loops, and results that nothing gave."""
 
 import hashlib
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,6 +226,16 @@ def test_what_is_not_a_product_is_told_what_to_try():
     assert result.nearest.mismatches > 200
     for word in ("to try: bias=", "scale_a=", "thorough=True", "atomics", "stream-K"):
         assert word in str(result)
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0, math.inf])
+def test_a_result_of_one_value_is_told_as_such(value):
+    a, b = operands(16, 16, 64)
+    y = torch.full((16, 16), value)
+    text = str(fmtsim.identify(a, b, y)).replace("\n", " ")
+    assert f"every result is {value}, and those of a b are not: y was not written" in text and "atomics" not in text
+    y[3, 4] = 1.0
+    assert "atomics" in str(fmtsim.identify(a, b, y))
 
 
 def test_operands_that_say_nothing_are_named_and_a_probe_says_more():

@@ -391,6 +391,8 @@ def test_a_field_of_a_datapath_is_swept(tmp_path, capsys, corpus):
     line, image = result.plot_over().axes[:2]
     assert [text.get_text() for text in line.get_xticklabels()] == ["2", "8", "9"]
     assert image.get_yticklabels()[0].get_text() == name
+    assert list(line.get_lines()[0].get_ydata()) == [run.final_loss for run in runs.values()]
+    assert image.get_images()[0].get_array()[0].tolist() == [few, more, most]
     integers = SweepConfig(target=IntegerDatapath(saturate=True), layers=1, heads=2, context=16, batch_size=2)
     narrow, wide = (train_point(integers, Point(f"int8@accumulator_bits={bits}", 1e-3, 16, 2, 0), corpus)
                     for bits in (12, 32))  # fmt: skip
