@@ -186,7 +186,7 @@ def _step(
     if mismatch is not None:
         # The first operation that differs where copies of both models run forward and backward again.
         with autocast(config.simulated, config.device):
-            divergence = bisect(*((side.model, batch) for side in sides))
+            divergence = bisect((a, batch), (b, batch))
         first = "" if divergence.comparison is None else f": {divergence.tensor} {divergence.comparison.first}"
         product = f"first in {divergence.a}{first}"
         if divergence.equal:
