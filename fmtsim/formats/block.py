@@ -65,8 +65,9 @@ class BlockFormat(Displayed):
             f"scaling={shown(self.scaling)} is not a Scaling",
             "Scaling(block=..., ...)",
         )
-        if isinstance(self.element, str):
-            object.__setattr__(self, "element", READERS[FloatFormat](self.element, ""))
+        element: Any = self.element
+        if isinstance(element, str):
+            object.__setattr__(self, "element", READERS[FloatFormat](element, ""))
         check_types(self, FormatError)
         rule, real, scale = self.scale_rule, not self.power_of_two, self.scale
         check_use(f"format {shown(self.name)}:", self.scaling, "a block format")
