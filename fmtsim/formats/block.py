@@ -5,6 +5,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fmtsim.formats.display import Displayed, Fields, short_number
 from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
