@@ -3,12 +3,13 @@
 
 Bytes of Python's standard library, 16 x 256 a step, AdamW with a cosine schedule in bfloat16 autocast, compiled. Prints
 the loss on held-out text (mean of three seeds, and their spread), what it is above that of bfloat16, and the time of a
-step over that in bfloat16; writes them as JSON with ``--json``.
+step over that in bfloat16; writes them as JSON with ``--record``.
 """
 
 import argparse
-import json
+import shlex
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 
 import fmtsim
+from benchmarks.suite.device import layers_machine
+from fmtsim.lab.cli.output import write_json
 from fmtsim.lab.training.corpus import Corpus, load_corpus, sample
 from fmtsim.lab.training.decoders import GPT, GPTConfig
 from fmtsim.lab.training.learner import schedule
@@ -95,28 +98,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--mode", default="reduce-overhead", help="of torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a quick look")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64  # one model's code is compiled for each recipe
     corpus = load_corpus(None, SIZE["context"])
-    found: dict[str, Any] = {}
-    print(
-        f"{'recipe':14}{'loss':>9}{'spread':>9}{'over bf16':>11}{'step, ms':>10}{'time over bf16':>16}{'total, s':>10}"
-    )
+    about = {**layers_machine(arguments.device), "command": shlex.join(["python", *sys.argv])}
+    results: list[dict[str, Any]] = []
+    columns = {"loss": ".4f", "spread": ".4f", "over_bf16": "+.4f", "milliseconds": ".2f", "ratio": ".2f"}
+    print(f"{'recipe':14}" + "".join(f"{name:>14}" for name in columns))
     for recipe in (None, *arguments.recipes):
-        begun = time.perf_counter()
-        name = recipe or "bf16"
-        own = found[name] = run(recipe, arguments, corpus)
-        mean, spread = statistics.mean(own["losses"]), max(own["losses"]) - min(own["losses"])
-        base = found["bf16"]
-        gap, ratio = mean - statistics.mean(base["losses"]), own["milliseconds"] / base["milliseconds"]
-        total = time.perf_counter() - begun
-        print(
-            f"{name:14}{mean:9.4f}{spread:9.4f}{gap:+11.4f}{own['milliseconds']:10.2f}{ratio:16.2f}{total:10.1f}",
-            flush=True,
-        )
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(found, indent=1))
+        run_of = run(recipe, arguments, corpus)
+        mean, spread = statistics.mean(run_of["losses"]), max(run_of["losses"]) - min(run_of["losses"])
+        result = {"case": recipe or "bf16", **run_of, "loss": mean, "spread": spread}
+        base = results[0] if results else result
+        result |= {"over_bf16": mean - base["loss"], "ratio": result["milliseconds"] / base["milliseconds"]}
+        results.append(result)
+        cells = (f"{result[name]:14{spec}}" for name, spec in columns.items())
+        print(f"{result['case']:14}" + "".join(cells), flush=True)
+        if arguments.record is not None:
+            write_json(arguments.record, {"machine": about, "results": results})
 
 
 if __name__ == "__main__":

@@ -252,15 +252,49 @@ def test_the_kernels_of_a_page_run(page, tmp_path, capsys):
     assert page == "README.md" or not_printed(text, printed) == []
 
 
-def test_the_tables_of_the_pages_are_those_of_the_records(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tables():
     spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "site" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "other"),
+    [("recipes", r"(\|`mu_s`\|)e4m3", r"\1e5m2"), ("performance", r"(\|`te_current`\|)\d", r"\g<1>9")],
+)
+def test_the_tables_of_the_pages_are_those_of_the_records(name, cell, other, tables, tmp_path, monkeypatch, capsys):
     assert tables.main(["--check"]) == 0, capsys.readouterr().err
-    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    planted = tmp_path / "docs" / "recipes.md"
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    planted = tmp_path / "docs" / f"{name}.md"
     planted.parent.mkdir()
-    planted.write_text(page.replace("|`mu_s`|e4m3|", "|`mu_s`|e5m2|"), encoding="utf-8")
+    planted.write_text(re.sub(cell, other, page), encoding="utf-8")
     monkeypatch.setattr(tables, "DOCS", planted.parent)
-    assert tables.main(["--check"]) == 1 and "docs/recipes.md is stale" in capsys.readouterr().err
+    assert tables.main(["--check"]) == 1 and f"docs/{name}.md is stale" in capsys.readouterr().err
     assert tables.main([]) == 0 and planted.read_text(encoding="utf-8") == page
+
+
+def test_every_table_of_measurements_is_made_of_records_that_say_how_to_make_them_again(tables, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"<!-- table: (\w+) -->", page)} == {*tables.MEASURED, "missed"}
+    by_hand = re.sub(r"<!-- table: .*?<!-- end -->", "", page, flags=re.DOTALL)
+    assert "|---" not in by_hand
+    record = json.loads((tables.RECORDS / "layers_h200.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(tables, "RECORDS", tmp_path)
+    columns = [["ratio", "some", "llama default {}", "{ratio:.2f}"]]
+
+    def table(case="te_current", **machine):
+        text = json.dumps(record | {"machine": {**record["machine"], **machine}})
+        (tmp_path / "some.json").write_text(text, encoding="utf-8")
+        return tables.measured_table("recipe", columns, [["one", case], ["all", "*"]])
+
+    assert table().splitlines()[2:4] == ["|one|1.21|", "|all|1.15 to 1.84|"]
+    for commit in ("unknown", "1234567-dirty"):
+        with pytest.raises(ValueError, match="cannot be made again"):
+            table(commit=commit)
+    with pytest.raises(ValueError, match="no record of the table has"):
+        table(case="te_curent")
+    del record["machine"]["date"]
+    with pytest.raises(KeyError, match="date"):
+        table()

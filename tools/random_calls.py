@@ -33,6 +33,7 @@ from fmtsim.spec.call import LARGE_BLOCKS, GemmCall
 from fmtsim.support.errors import DeviceError
 from tools.calibrate.campaign import multiply
 from tools.calibrate.gpu import TorchGPU
+from tools.calibrate.layers import parallel_layers
 
 SIDE = 8  # rows and columns that are kept of a result
 SEED = 20261122  # of the data
@@ -111,7 +112,7 @@ def random_call(rng: random.Random, shapes: list[tuple[int, int]]) -> GemmCall:
 
 def random_calls(seed: int, count: int) -> list[GemmCall]:
     """Return calls; the same for a seed and the models that fmtsim knows."""
-    shapes = sorted({shape for model in models().values() for shape in model.parallel_layers}
+    shapes = sorted({shape for model in models().values() for shape in parallel_layers(model)}
                     | {(n, k) for model in models().values() for n, k, *_ in model.layers})  # fmt: skip
     rng = random.Random(seed)
     return [random_call(rng, shapes) for _ in range(count)]

@@ -2,6 +2,7 @@
 """``python -m benchmarks.suite``: casts against a plain copy, products against torch's float32 one, overheads."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,28 +10,31 @@ from typing import Any
 
 from benchmarks.suite import cpu, gemm, overheads
 from benchmarks.suite.against import Comparison, compared
-from benchmarks.suite.device import BENCH_SIZES
+from benchmarks.suite.device import BENCH_SIZES, gpu_machine
 from benchmarks.suite.overheads import Overhead
-from benchmarks.suite.timing import Timed, at_work, chosen_cases, each_shown, processor
+from benchmarks.suite.timing import Timed, at_work, chosen_cases, each_shown, origin, processor
 from fmtsim.lab.cli.main import run_program
 from fmtsim.lab.cli.names import Files, targets
 from fmtsim.lab.cli.options import add_json, check_positive, check_threads, count, flag, option
-from fmtsim.lab.cli.output import answer, format_table, origin, versions_of, write_json
+from fmtsim.lab.cli.output import answer, format_table, versions_of, write_json
 from fmtsim.support.errors import ArgumentError
 from fmtsim.support.files import check_folder
 from fmtsim.support.records import read_json, shown_path
 from fmtsim.support.table import jsonable
 
-SUMMARY = "Time casts relative to a copy, products (gemm), the CUDA engine (gpu), layers in training, simulate."
+SUMMARY = (
+    "Time casts relative to a copy, products (gemm), the CUDA engine (gpu), layers in training, simulate, variants."
+)
 Measured = tuple[dict[str, Any], Callable[[], str]]
 Keep = Callable[[dict[str, Any]], None]
+_VARIANTS = "benchmarks.suite.variants"
 
 
 BENCH_DEFAULTS = {"side": 4096, "shape": [512, 512, 2048], "threads": [1, 2]}
 KERNELS = ("side", "threads", "kernels_only")
 # Which options belong to what is measured, beside those that all have.
 BENCH_OPTIONS = {
-    "casts": KERNELS, "gemm": (*KERNELS, "shape"), "gpu": (), "simulate": (),
+    "casts": KERNELS, "gemm": (*KERNELS, "shape"), "gpu": (), "simulate": (), "variants": (),
     "layers": ("recipes", "device", *BENCH_SIZES, "target", "emulate"),
 }  # fmt: skip
 
@@ -39,7 +43,7 @@ def declare_bench(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     choices = (
         "casts relative to a copy, matrix products relative to torch's float32 product, the CUDA engine, models "
-        "under simulate, or training steps under recipes, both relative to plain ones"
+        "under simulate, training steps under recipes, both relative to plain ones, or variants that cost lines"
     )
     parser.add_argument("what", nargs="?", choices=tuple(BENCH_OPTIONS), default="casts", help=choices)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="measure the cases that match, such as 'e4m3*'")
@@ -117,8 +121,8 @@ def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
         from benchmarks.suite.device import measured_layers
 
         return measured_layers(arguments, keep)
-    if arguments.what == "simulate":
-        return _measured_simulations(arguments)
+    if arguments.what in ("simulate", "variants"):
+        return _measured_beside(arguments, keep)
     results = list(_results(arguments))
     others = [] if arguments.kernels_only else list(_overheads(arguments))
     machine = {**processor(), **versions_of(("torch", "numba")), **origin()}
@@ -129,19 +133,19 @@ def _measure(arguments: argparse.Namespace, keep: Keep) -> Measured:
     return record, lambda: "\n".join(parts)
 
 
-def _measured_simulations(arguments: argparse.Namespace) -> Measured:
-    """Return the record of models under ``simulate``, and how it reads."""
-    from benchmarks.suite import simulated
-
-    cases = each_shown(chosen_cases(simulated.CASES, arguments.only))
-    results = [simulated.measure(case, arguments.repeats) for case in cases]
-    machine = {**processor(), **versions_of(("torch", "numba", "transformers")), **origin()}
-    header = ["model", "s", "target, s", "plain, s", "ratio", "processor, s"]
-    rows = [
-        [r.case.name, *(f"{x:.2f}" for x in (r.seconds, r.case.target, r.plain_seconds, r.ratio, r.processor_seconds))]
-        for r in results
-    ]
-    return {"machine": machine, "results": [r.to_dict() for r in results]}, lambda: format_table(header, rows)
+def _measured_beside(arguments: argparse.Namespace, keep: Keep) -> Measured:
+    """Return the record of models under ``simulate``, or of variants, beside what is plain, and how it reads."""
+    bench: Any = importlib.import_module({"simulate": "benchmarks.suite.simulated"}.get(arguments.what, _VARIANTS))
+    on_gpu = getattr(bench, "DEVICE", "cpu") == "cuda"
+    machine = (
+        gpu_machine() if on_gpu else {**processor(), **versions_of(("torch", "numba", "transformers")), **origin()}
+    )
+    record: dict[str, Any] = {"machine": machine, "results": []}
+    for case in each_shown(chosen_cases(bench.CASES, arguments.only)):
+        record["results"].append(bench.measure(case, arguments.repeats).to_dict())
+        keep(record)
+    rows = [[name, *(f"{x:.4g}" for x in numbers)] for name, *numbers in map(dict.values, record["results"])]
+    return record, lambda: format_table([*record["results"][0]], rows)
 
 
 def _results(arguments: argparse.Namespace) -> Iterator[Any]:
@@ -222,6 +226,7 @@ def overhead_table(overheads: Sequence[Overhead]) -> str:
 
 KEYS = {
     "casts": {"kernels"}, "gemm": {"products"}, "gpu": {"results", "compiling_seconds"}, "layers": {"results", "sizes"},
+    "simulate": {"results"}, "variants": {"results"},
 }  # fmt: skip
 
 

@@ -14,10 +14,10 @@ from benchmarks.suite import gpu, layers, models
 from benchmarks.suite.gpu import Other
 from benchmarks.suite.gpu_cases import UNITS
 from benchmarks.suite.models import HEAD, Sizes
-from benchmarks.suite.timing import at_work, chosen_cases, each_shown
+from benchmarks.suite.timing import at_work, chosen_cases, each_shown, origin
 from fmtsim.lab.cli.machine import processor_name
 from fmtsim.lab.cli.options import check_device, check_positive
-from fmtsim.lab.cli.output import format_items, format_table, origin, versions_of
+from fmtsim.lab.cli.output import format_items, format_table, versions_of
 from fmtsim.support.errors import ArgumentError, DeviceError, FmtsimError
 from fmtsim.support.table import Column
 

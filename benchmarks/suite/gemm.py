@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.suite.timing import Timed, in_turns
+from benchmarks.suite.timing import Timed, clock_of, in_turns
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.interop import torch_dtype
 from fmtsim.formats.registry import get_format
@@ -223,7 +223,7 @@ def measure(case: Case, *, shape: Shape = SHAPE, threads: Sequence[int] = (1, 2)
         with bounded_threads(count):
             once = in_turns((sgemm, product), 1, count)
             burst = min(max(round(once[1] / once[0]), 1), _BURST)
-            taken = in_turns((_times(sgemm, burst), product, *others), repeats, count)
+            taken = in_turns((_times(sgemm, burst), product, *others), repeats, count, clock_of(count))
         sgemm_seconds[count], seconds[count] = taken[0] / burst, taken[1]
         if others:
             plain_seconds[count] = taken[2]

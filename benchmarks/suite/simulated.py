@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.suite.timing import in_turns
+from benchmarks.suite.timing import clock_of, in_turns
 from fmtsim.machine.simulate import simulate
 from fmtsim.support.errors import FmtsimError
 
@@ -98,7 +98,8 @@ def measure(case: Case, repeats: int) -> Result:
         with simulate(target="h200"):
             run()
 
-    seconds, plain_seconds = in_turns((simulated, run), repeats, threads=1)
+    clock = clock_of(torch.get_num_threads())
+    seconds, plain_seconds = in_turns((simulated, run), repeats, 1, clock)
     start = time.process_time()
     simulated()
     return Result(

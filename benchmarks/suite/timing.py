@@ -2,7 +2,10 @@
 """Medians of actions that take turns, with a bound on torch's threads; which cases run, and on what processor."""
 
 import fnmatch
+import os
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +15,11 @@ from typing import Any
 
 import torch
 
+from fmtsim.lab.cli import output
 from fmtsim.lab.cli.machine import processor_facts, processor_name
 from fmtsim.support.errors import ArgumentError
 
-Action = Callable[[], Any]
+Action, Clock = Callable[[], Any], Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,14 @@ class Timed:
         }  # fmt: skip
 
 
-def in_turns(actions: Sequence[Action], repeats: int, threads: int) -> tuple[float, ...]:
+def clock_of(threads: int) -> Clock:
+    """Return the clock of work on that many threads: of one thread its own time, which no other process lengthens."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
+def in_turns(
+    actions: Sequence[Action], repeats: int, threads: int, clock: Clock = time.perf_counter
+) -> tuple[float, ...]:
     """Return the median seconds of each action, run one after the other so that a busy machine slows all alike.
 
     The first round, which compiles kernels and touches pages, is not counted. With several threads each timed run
@@ -69,9 +80,9 @@ def in_turns(actions: Sequence[Action], repeats: int, threads: int) -> tuple[flo
     def seconds(action: Action) -> float:
         if threads > 1:
             action()
-        start = time.perf_counter()
+        start = clock()
         action()
-        return time.perf_counter() - start
+        return clock() - start
 
     return _medians(actions, repeats, seconds)
 
@@ -139,3 +150,15 @@ def processor() -> dict[str, Any]:
         caches[f"L{level} {kind.lower()}"] = size
     vectors = [flag for flag in flags if flag.startswith(_VECTORS)]
     return {"processor": processor_name(), "instructions": vectors, "caches": caches}
+
+
+def origin() -> dict[str, str]:
+    """Return the command that makes a record, the time, and the commit.
+
+    ``FMTSIM_COMMIT`` names the commit where the tree is a copy without git; "unknown" goes into no page.
+    """
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+    threads = [f"OMP_NUM_THREADS={count}" for count in [os.environ.get("OMP_NUM_THREADS")] if count]
+    command = shlex.join([*threads, "python", "-m", "benchmarks.suite", *sys.argv[1:]])
+    return {**output.origin(), "command": command, "commit": os.environ.get("FMTSIM_COMMIT") or found or "unknown"}

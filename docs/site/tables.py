@@ -2,16 +2,20 @@
 """Write the generated tables of the pages: ``python docs/site/tables.py``; with ``--check``, exit 1 if one is stale.
 
 A page has a table between ``<!-- table: NAME -->`` and ``<!-- end -->``, NAME being a key of ``TABLES``. Rows are made
-from the records of the catalogues and from the parsers of the command line.
+from the records of the catalogues, from the parsers of the command line, and from the measurements in
+``benchmarks/results``: of those ``measured.toml`` says what a table shows.
 """
 
+import fnmatch
+import itertools
 import json
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fmtsim.casts.profile import library_profiles, list_profiles
 from fmtsim.distributed import REDUCTIONS, Reduction
@@ -223,23 +227,74 @@ ON_SITE: Final = {"profile_details": profile_details}
 """Tables that the site alone has, in place of ``<!-- site table: NAME -->``: nobody reads so long ones in a file."""
 
 
-def steps_table() -> str:
-    """Return times of eager and compiled steps over plain ones, and of their kernels alone, with machine and date."""
-    record = json.loads((DOCS.parent / "benchmarks/results/layers_h200.json").read_text())
-    cells: dict[str, dict[str, str]] = {}
-    for result in record["results"]:
-        text = f"{result['ratio']:.2f} ({result['gpu_ratio']:.2f})"
-        cells.setdefault(result["recipe"], {})[result["mode"]] = text
-    rows = [(f"`{name}`", of.get("eager", ""), of.get("default", "")) for name, of in cells.items()]
-    about = record["machine"]
-    where = f"{about['device']}, torch {about['torch']}, {about['date'][:10]}, commit {about['commit']}"
-    return markdown([("recipe", "eager (kernels)", "compiled (kernels)"), *rows]) + f"\n\n{where}: `{about['command']}`"
+MEASURED: Final = tomllib.loads(Path(__file__).with_name("measured.toml").read_text("utf-8"))
+KINDS: Final = ("kernels", "products", "overheads", "results")
+RECORDS: Final = Path(__file__).parents[2] / "benchmarks/results"
+
+
+def measured_table(first: str, columns: list[list[str]], rows: list[list[str]]) -> str:
+    """Return a table of measurements, and below it each record's machine, date, commit and command.
+
+    Raises:
+        KeyError, ValueError: A record does not say when and at what commit it was made, or none has a row's cases.
+    """
+    names = dict.fromkeys(name for _, names, *_ in columns for name in names.split())
+    records = {name: json.loads((RECORDS / f"{name}.json").read_text("utf-8")) for name in names}
+    table: list[Row] = [(first, *(column[0] for column in columns))]
+    for label, *patterns in rows:
+        cells = ([records[name] for name in names.split()] for _, names, *_ in columns)
+        table.append(
+            (label, *(measured_cell(of, patterns, *column[2:]) for of, column in zip(cells, columns, strict=True)))
+        )
+        if not any(table[-1][1:]):
+            raise ValueError(f"no record of the table has {patterns}, which {label!r} asks for")
+    return "\n".join([tight(table), "", *(provenance(name, records, columns) for name in records)])
+
+
+def measured_cell(records: list[dict[str, Any]], patterns: list[str], case: str, shown: str) -> str:
+    """Return what records show of the cases of some patterns: one, or the least and the largest."""
+    results = itertools.chain(*(record.get(kind, ()) for record in records for kind in KINDS))
+    cells = [
+        shown.format_map(result | result.get("threads", {}).get("1", {}))
+        for result in results
+        if any(fnmatch.fnmatchcase(result.get("case", result.get("name")), case.format(name)) for name in patterns)
+    ]
+    ends = sorted(set(cells), key=lambda cell: float(cell.split()[0]))
+    return " to ".join(dict.fromkeys((ends[0], ends[-1]))) if ends else ""
+
+
+def provenance(name: str, records: dict[str, Any], columns: list[list[str]]) -> str:
+    """Return a line about a record: its columns, where there are several records, machine, date, commit and command."""
+    about = records[name]["machine"]
+    heads = [head for head, names, *_ in columns if name in names.split()] if len(records) > 1 else []
+    if about["commit"] == "unknown" or about["commit"].endswith("dirty"):
+        raise ValueError(f"{name}: a record of commit {about['commit']!r} cannot be made again; set FMTSIM_COMMIT")
+    facts = (about.get("device") or about["processor"], f"torch {about['torch']}", about["date"][:10], about["commit"])
+    command = re.sub(r" --record \S+", "", about["command"])
+    return f"- {'; '.join(heads)}{': ' * bool(heads)}{', '.join(facts)}, `{command}`{about.get('note', '')}"
+
+
+def missed_targets() -> str:
+    """Return, for each record of the tables, which cases miss their targets: what they reach, of what is asked."""
+    goals = (("extra_cost", "extra_limit"), ("ratio_to_copy", "target"), ("ratio_to_sgemm", "target"),
+             ("value", "target"), ("value", "limit"))  # fmt: skip
+    names = dict.fromkeys(column[1] for table in MEASURED.values() for column in table["columns"])
+    lines = []
+    for name in (name for words in names for name in words.split()):
+        record, parts = json.loads((RECORDS / f"{name}.json").read_text("utf-8")), []
+        for result in (result for kind in KINDS for result in record.get(kind, ())):
+            fields = result | result.get("threads", {}).get("1", {})
+            if result.get("met") is False:
+                pair = next(pair for pair in goals if None not in (fields.get(pair[0]), fields.get(pair[1])))
+                parts.append(f"{fields.get('case', fields.get('name'))} {fields[pair[0]]:.2f} of {fields[pair[1]]:g}")
+        lines += [f"- `{name}`: {'; '.join(parts)}."] if parts else []
+    return "\n".join(lines)
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "recipes": recipe_table, "ptq": ptq_table, "schemes": scheme_table, "reductions": reduction_table,
     "cli": command_table, "layouts": layout_table, "profiles": profile_table, "not_reproduced": not_reproduced_table,
-    "steps": steps_table,
+    "missed": missed_targets, **{name: partial(measured_table, **table) for name, table in MEASURED.items()},
 }  # fmt: skip
 
 

@@ -109,9 +109,7 @@ class Encoded:
         return encoded
 
     @staticmethod
-    def from_parts(
-        parts: EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1, *, validated: bool = False
-    ) -> "Encoded":
+    def from_parts(parts: EncodedParts, fmt: Format, shape: torch.Size | tuple[int, ...], dim: int = -1) -> "Encoded":
         """Pack what an engine's encode returned.
 
         Args:
@@ -119,7 +117,6 @@ class Encoded:
             fmt: The format.
             shape: The tensor's shape.
             dim: The inner axis of blocks.
-            validated: Codes and scales are known to be those of the format, which saves looking at them.
 
         Raises:
             CodeError: A code, a scale, a shape or a dtype does not belong to the format.
@@ -131,9 +128,9 @@ class Encoded:
         shape, dim = torch.Size(shape), dim - rank if dim >= 0 else dim
         if not isinstance(fmt, PackedFormat) and parts.codes.shape != shape:
             raise CodeError(f"codes of {fmt.name} have shape {tuple(parts.codes.shape)}; expected {tuple(shape)}")
-        codes, scales = store(parts.codes, parts.scales, fmt, dim, validated=validated)
+        codes, scales = store(parts.codes, parts.scales, fmt, dim)
         scale_parts = EncodedParts(codes, scales, parts.tensor_scale, parts.offsets)._asdict()
-        return Encoded(format=fmt, shape=shape, dim=dim, **scale_parts, validated=validated)
+        return Encoded(format=fmt, shape=shape, dim=dim, **scale_parts)
 
     def parts(self) -> EncodedParts:
         """Return unpacked codes and float32 scales, as engines take them."""

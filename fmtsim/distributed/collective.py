@@ -60,7 +60,7 @@ class Stages:
 
     peers: Final = None
 
-    def __init__(self, batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor, peers: Any = None) -> None:
+    def __init__(self, batch: Batch, hop: Hop, rank: int, ranks: int, out: Tensor) -> None:
         self.batch, self.hop, self.rank, self.ranks, self.out = batch.float(), hop, rank, ranks, out
         self.length = -(-batch.x.numel() // ranks)
         self.bytes = packed_size(self.length, hop.spec.format.bits)

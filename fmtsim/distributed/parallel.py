@@ -113,7 +113,11 @@ class Partition:
                 rows if fmt is None else simulate_gather(self._parts(rows), fmt, self.settings.scaling).flatten(0, 1)
             )
         elif fmt is None:
-            whole = self._sent_as_is(rows, self.ranks)
+            self.ranks.agree(("all_gather", "as it is", tuple(rows.shape), str(rows.dtype)), rows.device)
+            whole = rows.new_empty(self.ranks.size, *rows.shape)
+            with self.ranks.answering("an all-gather"):
+                dist.all_gather(list(whole.unbind()), rows, group=self.ranks.group)
+            whole = whole.flatten(0, 1)
         else:
             whole = all_gather(rows, fmt, scaling=self.settings.scaling, group=self.ranks.group).flatten(0, 1)
         return whole.movedim(0, self.settings.dim)
@@ -161,13 +165,6 @@ class Partition:
                 "pass TensorParallel(sequence=False)"
             )
         return rows.chunk(self.size)
-
-    def _sent_as_is(self, rows: Tensor, ranks: Ranks) -> Tensor:
-        ranks.agree(("all_gather", "as it is", tuple(rows.shape), str(rows.dtype)), rows.device)
-        whole = rows.new_empty(ranks.size, *rows.shape)
-        with ranks.answering("an all-gather"):
-            dist.all_gather(list(whole.unbind()), rows, group=ranks.group)
-        return whole.flatten(0, 1)
 
 
 class _Spread(torch.autograd.Function):  # no operator takes the Partition, which exchanges bytes with other ranks

@@ -224,6 +224,7 @@ def _find(text: str) -> Format:
         return fmt
     several = " or ".join(map(repr, _WIDTHS.get(name.replace("float", "fp"), ())))
     elsewhere = next((text for word, text in _ELSEWHERE.items() if name.startswith(word)), "")
+    elsewhere = "a Quantizer's JSON file is a recipe: recipe=, --recipe" if name.endswith(".json") else elsewhere
     hint = f"; did you mean {several}?" if several else f"; {elsewhere}" if elsewhere else did_you_mean(name, _lookup)
     raise FormatError(
         f"unknown format {shown(text)}{hint} "

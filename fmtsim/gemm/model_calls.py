@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls that torch makes of linear layers in training; apart from models.py, which needs no torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from fmtsim.gemm.model_layers import DTYPES, PASSES, Shape
+from fmtsim.gemm.model_layers import DTYPES
 from fmtsim.spec.call import GemmCall, Layout
 from fmtsim.support.errors import ArgumentError, shown
 
@@ -19,30 +19,6 @@ def check_dtypes(dtypes: Iterable[str]) -> None:
     wrong = [name for name in dtypes if not isinstance(name, str) or name not in DTYPES]
     if wrong:
         raise ArgumentError(f"dtypes {shown(wrong[0])} is not possible; choose from {', '.join(DTYPES)}")
-
-
-def model_calls(
-    shapes: Iterable[Shape], tokens: Iterable[int], dtypes: Sequence[str] = DTYPES, passes: Sequence[str] = PASSES
-) -> list[GemmCall]:
-    """Return the calls of linear layers in training, each once, those with equal K together.
-
-    Args:
-        shapes: Layers.
-        tokens: Rows of the layers' input.
-        dtypes: Of ``DTYPES``; FP8 calls that torch._scaled_mm refuses (K or N no multiple of 16) are left out.
-        passes: Of ``PASSES``.
-    """
-    check_dtypes(dtypes)
-    tokens = list(tokens)
-    calls: dict[GemmCall, None] = {}
-    for n, k, bias in shapes:  # a dict, as layers of several models have the same calls
-        for m in tokens:
-            for which in passes:
-                for dtype in dtypes:
-                    call = layer_call(which, m, n, k, bias, dtype)
-                    if call is not None:
-                        calls[call] = None
-    return sorted(calls, key=lambda call: (call.a, call.fast_accum, call.k))  # operands of one K are made once
 
 
 def layer_call(which: str, tokens: int, n: int, k: int, bias: bool, dtype: str) -> GemmCall | None:

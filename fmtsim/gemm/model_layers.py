@@ -15,7 +15,6 @@ Shape = tuple[int, int, bool]
 DTYPES = ("bf16", "fp16", "tf32", "fp8_fast", "fp8_slow")
 PASSES = ("forward", "dgrad", "wgrad")
 MOST_OF_A_RANGE = 1 << 16
-SLICES = (2, 4, 8)  # of tensor-parallel layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +69,6 @@ class Model:
             *((int(n), int(k), False) for n, _, k in (pair.partition("x") for pair in self.more.split())),
             (self.vocabulary, h, has("h")),  # head
         ]
-        return tuple(dict.fromkeys(shapes))
-
-    @property
-    def parallel_layers(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs as servers have them: projections in one layer, and slices of 2, 4 and 8 GPUs."""
-        h, i, q, kv = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        columns = [
-            i,
-            self.vocabulary,
-            *([] if "a" in self.style else [q + 2 * kv]),
-            *([2 * i] if "g" in self.style else []),
-        ]
-        shapes = [(n, k) for n, k, _ in self.layers] + [(n, h) for n in columns]
-        for parts in SLICES:
-            shapes += [(n // parts, h) for n in columns if n % parts == 0]  # column-parallel: outputs are sliced
-            shapes += [(h, k // parts) for k in (q, i) if k % parts == 0]  # row-parallel: inputs are
         return tuple(dict.fromkeys(shapes))
 
 

@@ -60,14 +60,15 @@ def _to(dtype: torch.dtype, *arguments: Any) -> Any:
     return tree_map(lambda x: x.to(dtype) if _is_cast(x) else x, arguments)
 
 
-def _lower(operator: Callable, args: Any, kwargs: Any) -> Any:
-    args, kwargs = _to(torch.get_autocast_dtype("cpu"), args, kwargs)
-    return operator(*args, **kwargs)
+def _in(choose: Callable[[torch.dtype, set[torch.dtype]], torch.dtype]) -> Callable:
+    """Return a policy that runs an operator in the dtype chosen of autocast's and of its arguments'."""
 
+    def run(operator: Callable, args: Any, kwargs: Any) -> Any:
+        dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if _is_cast(x)}
+        args, kwargs = _to(choose(torch.get_autocast_dtype("cpu"), dtypes), args, kwargs)
+        return operator(*args, **kwargs)
 
-def _float32(operator: Callable, args: Any, kwargs: Any) -> Any:
-    args, kwargs = _to(torch.float32, args, kwargs)
-    return operator(*args, **kwargs)
+    return run
 
 
 def _to_float32(operator: Callable, args: Any, kwargs: Any) -> Any:
@@ -85,13 +86,6 @@ def _to_float32(operator: Callable, args: Any, kwargs: Any) -> Any:
     return operator(*args, **kwargs)
 
 
-def _widest(operator: Callable, args: Any, kwargs: Any) -> Any:
-    lower = torch.get_autocast_dtype("cpu")
-    dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if _is_cast(x)}
-    args, kwargs = _to(lower if dtypes <= {lower} else torch.float32, args, kwargs)
-    return operator(*args, **kwargs)
-
-
 def _refuse(operator: Callable, args: Any, kwargs: Any) -> Any:
     raise ArgumentError(
         "binary_cross_entropy is not computed under autocast on a GPU; use binary_cross_entropy_with_logits, or leave "
@@ -99,7 +93,10 @@ def _refuse(operator: Callable, args: Any, kwargs: Any) -> Any:
     )
 
 
-POLICIES = {_lower: LOWER, _float32: FLOAT32, _to_float32: TO_FLOAT32, _widest: WIDEST, _refuse: _REFUSED}
+POLICIES = {
+    _in(lambda lower, _: lower): LOWER, _in(lambda *_: torch.float32): FLOAT32, _to_float32: TO_FLOAT32,
+    _in(lambda lower, dtypes: lower if dtypes <= {lower} else torch.float32): WIDEST, _refuse: _REFUSED,
+}  # fmt: skip
 SHARED = """
 _convolution.deprecated addbmm addmm baddbmm binary_cross_entropy_with_logits bmm cdist conv1d conv2d conv3d conv_tbc
 conv_transpose1d conv_transpose2d.input conv_transpose3d.input cosine_embedding_loss hinge_embedding_loss huber_loss

@@ -149,6 +149,11 @@ class Heads(NamedTuple):
         scale = None if self.scale is None else self.scale.mT
         return self._replace(elements=self.elements.mT, scale=scale, slope=None, block=self.block[::-1])
 
+    def head(self, rows: int) -> "Heads":
+        """Return the first rows of the first head."""
+        scale = None if self.scale is None else self.scale[:1, :rows]
+        return self._replace(elements=self.elements[:1, :rows], scale=scale, slope=None)
+
     def row_scale(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
         """Return elements and the scale of each row; values where scales change along it, or a dtype lacks elements."""
         if self.scale is None:
@@ -220,7 +225,7 @@ def flash(
     for first in reversed(range(0, k.shape[1], config.columns)):
         keys = slice(first, first + config.columns)
         # 1. Scores of a block of keys, as exponents to base 2.
-        s = product(q_heads, _part(k_heads, keys, 1), unit, dtype)
+        s = _watched("s", q_heads, _part(k_heads, keys, 1), unit, dtype, watchers)
         s = s if delta is None else s + delta[..., keys]
         # They are the logarithms of the weights before normalisation.
         if mask is None:
@@ -238,7 +243,7 @@ def flash(
         weights = quantised("p", p.reshape(1, -1, p.shape[-1]), config.p, coded, call_keys.draws, watchers)
         scale = None if weights.scale is None else weights.scale.reshape(p.shape)
         weights = weights._replace(elements=weights.elements.reshape(p.shape), scale=scale)
-        part = product(weights, _part(v_heads, keys, 2), unit, dtype)
+        part = _watched("o", weights, _part(v_heads, keys, 2), unit, dtype, watchers)
         # 4. Sums of weights and of weighted values.
         summed = weights.values() if config.rounded_sum else p
         m, total, out = new, total * shrink + summed.sum(-1, keepdim=True), out * shrink + part
@@ -299,6 +304,14 @@ def _part(heads: Heads, keys: slice, dim: int) -> Heads:
     block = (heads.block[0], 1 if apart else inner)
     scale = None if heads.scale is None else heads.scale[pick]
     return heads._replace(elements=heads.elements[pick], scale=scale, block=block)
+
+
+def _watched(name: str, a: Heads, b: Heads, unit: Any, dtype: torch.dtype, watchers: Watchers) -> Tensor:
+    """Return ``product``, and show it to watchers where a unit multiplies."""
+    y = product(a, b, unit, dtype)
+    for watcher in watchers if unit is not None else ():
+        watcher.attention_product(name, a, b, y, partial(product, dtype=dtype))
+    return y
 
 
 def product(a: Heads, b: Heads, unit: Any, dtype: torch.dtype) -> Tensor:
@@ -391,7 +404,7 @@ def flash_gradients(
         call_keys: Random numbers, behind those of the forward pass.
         made: The forward pass with its weights.
         dtype: In which units multiply operands in high precision.
-        watchers: See the operands that are quantised here, as ``"dv.b"``.
+        watchers: See the operands that are quantised here, as ``"dv.b"``, and products on units, as ``"dv"``.
     """
     g, q, k, v = tensors
 
@@ -402,7 +415,7 @@ def flash_gradients(
             _operand(f"{name}.{side}", x, by, gemm, call_keys, () if by.format is None else watchers)
             for side, x, by in sides
         )
-        return product(first, second, gemm.target, dtype)
+        return _watched(name, first, second, gemm.target, dtype, watchers)
 
     dv = run("dv", _Source(forward.weights.mT, Heads(forward.rounded.mT)), g.mT)
     dv = dv if forward.v.slope is None else dv * forward.v.slope.mT  # the quantiser of v has a gradient of its own

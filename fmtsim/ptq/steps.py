@@ -2,7 +2,7 @@
 """The steps of a quantisation, in their order: calibration, ranges, weights, measurement, installation."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -165,7 +165,21 @@ def round_weights(products: Products, recipe: PtqRecipe, show: Progress) -> None
     """Round every weight by its quantiser and the recipe's method."""
     slots, method = list(products.slots.values()), recipe.weights
     if recipe.fused:
-        share_amaxes(slots)
+        # fused layers get the largest magnitude among them, where one quantiser of them all has a scale of the tensor
+        groups: dict[Any, list[Slot]] = {}
+        for slot in slots:
+            parent, _, last = slot.name.rpartition(".")
+            fmt, scaling = slot.quantizer.format, slot.quantizer.scaling
+            s = scaling if scaling is not None else fmt.scaling if isinstance(fmt, BlockFormat) else None
+            fused = next((group for group in _FUSED if last in group.split()), None)
+            if fused is None or s is None or s.statistic != "amax" or s.candidates != (1.0,):
+                continue
+            if s.block == (None, None) or (s.tensor is not None and s.block[0] == 1):
+                groups.setdefault((parent, fused, slot.quantizer), []).append(slot)
+        for group in groups.values():
+            amax = max(float(slot.w.abs().max()) for slot in group)
+            for slot in group:
+                slot.shared_amax = amax
     show.stage("weights", len(slots))
     for i, slot in enumerate(slots):
         try:
@@ -177,27 +191,6 @@ def round_weights(products: Products, recipe: PtqRecipe, show: Progress) -> None
 
 # Last names of layers that vLLM runs as one product, under one scale of the tensor; the last are DeepSeek's.
 _FUSED = ("q_proj k_proj v_proj", "gate_proj up_proj", "w1 w3", "query key value", "q_a_proj kv_a_proj_with_mqa")
-
-
-def share_amaxes(slots: Iterable[Slot]) -> None:
-    """Give fused layers the largest magnitude among them, where one quantiser of them all has a scale of the tensor.
-
-    That scale is made of the amax, and blocks are of single rows.
-    """
-    groups: dict[Any, list[Slot]] = {}
-    for slot in slots:
-        parent, _, last = slot.name.rpartition(".")
-        fmt, scaling = slot.quantizer.format, slot.quantizer.scaling
-        s = scaling if scaling is not None else fmt.scaling if isinstance(fmt, BlockFormat) else None
-        fused = next((group for group in _FUSED if last in group.split()), None)
-        if fused is None or s is None or s.statistic != "amax" or s.candidates != (1.0,):
-            continue
-        if s.block == (None, None) or (s.tensor is not None and s.block[0] == 1):
-            groups.setdefault((parent, fused, slot.quantizer), []).append(slot)
-    for group in groups.values():
-        amax = max(float(slot.w.abs().max()) for slot in group)
-        for slot in group:
-            slot.shared_amax = amax
 
 
 def widened(w: Tensor, amax: float | None) -> Tensor:

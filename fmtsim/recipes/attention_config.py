@@ -13,7 +13,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Scaling
 from fmtsim.gemm.layers.config import Gemm, LinearConfig, element_format
 from fmtsim.gemm.products.resolver import gemm_call, resolve
-from fmtsim.gemm.targets.target import get_target
+from fmtsim.gemm.targets.target import find_target
 from fmtsim.gemm.units.unit import is_unit, machine_name, unit_takes
 from fmtsim.recipes.build import BF16, FORWARD, HIGH, scale_format
 from fmtsim.spec.datapath import Arithmetic
@@ -182,12 +182,14 @@ class AttentionConfig:
         Raises:
             ArgumentError, FormatError: A product whose operands the machine does not multiply; the message names both.
         """
+        if target is not None and not is_unit(target):
+            target = find_target(target)  # a GPU with its library, or a datapath as text
         units = dict.fromkeys(self.products, target)
         if target is not None and not is_unit(target):
             for name, product in self.products.items():
                 a, b = element_formats(*product.quantizers) or (BF16, BF16)
                 with located(f"AttentionConfig {name}"):
-                    units[name] = get_target(target).takes(a.name, b.name, "fp32", "none")
+                    units[name] = target.takes(a.name, b.name, "fp32", "none")
         gradients = {name: replace(getattr(self, name), target=units[name]) for name in BACKWARD}
         return replace(self, target=units["s"], **gradients)
 

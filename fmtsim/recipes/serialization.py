@@ -9,11 +9,13 @@ from typing import Any, Final
 
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import format_to_dict, get_format
+from fmtsim.gemm.layers.config import linear_config
 from fmtsim.recipes.ptq import PtqRecipe
 from fmtsim.recipes.recipe import Recipe, Rule
 from fmtsim.spec.datapath import Arithmetic
 from fmtsim.spec.gemm_spec import record_to_dict
 from fmtsim.spec.plan import GemmPlan
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.files import write_file
 from fmtsim.support.records import kinds_of, load_record, record_of, type_hints
@@ -57,15 +59,18 @@ def recipe_from_dict(record: dict[str, Any]) -> Recipe | Any:
 
 
 def _recipe_of(record: Any, path: str) -> Any:
-    """Return a PtqRecipe where the record says so or has its operands x or w, else a Recipe."""
+    """Return a PtqRecipe where the record says so or has its operands x or w, a Recipe of a Quantizer, or a Recipe."""
+    if isinstance(record, dict) and "format" in record:  # a Quantizer alone, of all operands
+        quantizer = record_of(Quantizer, record, path)
+        return Recipe(name=str(quantizer), linear=linear_config(quantizer))
     kind = record.get("kind") if isinstance(record, dict) else None
     if isinstance(record, dict) and ((isinstance(kind, str) and kind == _PTQ) or "x" in record or "w" in record):
         return record_of(PtqRecipe, {name: value for name, value in record.items() if name != "kind"}, path)
     return record_of(Recipe, record, path)
 
 
-def save_recipe(recipe: Recipe | PtqRecipe, path: str | Path) -> None:
-    """Write a recipe to a JSON file, which is accepted wherever a recipe's name is."""
+def save_recipe(recipe: Recipe | PtqRecipe | Quantizer, path: str | Path) -> None:
+    """Write a recipe to a JSON file, which is accepted wherever a recipe's name is; a Quantizer is of all operands."""
     write_file(path, json.dumps(recipe_to_dict(recipe), indent=2) + "\n")
 
 

@@ -50,7 +50,16 @@ def transform(x: Tensor, size: int, dim: int, matrix: Tensor, flips: Tensor | No
         y = chunk.view(size, -1)
         if negated is not None and not inverse:
             y = torch.where(negated, -y, y)
-        y = _butterflies(y, size // base)
+        # the power-of-two part: places that differ in bits of the index, from the lowest bit up
+        distance = 1
+        while distance < size // base:
+            pairs = y.view(-1, 2, distance * y.shape[1])
+            results = torch.empty_like(pairs)
+            (a, b), (total, difference) = pairs.unbind(1), results.unbind(1)
+            torch.add(a, b, out=total)
+            torch.sub(a, b, out=difference)
+            y = results.view(y.shape)
+            distance *= 2
         if plan:
             # Add the terms of the base matrix, four by four; z is [b, rest]. Of the sixteen signs that four terms can
             # have, eight are the negated others, and +0 before the first sum makes the sign of a sum of zero
@@ -103,20 +112,6 @@ def _sum_plan(data: bytes, order: int, inverse: bool, device: torch.device) -> t
         index = 4 * (first != third).long() + 2 * (first != second) + (third != fourth)
         plan.append((index.to(device), first.float()[:, None].to(device)))
     return tuple(plan)
-
-
-def _butterflies(y: Tensor, length: int) -> Tensor:
-    """Transform the power-of-two part: places that differ in bits of ``length - 1``, from the lowest bit up."""
-    distance = 1
-    while distance < length:
-        pairs = y.view(-1, 2, distance * y.shape[1])
-        results = torch.empty_like(pairs)
-        (a, b), (total, difference) = pairs.unbind(1), results.unbind(1)
-        torch.add(a, b, out=total)
-        torch.sub(a, b, out=difference)
-        y = results.view(y.shape)
-        distance *= 2
-    return y
 
 
 def _parts(count: int, size: int, across: int, limit: int) -> Iterator[tuple[slice, slice, slice]]:

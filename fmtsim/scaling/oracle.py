@@ -339,11 +339,27 @@ def _shared_scales(results: list[list[_Result]], fmt: BlockFormat) -> float | li
 
 
 def _error(block: _Block, result: _Result, element: ElementFormat, fmt: BlockFormat, amax: Fraction) -> float:
+    """Return the error of a block's values under a candidate of its scale."""
+    # elements of each row, and what was rounded from them, in steps
     rows: dict[int, list[tuple[float, float]]] = {}
     for (i, _), x, code in zip(block.places, block.elements, result.codes, strict=True):
         rows.setdefault(i, []).append((x, decode_value(code, element)))
     step = float(rn32(Fraction(fmt.element.max / element.max)))
-    return candidate_error(list(rows.values()), abs(result.scale), amax, fmt, step)
+    # by fouroversix: float32, along rows, then rows by halves
+    m, c = _tops(fmt)
+    both, sums = float(rn32(c * m)), []
+    for row in rows.values():
+        total = 0.0
+        for x, q in row:
+            y = operated32(mul, operated32(mul, q, abs(result.scale)), float(amax))
+            off = operated32(sub, operated32(truediv, operated32(mul, y, step), both), x)
+            total = operated32(add, total, abs(off) if fmt.scaling.metric == "mae" else operated32(mul, off, off))
+        sums.append(total)
+    sums += [0.0] * ((1 << (len(sums) - 1).bit_length()) - len(sums))
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [operated32(add, *pair) for pair in zip(sums[:half], sums[half:], strict=True)]
+    return sums[0]
 
 
 # Section 7: zero points.
@@ -456,26 +472,3 @@ def _approximate(x: Fraction) -> Fraction:
 def _tops(fmt: BlockFormat) -> tuple[Fraction, Fraction]:
     assert fmt.scaling.tensor is not None
     return rn32_or_infinite(Fraction(fmt.element.max)), rn32(Fraction(fmt.scaling.tensor.top or fmt.scale.max))
-
-
-def candidate_error(
-    rows: list[list[tuple[float, float]]], scale: float, amax: Fraction, fmt: BlockFormat, step: float
-) -> float:
-    """Return the error of a block's values by fouroversix: float32, along rows, then rows by halves.
-
-    rows: Elements and what was rounded from them, in steps.
-    """
-    m, c = _tops(fmt)
-    both, sums = float(rn32(c * m)), []
-    for row in rows:
-        total = 0.0
-        for x, q in row:
-            y = operated32(mul, operated32(mul, q, scale), float(amax))
-            off = operated32(sub, operated32(truediv, operated32(mul, y, step), both), x)
-            total = operated32(add, total, abs(off) if fmt.scaling.metric == "mae" else operated32(mul, off, off))
-        sums.append(total)
-    sums += [0.0] * ((1 << (len(sums) - 1).bit_length()) - len(sums))
-    while len(sums) > 1:
-        half = len(sums) // 2
-        sums = [operated32(add, *pair) for pair in zip(sums[:half], sums[half:], strict=True)]
-    return sums[0]

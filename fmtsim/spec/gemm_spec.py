@@ -25,7 +25,7 @@ from fmtsim.spec.datapath import (
 )
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, shown
-from fmtsim.support.records import READERS, at, record_of
+from fmtsim.support.records import READERS, at, parse_record, record_of
 
 Basis = Literal["recorded", "reported", "rule", "guess"]
 BASES: dict[Basis, str] = {
@@ -156,6 +156,22 @@ def datapath_from_dict(record: dict[str, Any], path: str = "") -> Arithmetic:
     if not isinstance(datapath, Arithmetic):
         raise at(path, ArgumentError, f"kind={shown(record['kind'])} is not the kind of a datapath")
     return datapath
+
+
+def datapath_from_text(text: str, option: str = "target") -> Arithmetic | None:
+    """Build a datapath from fields: ``block=32,fraction_bits=10``, ``integers,accumulator_bits=24`` or ``logarithms``.
+
+    Returns:
+        The datapath; None for text of another kind.
+
+    Raises:
+        ArgumentError, FormatError: A field is unknown or has a value that is not possible; ``option`` is named.
+    """
+    first, _, rest = text.partition(",")
+    record = {"integers": IntegerDatapath, "logarithms": LogDatapath}.get(first.strip())
+    if record is None and ("=" not in text or text.endswith(".json") or text.lstrip().startswith("{")):
+        return None
+    return parse_record(text if record is None else rest, record or Datapath, option)  # type: ignore[no-any-return]
 
 
 def _read(value: Any, path: str) -> Any:

@@ -88,6 +88,22 @@ def read_value(text: str) -> Any:
     return int(text) if text.removeprefix("-").isdecimal() else words.get(text.lower(), text)
 
 
+def parse_record(text: str, record: type, option: str) -> Any:
+    """Build a record from ``field=value,...``: integers, none, true, false, and names.
+
+    Raises:
+        ArgumentError: A field is unknown, lacks a value, or has one that is not possible.
+    """
+    field_names = [field.name for field in dataclasses.fields(record)]
+    values: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in field_names:
+            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(field_names)}")
+        values[name] = read_value(value)
+    return record(**values)
+
+
 def check_items(value: Any, types: dict[str, Any], what: str) -> None:
     """Raise ArgumentError where something saved is not a dict with these items, each of its type."""
     if not isinstance(value, dict):

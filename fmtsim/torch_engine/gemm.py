@@ -18,7 +18,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.schedule import combination, schedule
 from fmtsim.support.float64 import check_float64, from_bits
 from fmtsim.torch_engine.gemm_operands import Rows, all_finite, exact
-from fmtsim.torch_engine.gemm_sums import Draw, Summation, combined, unit_of
+from fmtsim.torch_engine.gemm_sums import Summation, combined, unit_of
 from fmtsim.torch_engine.gemm_units import integer_sums, logarithmic_sums, wrapped
 from fmtsim.torch_engine.random_words import GROUP, random_integers
 from fmtsim.torch_engine.reals import narrow
@@ -76,8 +76,9 @@ def gemm(
     rounding = spec.datapath.rounding if isinstance(spec.datapath, Datapath) else Rounding()
     stochastic = rounding.mode == "stochastic"
     for m, n in _tiles(rows, columns, max(1, _budget(out.device) // unit.weight), whole_rows=stochastic):
-        first, count = m.start * columns + n.start, (m.stop - m.start) * (n.stop - n.start)
-        draw = _drawer(random, rounding, rows * columns, first, count, (m.stop - m.start, n.stop - n.start), out.device)
+        first = m.start * columns + n.start
+        shape = m.stop - m.start, n.stop - n.start
+        draw = partial(_draw, random if stochastic else None, rounding, rows * columns, first, shape, out.device)
         operands, scales = _operands(a[m], b[n], scale_a, scale_b, m, n, spec, finite)
         sums = summation(operands, None if c is None else exact(c[m, n]), draw, scales)
         # float64 sums as the output's dtype, with the one NaN
@@ -108,28 +109,17 @@ def _operands(
     return Rows(a_t, b_t, finite=finite), (exact(scale_a_t), exact(scale_b_t))
 
 
-def _drawer(
-    random: RandomKey | None,
-    rounding: Rounding,
-    outputs: int,
-    first: int,
-    count: int,
-    shape: tuple[int, int],
-    device: torch.device,
-) -> Draw:
-    """Return what draws the random integers of a tile: outputs ``first`` to ``first + count`` of each block."""
-
-    def draw(block: int) -> torch.Tensor | None:
-        if rounding.mode != "stochastic":
-            return None
-        assert random is not None
-        start = block * outputs + first
-        aligned = start - start % GROUP
-        return random_integers(random, rounding, aligned, start - aligned + count, device)[start - aligned :].view(
-            shape
-        )
-
-    return draw
+def _draw(
+    random: RandomKey | None, rounding: Rounding, outputs: int, first: int, shape: tuple[int, int],
+    device: torch.device, block: int,
+) -> torch.Tensor | None:  # fmt: skip
+    """Draw the random integers of a tile, of which output ``first`` of a block is the first."""
+    if random is None:
+        return None
+    start = block * outputs + first
+    aligned = start - start % GROUP
+    count = start - aligned + math.prod(shape)
+    return random_integers(random, rounding, aligned, count, device)[start - aligned :].view(shape)
 
 
 def _budget(device: torch.device) -> int:

@@ -47,7 +47,8 @@ def encode(x: Tensor, spec: CastSpec, fits: Any = search) -> EncodedParts:
     for rows_of_x, rows_of_out in zip(_pieces(blocks, fmt), _pieces(out, fmt), strict=True):
         if not rows_of_x.numel():
             break
-        if not fmt.has_nan and not all(bool(bound.isfinite()) for bound in rows_of_x.aminmax()):
+        # a finite sum has finite terms; an infinite one may have overflowed
+        if not (fmt.has_nan or bool(rows_of_x.sum().isfinite()) or bool(rows_of_x.isfinite().all())):
             raise ArgumentError(f"x holds NaN or Inf (as float32), which {fmt.name} does not encode; remove them first")
         # the fields of blocks, and then their bytes, uint8 [blocks, bytes]
         numbers = _ENCODERS[fmt.encoder](rows_of_x, fmt, *([] if fits is search else [fits]))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fmtsim import Datapath, get_unit
-from fmtsim.cuda.gemm.engine import BLOCK_SCALED, FMA_CHAIN, FP32_FMA, FP64_FMA, FP64_MMA
+from fmtsim.cuda.gemm.engine import BLOCK_SCALED, FMA_CHAIN, FP64_FMA, FP64_MMA
 from fmtsim.cuda.gemm.job import FastPath
 from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import Rounding
@@ -82,12 +82,8 @@ CASES = {
     "tensor core bf16": Case(FP64_MMA, unit("hopper.wgmma", "bf16"), "bf16"),
     "tensor core fp16": Case(FP64_MMA, unit("hopper.wgmma", "fp16"), "fp16"),
     "tensor core mx": Case(FP64_MMA, get_unit("blackwell.tcgen05.mxf8f6f4").mode("e4m3", "e4m3"), "e4m3"),
-    "fp32 e4m3": Case(FP32_FMA, EIGHT, "e4m3"),
-    "fp32 e4m3 e5m2": Case(FP32_FMA, EIGHT, "e4m3", "e5m2"),
-    "fp32 e5m2": Case(FP32_FMA, EIGHT, "e5m2", "e5m2"),
-    "fp32 blocks of 16": Case(FP32_FMA, replace(EIGHT, block=16), "e4m3"),
-    "fp32 blocks of 40": Case(FP32_FMA, Datapath(block=40, fraction_bits=9, accumulator=custom(8, 7)), "e4m3"),
-    "fp32 blocks of 5": Case(FP32_FMA, replace(EIGHT, block=5, fraction_bits=10), "e4m3"),
+    "fp64 e4m3 e5m2": Case(FP64_FMA, EIGHT, "e4m3", "e5m2"),
+    "fp64 blocks of 5": Case(FP64_FMA, replace(EIGHT, block=5, fraction_bits=10), "e4m3"),
     "block scaled nvf4": Case(BLOCK_SCALED, NVF4, "e2m1", None, ALL),
     "block scaled mxf4": Case(BLOCK_SCALED, MXF4, "e2m1", None, ALL),
 }
@@ -163,13 +159,11 @@ RARER = {
     "tensor core, fractional scales": Case(
         FP64_MMA, Datapath(block=16, fraction_bits=20, scale="ue4m3", scale_block=16), "e2m1"
     ),
-    "fp32 e5m2 e4m3": Case(FP32_FMA, EIGHT, "e5m2", "e4m3"),
-    "fp32 float32 sums": Case(FP32_FMA, Datapath(block=32, fraction_bits=13), "e4m3"),
 }  # fmt: skip
 PATHS = {  # a case of each path
     name: CASES[case]
     for name, case in (
         ("chain", "chain e8m10 in float64"), ("fp64", "fp64 bfloat16 sums"), ("tensor core", "tensor core e4m3"),
-        ("fp32", "fp32 e4m3"), ("block scaled", "block scaled nvf4"),
+        ("block scaled", "block scaled nvf4"),
     )
 }  # fmt: skip

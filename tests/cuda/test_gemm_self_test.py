@@ -12,7 +12,7 @@ import torch
 from fmtsim import Datapath, GemmPlan, get_unit
 from fmtsim.cuda import runtime
 from fmtsim.cuda.gemm import self_test
-from fmtsim.cuda.gemm.engine import FP32_FMA
+from fmtsim.cuda.gemm.engine import FP64_FMA
 from fmtsim.cuda.gemm.job import Plan
 from fmtsim.support.errors import DeviceError, KernelWarning
 from tests.cuda.emulator import COMPILER
@@ -179,14 +179,14 @@ def test_wrong_macros_are_found(self_tests, monkeypatch):
     """A real kernel, compiled for a unit that keeps a bit less."""
     spec = gemm_spec(FP8, "e4m3")
     expected = dispatched(spec)
-    defines = FP32_FMA._product_macros
+    defines = FP64_FMA._product_macros
 
     def wrong(*arguments):
         return tuple((key, "12" if key == "ACC_MANTISSA" else value) for key, value in defines(*arguments))
 
-    monkeypatch.setattr(FP32_FMA, "_product_macros", wrong)
+    monkeypatch.setattr(FP64_FMA, "_product_macros", wrong)
     self_test._chosen.clear()
-    with pytest.warns(KernelWarning, match=r"aligned_fp32_fma.cu .*-DACC_MANTISSA=12"):
+    with pytest.warns(KernelWarning, match=r"aligned_fp64_fma.cu .*-DACC_MANTISSA=12"):
         assert_same_bits(dispatched(spec), expected)
 
 

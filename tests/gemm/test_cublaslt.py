@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import fmtsim
-from fmtsim.gemm.targets.cublaslt import GEMV, GEMV_FLOAT32, TILES, choice_order, plainest, same_order, shared
+from fmtsim.gemm.targets.cublaslt import GEMV, GEMV_FLOAT32, TILES, choice_order, same_order, shared
 from fmtsim.gemm.targets.question import Choice, Kind, Question
 from fmtsim.gemm.units.unit import get_unit
 from fmtsim.spec.schedule import schedule
 from tests.support.recorded import SHARED
 from tests.support.targets import fp8, linear, mm
+from tools.calibrate.grow import plainest
 
 CASES = SHARED / "spec" / "cublas_orders_cases.json"
 MERGES = {

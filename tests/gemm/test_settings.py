@@ -17,12 +17,12 @@ from fmtsim.gemm.targets.question import (
     answers_question,
     book_question,
     kind_from_list,
-    kind_to_list,
     library_question,
 )
 from fmtsim.gemm.targets.target import Target, get_target
 from tests.support.refusals import refused
 from tests.support.targets import fp8, linear, mm
+from tools.calibrate.book_writer import kind_to_list
 
 INVARIANT = NAMED["batch_invariant"]
 FLOAT32 = Settings(reductions="fp32")

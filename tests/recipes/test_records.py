@@ -10,8 +10,9 @@ import pytest
 
 import fmtsim
 from fmtsim.distributed import get_reduction
+from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import History, Scaling
-from fmtsim.gemm.layers.config import Gemm, LinearConfig
+from fmtsim.gemm.layers.config import Gemm, LinearConfig, linear_config
 from fmtsim.optim import get_scheme
 from fmtsim.recipes import Level, LossScale, Recipe, Replacement, Rule, Steps, diff, get_recipe, list_recipes
 from fmtsim.recipes.attention_config import AttentionConfig
@@ -20,6 +21,7 @@ from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.recipe import HEADINGS
 from fmtsim.recipes.recipe_registry import _registered, register_recipe
 from fmtsim.recipes.serialization import load_recipe, recipe_from_dict, recipe_to_dict, save_recipe
+from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError, FormatError
 from tests.support.refusals import refused
 
@@ -325,3 +327,14 @@ def test_steps_overlap_where_they_hold_one_step():
 )
 def test_rules_of_the_tensors_dtype_say_what_they_need(fields, message):
     refused(re.escape(message), Scaling, error=FormatError, **fields)
+
+
+def test_a_quantizer_saved_is_a_recipe_of_all_operands(tmp_path):
+    quantizer = Quantizer("e2m1", scaling=Scaling(block=(1, 8), scale=get_format("e5m3")), rounding="nearest_away")
+    save_recipe(quantizer, tmp_path / "q.json")
+    recipe = load_recipe(tmp_path / "q.json")
+    assert recipe.linear == linear_config(quantizer) and recipe.name == str(quantizer)
+    (tmp_path / "bad.json").write_text('{"format": "e2m1", "scalings": 3}')
+    refused(r"bad.json: recipe: a Quantizer has no field 'scalings'", load_recipe, tmp_path / "bad.json")
+    with pytest.raises(FormatError, match=r"'q.json'; a Quantizer's JSON file is a recipe: recipe=, --recipe"):
+        get_format("q.json")

@@ -2,9 +2,6 @@
 """Scales that are remembered from call to call, and published tables."""
 
 import dataclasses
-import json
-import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -84,30 +81,3 @@ def test_scales_of_zeros_and_of_wild_numbers():
     x = torch.tensor([[1.0, float("inf"), 3.5, float("nan")]])
     found = quantised("te_current", "x_f", x)
     assert float(found.scale) == 3.5 / 448 and found.values(torch.float32)[0, 3].isnan()
-
-
-ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "benchmarks/results/training_recipes_h200.json").read_text())
-
-
-def rows():
-    """Each recipe beside plain bfloat16 of its own run."""
-    for number, run in enumerate((RECORD["runs"], RECORD["later"]), 1):
-        base = run["bf16"]
-        for name, own in run.items():
-            losses = own["losses"]
-            loss = statistics.mean(losses)
-            plain = name == "bf16"
-            over = "" if plain else f"{loss - statistics.mean(base['losses']):+.4f}"
-            ratio = own["milliseconds"] / base["milliseconds"]
-            title = f"`{'amp_bf16' if plain else name}`"
-            title += " (plain bfloat16)" * (plain and number == 1) + f", run {number}" * (plain or number == 2)
-            numbers = f"{loss:.4f} | {max(losses) - min(losses):.4f} | {over} | {own['milliseconds']:.2f} | {ratio:.2f}"
-            yield f"| {title} | {numbers} |"
-
-
-def test_a_row_compares_with_its_own_run():
-    lines = (ROOT / "docs/performance.md").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| recipe | loss |")) + 2
-    expected = list(rows())
-    assert lines[start : start + len(expected)] == expected

@@ -50,7 +50,7 @@ class Device:
             self.decided += 1
             return function(*tensors)
 
-        return self.programs.run(key, tensors, decide)
+        return self.programs.run(key, tensors, decide)[0]
 
 
 def calls(function, count=4, **how):
@@ -265,3 +265,19 @@ def test_calls_inside_calls_are_part_of_them():
     device, results = calls(function, 6)
     assert device.decided == inner.decided == 2
     assert [y[0, 0].item() for y in results] == [2 * i + 1 for i in range(6)]
+
+
+def test_small_tensors_of_launches_lie_in_one_memory():
+    """Those that operations or results see have memory of their own, and none overlaps another."""
+
+    def function(device, x):
+        parts, scale, seen = torch.empty(70), torch.empty(3, dtype=torch.int64), torch.empty(2, 6)
+        device.add(0, x, parts, scale, seen)
+        device.add(1, parts, scale)
+        return seen.fill_(1), torch.empty(())
+
+    device, results = calls(function)
+    for first, second in zip(device.launches[4::2], device.launches[5::2], strict=True):
+        _, parts, scale, seen = first[1]
+        assert second[1] == (parts, scale) and scale - parts == 512 and not parts <= seen < parts + 512 + 24
+    assert all(torch.equal(seen, torch.ones(2, 6)) for seen, _ in results)

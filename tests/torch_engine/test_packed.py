@@ -3,11 +3,14 @@
 
 import hashlib
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 import fmtsim
+from fmtsim.cpu.cast import ggml as ggml_kernels
+from fmtsim.cpu.runtime.simd import LANES, splat
 from fmtsim.formats.packed import GGML_FORMATS, HIF4, NEED_MATRIX, PackedFormat
 from fmtsim.formats.registry import format_from_json, format_to_json
 from fmtsim.rounding.modes import Rounding
@@ -80,6 +83,23 @@ def test_values_are_those_of_ggml(name):
 
 def test_every_format_is_recorded():
     assert list(RECORDED) == fmtsim.list_formats("ggml")
+
+
+@numba.njit
+def tried_codes(x, codes, inverse, least, most):
+    ends = splat(inverse), splat(np.float32(0)), splat(least), splat(most)
+    ggml_kernels._try_codes(x, codes, *ends, np.float32(15))
+
+
+@pytest.mark.parametrize("inverse", [3.0, 2.0**22, 1e9, np.inf])
+def test_kernels_round_numbers_far_beyond_the_codes_as_nearest_int(inverse):
+    x = torch.randn(4 * LANES, generator=torch.Generator().manual_seed(0))
+    codes, ends = torch.empty_like(x), (np.float32(inverse), np.float32(x.min()), np.float32(x.max()))
+    tried_codes(x.numpy(), codes.numpy(), *ends)
+    wrapped = ggml_search.nearest_wrapped(x * inverse)
+    assert torch.equal(codes.int(), wrapped.clamp(0, 15))
+    clamped = (x * inverse).round().clamp(0, 15)
+    assert torch.equal(codes, clamped) == (inverse == 3)
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "tq1_0", "tq2_0", "mxfp4_ggml"])

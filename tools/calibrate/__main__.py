@@ -14,7 +14,6 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
-from fmtsim.gemm.model_calls import model_calls
 from fmtsim.gemm.model_layers import DTYPES, PASSES, find_models, list_models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.ask import Asker, open_asker
 from fmtsim.gemm.targets.learned import Group
@@ -59,6 +58,7 @@ from tools.calibrate.book import (
 from tools.calibrate.campaign import SEEDS, Finding, calibrate
 from tools.calibrate.evidence import Evidence, load_evidence
 from tools.calibrate.gpu import TorchGPU, open_gpu
+from tools.calibrate.layers import model_calls, parallel_layers
 from tools.calibrate.learn import SMALL, TOPICS, answers_file, check_learner, learn
 from tools.calibrate.planfile import plan_file, write_plan
 from tools.calibrate.recheck import RuleCheck, recheck
@@ -467,7 +467,7 @@ def book_shapes(arguments: argparse.Namespace) -> list[tuple[int, int]]:
         return small_layers()
     from_file = [(n, k) for n, k, _ in read_shapes(arguments.shapes)] if arguments.shapes else []
     names = arguments.models or ([] if arguments.shapes else list_models())
-    shapes = [pair for model in find_models(names) for pair in model.parallel_layers]
+    shapes = [pair for model in find_models(names) for pair in parallel_layers(model)]
     return [*shapes, *from_file, *lattice(arguments.lattice)]
 
 

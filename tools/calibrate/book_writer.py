@@ -2,19 +2,40 @@
 """Write plan books: the bytes of a file, whose equal pieces are stored once."""
 
 import json
+import lzma
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 
+from fmtsim.formats.interop import dtype_name
 from fmtsim.gemm.targets.planfile import FIXED, HEAD, MAGIC, VERSION, Book, Family, Runs
-from fmtsim.gemm.targets.question import LARGEST, WORDS, Choice, Kind, compress, kind_to_list, planes
+from fmtsim.gemm.targets.question import FILTERS, LARGEST, Choice, Kind
 from fmtsim.support.errors import ArgumentError, shown
 from fmtsim.support.files import StrPath, write_file
+
+WORDS: Final = ({**FILTERS[0], "lc": 0, "lp": 2, "pb": 2},)  # of words of 4 bytes
+
+
+def kind_to_list(kind: Kind) -> list[Any]:
+    """Return a kind of calls as plain JSON types, without settings where they are the usual ones."""
+    fields = kind if kind.room or kind.reductions != "any" else kind[:-2]
+    return [dtype_name(value) if isinstance(value, torch.dtype) else value for value in fields]
+
+
+def planes(numbers: Sequence[int] | np.ndarray[Any, Any], width: int) -> bytes:
+    """Return the lowest bytes of all numbers, then the next ones, which compresses well."""
+    return np.asarray(numbers, dtype="<u4").view(np.uint8).reshape(-1, 4).T[:width].tobytes()
+
+
+def compress(content: bytes, filters: Any = FILTERS) -> bytes:
+    """Return bytes compressed."""
+    return lzma.compress(content, lzma.FORMAT_RAW, filters=filters)
 
 
 def book_bytes(

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fmtsim.gemm.targets.learned import HEAD, MAGIC, Group, Tree, by_feature
-from fmtsim.gemm.targets.question import compress, kind_to_list
 from fmtsim.support.files import StrPath, write_file
+from tools.calibrate.book_writer import compress, kind_to_list
 
 
 def learned_bytes(groups: Sequence[tuple[Group, Tree]]) -> bytes:

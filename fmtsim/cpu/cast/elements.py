@@ -37,7 +37,7 @@ from fmtsim.cpu.runtime.pool import array_of, past_caches, scratch
 from fmtsim.cpu.runtime.simd import fence, put
 from fmtsim.formats.element import ElementFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
-from fmtsim.rounding.modes import RULES, Mode
+from fmtsim.rounding.modes import RULES
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, in_one_order
 
 _AT_ONCE = 1 << 16  # elements that pass through a float32 scratch at once
@@ -135,7 +135,12 @@ def caster(spec: CastSpec, random: Random, shape: torch.Size) -> Cast | None:
         else:
             kernel = nearest_special if grid.special else nearest_saturating
         return lambda piece, result, _, streams: kernel(array_of(piece), result.numpy(), grid, streams)
-    direction = direction_of(mode)
+    # the addends of the rounding mode
+    rule, fields = RULES[mode], []
+    for negative in (False, True):
+        even, odd = rule.threshold(False, negative), rule.threshold(True, negative)
+        fields += [even >> 1 | odd >> 1 << 1, even & 1 | (odd & 1) << 1]
+    direction = Direction(*map(np.int32, fields))
     return lambda piece, result, *_: directed_flat(array_of(piece), result.numpy(), grid, direction)
 
 
@@ -174,15 +179,6 @@ class Direction(NamedTuple):
     low_positive: np.int32
     high_negative: np.int32
     low_negative: np.int32
-
-
-def direction_of(mode: Mode) -> Direction:
-    """Return the addends of a rounding mode."""
-    rule, fields = RULES[mode], []
-    for negative in (False, True):
-        even, odd = rule.threshold(False, negative), rule.threshold(True, negative)
-        fields += [even >> 1 | odd >> 1 << 1, even & 1 | (odd & 1) << 1]
-    return Direction(*map(np.int32, fields))
 
 
 @device

@@ -18,6 +18,7 @@ from fmtsim.cpu.runtime.pool import array_of
 from fmtsim.cpu.runtime.simd import (  # fmt: skip
     LANES,
     and_,
+    any_bits,
     as_f32,
     as_i32,
     fabs,
@@ -41,6 +42,7 @@ from fmtsim.torch_engine.ggml_search import LEAST, Fit, Tried
 _LEAST, _INF = float32(LEAST), float32(np.inf)
 _SIGN, _MAGNITUDE = int32(-0x80000000), int32(0x7FFFFFFF)
 _MAGIC, _MANTISSA, _ZERO, _EXPONENT = float32(12582912), int32(0x7FFFFF), int32(0x400000), int32(0x4B000000)
+_WRAPS = float32(4194304)  # from this magnitude on nearest_int gives the low bits of something else
 _WORK = 64  # of an element, in those of plain casts
 
 
@@ -91,6 +93,13 @@ def _nearest(y, low, high):
 
 
 @device
+def _nearest_small(y, low, high):
+    """Return ``_nearest`` of magnitudes below 2^22 in fewer instructions: clamped first, then rounded to integers."""
+    y = where_less(y, low, low, y)
+    return fsub(fadd(where_less(high, y, high, y), splat(_MAGIC)), splat(_MAGIC))
+
+
+@device
 def _columns(parts, group, x):
     """Write a group of parts side by side, an element in every row of 64; parts beyond the last are zeros."""
     size = parts.shape[1]
@@ -105,7 +114,7 @@ def _columns(parts, group, x):
 
 @kernel
 def _search_range(parts, fits, top, steps, first, absolute, start, stop):
-    size, most = parts.shape[1], int32(top)
+    size = parts.shape[1]
     x, weights, tried = np.empty((3, size * LANES), np.float32)
     zero = splat(float32(0))
     for group in range(start, stop):
@@ -131,33 +140,26 @@ def _search_range(parts, fits, top, steps, first, absolute, start, stop):
         flat_low = low
         # 2. the scale that spans the range
         inverse = fdiv(splat(top), fsub(high, low))
-        scale, error = fdiv(splat(float32(1)), inverse), zero
-        for i in range(size):
-            v = load(x, i * LANES)
-            code = _nearest(fmul(inverse, fsub(v, low)), int32(0), most)
-            error = fadd(error, fmul(load(weights, i * LANES), _loss(scale, code, low, v, absolute)))
-        best, best_inverse, best_low = error, inverse, low
+        scale = fdiv(splat(float32(1)), inverse)
+        _try_codes(x, tried, inverse, low, flat_low, high, top)
+        best, best_inverse, best_low = _error(x, weights, tried, scale, low, absolute), inverse, low
         for step in range(steps + 1):
             # 3. a scale from the best minimum so far, and the least-squares scale and minimum for its codes
             inverse = fdiv(splat(first + float32(0.1) * float32(step) + top), fsub(high, low))
+            _try_codes(x, tried, inverse, low, flat_low, high, top)
             sum_l = sum_l2 = sum_xl = zero
             for i in range(size):
-                v = load(x, i * LANES)
-                code = _nearest(fmul(inverse, fsub(v, low)), int32(0), most)
-                store(tried, i * LANES, code)
+                code = load(tried, i * LANES)
                 weighted = fmul(load(weights, i * LANES), code)
                 sum_l, sum_l2 = fadd(sum_l, weighted), fadd(sum_l2, fmul(weighted, code))
-                sum_xl = fadd(sum_xl, fmul(weighted, v))
+                sum_xl = fadd(sum_xl, fmul(weighted, load(x, i * LANES)))
             determinant = fsub(fmul(sum_w, sum_l2), fmul(sum_l, sum_l))
-            new_scale = fdiv(fsub(fmul(sum_w, sum_xl), fmul(sum_x, sum_l)), determinant)
             new_low = fdiv(fsub(fmul(sum_l2, sum_x), fmul(sum_l, sum_xl)), determinant)
-            new_scale = where_less(zero, new_low, fdiv(sum_xl, sum_l2), new_scale)
+            numerator = where_less(zero, new_low, sum_xl, fsub(fmul(sum_w, sum_xl), fmul(sum_x, sum_l)))
+            new_scale = fdiv(numerator, where_less(zero, new_low, sum_l2, determinant))
             new_low = where_less(zero, new_low, zero, new_low)
             # 4. taken where they err less
-            error = zero
-            for i in range(size):
-                loss = _loss(new_scale, load(tried, i * LANES), new_low, load(x, i * LANES), absolute)
-                error = fadd(error, fmul(load(weights, i * LANES), loss))
+            error = _error(x, weights, tried, new_scale, new_low, absolute)
             error = where_less(zero, determinant, error, splat(_INF))
             scale = where_less(error, best, new_scale, scale)
             best_inverse, best_low = (
@@ -174,22 +176,45 @@ def _search_range(parts, fits, top, steps, first, absolute, start, stop):
 
 
 @device
-def _loss(scale, code, low, x, absolute):
-    difference = fsub(fadd(fmul(scale, code), low), x)
-    return fabs(difference) if absolute else fmul(difference, difference)
+def _try_codes(x, tried, inverse, low, least, most, top):
+    """Write the codes of columns from ``least`` to ``most`` under an inverse scale and a minimum."""
+    # no column is farther from 0 than one of the ends: subtraction and product are monotonic
+    ends = fabs(fmul(inverse, fsub(most, low))), fabs(fmul(inverse, fsub(least, low)))
+    limit, zero, one = splat(_WRAPS), splat(float32(0)), splat(float32(1))
+    if any_bits(as_i32(where_less(ends[0], limit, where_less(ends[1], limit, zero, one), one))):
+        for i in range(x.size // LANES):
+            y = fmul(inverse, fsub(load(x, i * LANES), low))
+            store(tried, i * LANES, _nearest(y, int32(0), int32(top)))
+    else:
+        for i in range(x.size // LANES):
+            y = fmul(inverse, fsub(load(x, i * LANES), low))
+            store(tried, i * LANES, _nearest_small(y, zero, splat(top)))
+
+
+@device
+def _error(x, weights, tried, scale, low, absolute):
+    """Return the weighted sum of errors, or of their squares."""
+    error = splat(float32(0))
+    for i in range(x.size // LANES):
+        loss = fsub(fadd(fmul(scale, load(tried, i * LANES)), low), load(x, i * LANES))
+        loss = fabs(loss) if absolute else fmul(loss, loss)
+        error = fadd(error, fmul(load(weights, i * LANES), loss))
+    return error
 
 
 @kernel
 def _search_signed(parts, fits, top, start, stop):
-    size, least, most = parts.shape[1], int32(-top), int32(top - 1)
-    x = np.empty(size * LANES, np.float32)
+    size, least, most = parts.shape[1], splat(float32(-top)), splat(float32(top - 1))
+    x, weights, weighted = np.empty((3, size * LANES), np.float32)
     zero, one = splat(float32(0)), splat(float32(1))
     for group in range(start, stop):
         _columns(parts, group, x)
-        # 1. the first number of largest magnitude
+        # 1. the first number of largest magnitude; squares and cubes
         largest = amax = zero
         for i in range(size):
             v = load(x, i * LANES)
+            store(weights, i * LANES, fmul(v, v))
+            store(weighted, i * LANES, fmul(fmul(v, v), v))
             largest, amax = where_less(amax, fabs(v), v, largest), where_less(amax, fabs(v), fabs(v), amax)
         scale = best = best_inverse = zero
         for step in range(-10, 10):
@@ -198,11 +223,10 @@ def _search_signed(parts, fits, top, start, stop):
             inverse = fdiv(splat(-(float32(top) + tenths)), largest)
             products = squares = zero
             for i in range(size):
-                v = load(x, i * LANES)
-                code = _nearest(fmul(inverse, v), least, most)
-                w = fmul(v, v)
-                products = fadd(products, fmul(fmul(w, v), code))
-                squares = fadd(squares, fmul(fmul(w, code), code))
+                # magnitudes up to 33 but where the largest one counts as zero
+                code = _nearest_small(fmul(inverse, load(x, i * LANES)), least, most)
+                products = fadd(products, fmul(load(weighted, i * LANES), code))
+                squares = fadd(squares, fmul(fmul(load(weights, i * LANES), code), code))
             # 3. taken where the least-squares scale fits better
             ratio = fdiv(products, squares)
             if step == -10:

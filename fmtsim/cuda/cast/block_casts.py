@@ -249,8 +249,7 @@ class Rows:
         if not self.one_pass and self._two_level and run < total:  # one memory for both: the host fills it once
             both = torch.zeros(2 + 2 * (total // run // outer), dtype=torch.int32, device=x.device)
             block_amaxes, tensor_amax = both[2:], both[:2]
-            amax_of_blocks(x, total, amaxes=tensor_amax)
-            amax_of_blocks(x, run, across, outer, block_amaxes)
+            amax_of_blocks(x, run, across, outer, block_amaxes, tensor_amax)
         elif not self.one_pass:
             block_amaxes = amax_of_blocks(x, run, across, outer)
             tensor_amax = block_amaxes if run == total else None
@@ -287,8 +286,13 @@ def rows_of(
     return Rows(spec, macros, how, 4 * vector * THREADS, index)
 
 
-def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1, amaxes: Tensor | None = None) -> Tensor:
-    """Return the amaxes of blocks and flags of NaN and Inf in them, int32 [2 * blocks], in memory of zeros."""
+def amax_of_blocks(
+    x: Tensor, run: int, across: int = 1, outer: int = 1, amaxes: Tensor | None = None, tensor: Tensor | None = None
+) -> Tensor:
+    """Return the amaxes of blocks and flags of NaN and Inf in them, int32 [2 * blocks], in memory of zeros.
+
+    ``tensor``: zeros, int32 [2], which get those of the whole of x from the same read.
+    """
     total, vector, index = x.numel(), 16 // x.element_size(), device_index(x)
     if amaxes is None:
         amaxes = torch.zeros(2 * (total // run // outer), dtype=torch.int32, device=x.device)
@@ -299,7 +303,7 @@ def amax_of_blocks(x: Tensor, run: int, across: int = 1, outer: int = 1, amaxes:
     else:
         numbers = (np.uint32(n) for n in (run // vector, across, outer))
         find = kernel("statistic.cu", "amax_of_runs", index, amax_macros(x.dtype))
-        find(grid, THREADS, x, amaxes, np.uint64(total // vector), *numbers)
+        find(grid, THREADS, x, amaxes, tensor, np.uint64(total // vector), *numbers)
     return amaxes
 
 

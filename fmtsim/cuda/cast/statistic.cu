@@ -28,6 +28,18 @@ DEVICE void raise(u32* found, u64 block, Found f) {
   if (f.flags) atomicOr(found + 2 * block + 1, f.flags);
 }
 
+// The same of all threads of a block, for one address.
+DEVICE void raise_by_block(u32* found, Found all) {
+  all = {__reduce_max_sync(~0u, all.amax), __reduce_or_sync(~0u, all.flags)};
+  __shared__ Found warps[8];
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = all;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (u32 w = 1; w < blockDim.x / 32; ++w) all = {max(all.amax, warps[w].amax), all.flags | warps[w].flags};
+    raise(found, 0, all);
+  }
+}
+
 KERNEL __launch_bounds__(256) amax_of_tensor(const void* x, u32* found, u64 vectors) {
   u64 stride = (u64)gridDim.x * blockDim.x;
   u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -50,19 +62,13 @@ KERNEL __launch_bounds__(256) amax_of_tensor(const void* x, u32* found, u64 vect
       }
     }
   }
-  all = {__reduce_max_sync(~0u, all.amax), __reduce_or_sync(~0u, all.flags)};
-  __shared__ Found warps[8];
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = all;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (u32 w = 1; w < blockDim.x / 32; ++w) all = {max(all.amax, warps[w].amax), all.flags | warps[w].flags};
-    raise(found, 0, all);
-  }
+  raise_by_block(found, all);
 }
 
-// Pieces of rows, each the columns of one block, go to blocks of `outer` rows (see Pieces in block_rows.cu).
+// Pieces of rows, each the columns of one block, go to blocks of `outer` rows (see Pieces in block_rows.cu). tensor: what
+// rises with the whole tensor, or null.
 KERNEL __launch_bounds__(256) amax_of_runs(
-    const void* x, u32* found, u64 vectors, u32 vectors_per_piece, u32 across, u32 outer) {
+    const void* x, u32* found, u32* tensor, u64 vectors, u32 vectors_per_piece, u32 across, u32 outer) {
   u64 first = (u64)blockIdx.x * blockDim.x * WORDS_EACH + threadIdx.x;
   Neighbours v[WORDS_EACH];
   UNROLLED for (int i = 0; i < WORDS_EACH; ++i) {
@@ -70,9 +76,11 @@ KERNEL __launch_bounds__(256) amax_of_runs(
     v[i].clear();
     if (at < vectors) v[i] = load_vector<VECTOR, INPUT_BITS>(x, at * VECTOR);
   }
+  Found all = {0, 0};
   UNROLLED for (int i = 0; i < WORDS_EACH; ++i) {
     u64 at = first + i * blockDim.x;
     Found f = look(raw_amax<false, 1>(v + i), v[i]);
+    all = {max(all.amax, f.amax), all.flags | f.flags};
     u32 piece = (u32)(min(at, vectors - 1) / vectors_per_piece), row = piece / across;
     u32 block = outer == 1 ? piece : row / outer * across + (piece - row * across);
     if (vectors_per_piece % 32 == 0) {  // a warp's vectors share a block
@@ -82,6 +90,7 @@ KERNEL __launch_bounds__(256) amax_of_runs(
       raise(found, block, f);
     }
   }
+  if (tensor != nullptr) raise_by_block(tensor, all);
 }
 
 #else

@@ -70,14 +70,6 @@ DEVICE void hmma_bf16_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// d += a b with int8 operands, 16 x 8 x 32: exact.
-DEVICE void imma_s8_16x8x32(i32 (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // Copy 16 bytes from global to shared memory without waiting; wait_copies<N> leaves the last N groups under way.
 DEVICE void copy16_async(void* shared, const void* global) {
   u32 place = (u32)__cvta_generic_to_shared(shared);

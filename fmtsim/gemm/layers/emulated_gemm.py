@@ -5,7 +5,7 @@ fmtsim/gemm/layers/layer.py has the mathematics: the forward pass, dgrad and wgr
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -213,7 +213,8 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Return y and the saved tensors of x and of w."""
         bare = is_bare(x, w) if bias is None else is_bare(x, w, bias)
-        return _run_forward(x, w, bias, layer, Lane(watchers, traced=not bare))
+        y, saved, _ = _run_forward(x, w, bias, layer, Lane(watchers, traced=not bare))
+        return y, *saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -238,9 +239,11 @@ class _PlainLinear(torch.autograd.Function):
         """Return y."""
         x, w, bias, layer, watchers = inputs
         lane = _SHARING if layer.shares_x and x.grad_fn is not None else _PLAIN
-        y, *saved = _run_forward(x, w, bias, layer, lane._replace(watchers=watchers) if watchers else lane)
-        _keep(ctx, inputs, tuple(saved))
-        return y  # type: ignore[return-value]
+        y, saved, made_by = _run_forward(x, w, bias, layer, lane._replace(watchers=watchers) if watchers else lane)
+        _keep(ctx, inputs, saved)
+        # hooks on saved tensors may give the backward pass tensors with other strides
+        ctx.saved_by = None if torch._C._autograd._top_saved_tensors_default_hooks(False) else made_by
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -251,10 +254,11 @@ class _PlainLinear(torch.autograd.Function):
 _apply_plain: Callable[..., Tensor] = super(torch.autograd.Function, _PlainLinear).apply  # type: ignore[misc]
 
 
-def _run_forward(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, lane: Lane) -> tuple[Tensor | None, ...]:
-    """Return y and the saved tensors of ``forward``: under autocast in its dtype, on a GPU from a recording."""
+def _run_forward(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, lane: Lane) -> tuple[Tensor, Saved, Hashable]:
+    """Return y and the saved tensors of ``forward``, under autocast in its dtype, and the recording that made them."""
     # 1. the dtypes of the pass
-    kind, dtypes = x.device.type, (x.dtype, w.dtype, None if bias is None else bias.dtype)
+    dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+    kind = "cuda" if x.is_cuda else x.device.type
     autocast = autocast_dtype(kind)
     if autocast is not None:
         dtypes = tuple([d if d in (None, torch.float64) else autocast for d in dtypes])  # type: ignore[assignment]
@@ -267,20 +271,20 @@ def _run_forward(x: Tensor, w: Tensor, bias: Tensor | None, layer: Layer, lane: 
             x_shared = last.operand
     # 3. the pass, or the replay of its recording on a GPU, without autocast
     run = partial(_checked_forward, x, w, bias, layer, dtypes, x_shared, lane)
-    if not (lane.traced or lane.watchers) and is_on_gpu(x):
-        parts = () if x_shared is None else (part for part in x_shared if isinstance(part, Tensor))
-        run = partial(layer.repeat, dtypes, (x, w, bias, *parts), run)
-    if autocast is None:
-        y, x_q, saved = run()
-    else:  # as without_autocast, in less of the host's time
+    repeats = not (lane.traced or lane.watchers) and is_on_gpu(x)
+    tensors: list[Tensor | None] = [x, w, bias]
+    if x_shared is not None:
+        tensors += [part for part in x_shared if isinstance(part, Tensor)]
+    if autocast is not None:  # as without_autocast, in less of the host's time
         torch.set_autocast_enabled(kind, False)
-        try:
-            y, x_q, saved = run()
-        finally:
+    try:
+        (y, x_q, saved), made_by = layer.repeat(dtypes, tensors, run) if repeats else (run(), None)
+    finally:
+        if autocast is not None:
             torch.set_autocast_enabled(kind, True)
     if x_q is not None:
         share(x, dtypes[0], layer, x_q)
-    return y, *saved
+    return y, saved, made_by
 
 
 def _checked_forward(
@@ -331,12 +335,19 @@ def _run_backward(ctx: Any, g: Tensor, *, plain: bool) -> tuple[Tensor | None, .
     bare = is_bare(g)
     w = tensors[2] if tensors[11] is None else tensors[11]
     lane = _PLAIN if bare and not ctx.watchers else Lane(ctx.watchers, traced=not bare)
-    run = partial(backward, ctx, g, tensors[1], w, (tensors[3:7], tensors[7:11]), lane)
-    if plain and bare and is_on_gpu(g) and not ctx.watchers:
-        run = partial(ctx.layer.repeat, (ctx.needs_input_grad, ctx.x_shape), tensors, run)
+    once = partial(backward, ctx, g, tensors[1], w, (tensors[3:7], tensors[7:11]), lane)
+    repeats = plain and bare and is_on_gpu(g) and not ctx.watchers
+    # what a recording saved is alike in all its calls; g, x and w are not
+    alike = 0 if not repeats or ctx.saved_by is None else len(tensors) - 3
+
+    def run() -> list[Tensor | None]:
+        if not repeats:
+            return once()
+        return ctx.layer.repeat((ctx.needs_input_grad, ctx.x_shape, ctx.saved_by), tensors, once, alike)[0]
+
     # gradients of gradients are refused by a node that raises when it is differentiated
     again = torch.is_grad_enabled()  # with create_graph=True alone
-    if again or autocasts(g.device.type):
+    if again or autocasts("cuda" if g.is_cuda else g.device.type):
         with torch.no_grad(), without_autocast(g.device):
             grads = run()
     else:

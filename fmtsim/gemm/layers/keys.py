@@ -159,19 +159,22 @@ class Layer:
             keys = self._counted[name, device] = Keys(elements, scales, signs, self.counter(device))
         return keys
 
-    def repeat(self, key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Result]) -> Result:
+    def repeat(
+        self, key: Hashable, tensors: Sequence[Tensor | None], run: Callable[[], Result], alike: int = 0
+    ) -> tuple[Result, Hashable]:
         """Run a pass on a GPU, or replay its recording; a pass reads tensors and the remembered scales.
 
         Args:
             key: Everything else that the pass depends on.
             tensors: The arguments of the pass.
             run: The pass.
+            alike: As in ``Programs.run``, whose results are returned.
         """
         if not self.state:
-            return self._programs.run(key, tensors, run)
+            return self._programs.run(key, tensors, run, alike)
         memory = self.memory()
         if memory is None:
-            return run()
+            return run(), None
         return self._programs.run((key, memory[0]), (*tensors, *memory[1]), run)
 
     def __reduce__(self) -> Any:

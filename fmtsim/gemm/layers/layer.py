@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmtsim.casts.lanes import Key
+from fmtsim.casts.lanes import Key, random_key
 from fmtsim.casts.ops import fused_engine
 from fmtsim.gemm.layers.compile import OperandRequest, traced_both, traced_draws, traced_operand
 from fmtsim.gemm.layers.keys import SIGNS, USES, Layer, counts_passes
@@ -34,6 +34,7 @@ from fmtsim.gemm.layers.quantize_operand import (
 )
 from fmtsim.gemm.layers.watch import Seen, Watchers
 from fmtsim.spec.operand import Keys, Operand
+from fmtsim.support.dispatch import is_readable
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype | None]  # of x, w and bias, those under autocast
 Saved = tuple[Tensor | None, ...]  # elements, scale, tensor_scale and slope of an operand of the forward pass
@@ -177,8 +178,9 @@ class _Pass:
     ) -> None:  # fmt: skip
         self._layer, self._config, self._backward, self._dtype = layer, layer.config, backward, dtype
         self._traced = lane.traced
-        self.watchers = () if lane.traced else lane.watchers
-        self.counted = lane.traced and counts_passes(layer, t, sizes)
+        # a compiler's tensors have nothing to see; those under a mode, such as a simulated GPU, have
+        self.watchers = lane.watchers if not lane.traced or is_readable(t) else ()
+        self.counted = lane.traced and not self.watchers and counts_passes(layer, t, sizes)
         self._signs: Key = None  # of this pass's random rotations
         self._drawn: dict[str, Operand] = {}
         self._narrow: set[str] = set()  # operands whose tensors are float32 in place of bfloat16
@@ -218,11 +220,14 @@ class _Pass:
                 keys = layer.draw_keys(name, t, signs, traced=self._traced)
             if self._traced:
                 source = (layer.name, name) if name in layer.state else ("", "")
-                return traced_operand(t, quantizer, keys[:3], source, dim=dim, folded=folded, factor=factor)
-            operand = quantize_operand(
-                t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor,
-                narrow=name in self._narrow,
-            )  # fmt: skip
+                operand = traced_operand(t, quantizer, keys[:3], source, dim=dim, folded=folded, factor=factor)
+                if self.watchers:
+                    keys = Keys(*map(random_key, keys[:3]))  # type: ignore[arg-type]
+            else:
+                operand = quantize_operand(
+                    t, quantizer, keys, layer.state.get(name), dim=dim, folded=folded, factor=factor,
+                    narrow=name in self._narrow,
+                )  # fmt: skip
         for watcher in self.watchers:
             watcher.operand(Seen(name, t, operand, keys, dim, factor))
         return operand
@@ -253,7 +258,7 @@ class _Pass:
         both = (traced_both if self._traced else quantize_both)(g, quantizer, *keys)
         for watcher in self.watchers:
             for name, operand, key, dim in zip(("g_d", "g_w"), both, keys, (-1, 0), strict=True):
-                watcher.operand(Seen(name, g, operand, Keys(key), dim))  # type: ignore[arg-type]
+                watcher.operand(Seen(name, g, operand, Keys(random_key(key)), dim))
         return both
 
     def second(self, name: str, original: Tensor | None, saved: Saved) -> Operand | OperandRequest:
@@ -279,9 +284,7 @@ class _Pass:
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return ``a b^T + bias`` of a product of the layer, rounded as it says."""
         how = self._layer, name, a, b, bias, dtype, self._dtype
-        if not self.watchers:
-            return layer_product(*how, traced=self._traced)
-        run = partial(layer_product, *how)
+        run = partial(layer_product, *how, traced=self._traced)
         for watcher in self.watchers:
             run = partial(watcher.product, name, a, b, bias, run)  # type: ignore[assignment]
         return run()

@@ -98,6 +98,9 @@ class Watcher:
         """Run a layer's product and return it."""
         return run()
 
+    def attention_product(self, name: str, a: Any, b: Any, y: Tensor, run: Callable[[Any, Any, Any], Tensor]) -> None:
+        """See a product of attention on a unit: of ``Heads`` a and b y, which ``run(a, b, unit)`` returns again."""
+
 
 class CallObserver(Watcher):
     """Call a function with each operand's name, original and quantised values, quantiser and dimension."""

@@ -294,7 +294,19 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
                     f"{type(path).__name__} does not multiply {a.name} x {b.name}; choose {words}, or {other}"
                 )
             if isinstance(path, LogDatapath):
-                _check_logarithms(path, a, b)
+                if a.gamma != b.gamma:
+                    raise FormatError(
+                        f"{a.name} has {a.gamma} steps an octave, {b.name} {b.gamma}; choose formats of one gamma"
+                    )
+                if path.entries > a.gamma:
+                    raise ArgumentError(
+                        f"entries={path.entries} is more than the {a.gamma} steps of {a.name}; choose {a.gamma}"
+                    )
+                if path.lowest_exponent(a, b) + path.accumulator_bits > 128 and sum_dtype(path) == torch.float32:
+                    raise FormatError(
+                        f"sums of products of {a.name} x {b.name} leave float32; choose formats of fewer octaves, or "
+                        "accumulator_bits=26 or more, whose sums are float64"
+                    )
             if call.accumulate not in ("", _accumulates(path)):
                 raise ArgumentError(
                     f"accumulate={shown(call.accumulate)} is not what the datapath sums in; leave it out"
@@ -308,19 +320,6 @@ _TAKES: dict[type, tuple[type, str]] = {
     IntegerDatapath: (IntFormat, "integer formats"),
     LogDatapath: (LogFormat, "logarithmic formats (formats='lns8_g8'; recipe='lns')"),
 }
-
-
-def _check_logarithms(path: LogDatapath, a: LogFormat, b: LogFormat) -> None:
-    """Refuse formats whose exponents cannot be added, or whose sums float32 does not hold."""
-    if a.gamma != b.gamma:
-        raise FormatError(f"{a.name} has {a.gamma} steps an octave, {b.name} {b.gamma}; choose formats of one gamma")
-    if path.entries > a.gamma:
-        raise ArgumentError(f"entries={path.entries} is more than the {a.gamma} steps of {a.name}; choose {a.gamma}")
-    if path.lowest_exponent(a, b) + path.accumulator_bits > 128 and sum_dtype(path) == torch.float32:
-        raise FormatError(
-            f"sums of products of {a.name} x {b.name} leave float32; choose formats of fewer octaves, or "
-            "accumulator_bits=26 or more, whose sums are float64"
-        )
 
 
 def _accumulates(path: Arithmetic) -> str:
@@ -358,20 +357,17 @@ def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
     if plan.scaled_promotion and plan.k_tile is not None and plan.k_tile % 128:
         raise ArgumentError(f"k_tile={plan.k_tile} does not hold whole chains of 128 products; choose a multiple")
     if isinstance(path, Datapath) and path.group > 1 and path.scale_block:
-        _check_scale_blocks(path.scale_block, plan, call.k)
-
-
-def _check_scale_blocks(block: int, plan: GemmPlan, k: int) -> None:
-    """Refuse a plan that cuts the scale blocks of a unit whose groups have one scale each."""
-    for name in ("k_tile", "instruction_k", "promote_every"):
-        value = getattr(plan, name)
-        if value is not None and value % block:
-            raise ArgumentError(f"{name}={value} cuts the unit's scale blocks of {block} products; choose a multiple")
-    if plan.k_tile is not None and -(-plan.k_tile // plan.lanes) % block:
-        text = f"lanes={plan.lanes} of k_tile={plan.k_tile} cut the unit's scale blocks of {block} products"
-        raise ArgumentError(f"{text}; choose whole blocks for each")
-    if plan.residue_first and k % block:
-        raise ArgumentError(f"residue_first with K={k} cuts the unit's scale blocks of {block}; pad K")
+        # a unit whose groups have one scale each: the plan cuts none of its scale blocks
+        block, cut = path.scale_block, f"the unit's scale blocks of {path.scale_block}"
+        for name in ("k_tile", "instruction_k", "promote_every"):
+            value = getattr(plan, name)
+            if value is not None and value % block:
+                raise ArgumentError(f"{name}={value} cuts {cut} products; choose a multiple")
+        if plan.k_tile is not None and -(-plan.k_tile // plan.lanes) % block:
+            text = f"lanes={plan.lanes} of k_tile={plan.k_tile} cut {cut} products"
+            raise ArgumentError(f"{text}; choose whole blocks for each")
+        if plan.residue_first and call.k % block:
+            raise ArgumentError(f"residue_first with K={call.k} cuts {cut}; pad K")
 
 
 def integer_sums(target: Any) -> torch.dtype:

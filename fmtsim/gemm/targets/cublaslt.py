@@ -248,31 +248,6 @@ def choice_order(choice: Choice, call: GemmCall, architecture: Architecture) -> 
     return None if family is None else family(choice, call, architecture)
 
 
-def plainest(choice: Choice, question: Question) -> Choice:
-    """Return one representative choice of those with the same order, by CUTLASS's tiles; of single chains the first.
-
-    Where N is 1, a bias tells chains on tensor cores apart.
-    """
-    algorithm, whole, kind = choice.algorithm, choice.split == 1, question.kind
-    if kind.a == "fp32" and (question.k > 1 or not whole):
-        # without a bias, reductions in place are like others
-        if choice.split == 1 and choice.algorithm in (10, 12, 20, 55, 56):
-            return Choice(12)
-        if choice.algorithm == 20:
-            return choice._replace(stages=0, reduction=choice.reduction if kind.bias else 2)
-        if choice.algorithm == 55:
-            return choice._replace(stages=0, custom=choice.custom % 2)
-        return choice._replace(split=1, reduction=0) if choice.algorithm == 11 else choice
-    if algorithm in (21, 23, 24) and choice.stages in STAGES:
-        tile = STAGES[choice.stages]
-        return choice._replace(algorithm=24, stages=next(stages for stages in STAGES if STAGES[stages] == tile))
-    if whole and algorithm in (12, 20, 55, 56) and kind.compute != "16f":
-        return Choice(12 if question.k > 1 else algorithm)  # of single products 12 keeps the sign of zeros
-    if whole and algorithm in (39, 43, 63) and question.n > 1:
-        return Choice(66 if kind.a in ("bf16", "fp16") and kind.compute == "32f" else 43)
-    return choice
-
-
 def same_order(choice: Choice, other: Choice, question: Question, architecture: Architecture) -> bool:
     """Return True if two choices are known to come to the same order, also of a product with a bias that torch adds.
 

@@ -2,7 +2,6 @@
 """Questions to cuBLASLt about a call and its answers, which decide the accumulation order; their form in files."""
 
 import lzma
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 
 from fmtsim.formats.element import FloatFormat
-from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.spec.call import GemmCall, Layout, Operation, ScaleKind
 from fmtsim.spec.plan import GemmPlan
@@ -215,28 +213,17 @@ def question_call(question: Question) -> GemmCall:
 
 LARGEST: Final = 1 << 24  # bytes of a decompressed piece, and the largest size in a run
 FILTERS: Final = ({"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 22, "pb": 0},)  # of bytes without a grid
-WORDS: Final = ({**FILTERS[0], "lc": 0, "lp": 2, "pb": 2},)  # of words of 4 bytes
-
-
-def planes(numbers: Sequence[int] | np.ndarray[Any, Any], width: int) -> bytes:
-    """Return the lowest bytes of all numbers, then the next ones, which compresses well."""
-    return np.asarray(numbers, dtype="<u4").view(np.uint8).reshape(-1, 4).T[:width].tobytes()
 
 
 def from_planes(packed: bytes, width: int) -> np.ndarray[Any, Any]:
-    """Return what ``planes`` was given, as uint64."""
+    """Return numbers of ``width`` bytes, which are packed as the lowest bytes of all, then the next ones; uint64."""
     wide = np.zeros((len(packed) // width, 4), dtype=np.uint8)
     wide[:, :width] = np.frombuffer(packed, dtype=np.uint8).reshape(width, -1).T
     return wide.view("<u4")[:, 0].astype(np.uint64)
 
 
-def compress(content: bytes, filters: Any = FILTERS) -> bytes:
-    """Return bytes compressed."""
-    return lzma.compress(content, lzma.FORMAT_RAW, filters=filters)
-
-
 def decompress(packed: bytes | memoryview) -> bytes:
-    """Return what ``compress`` was given; ValueError or LZMAError where it was not."""
+    """Return bytes that were compressed under ``FILTERS``; ValueError or LZMAError where they were not."""
     unpacker = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS)
     content = unpacker.decompress(packed, LARGEST)
     if not unpacker.eof:
@@ -244,14 +231,8 @@ def decompress(packed: bytes | memoryview) -> bytes:
     return content
 
 
-def kind_to_list(kind: Kind) -> list[Any]:
-    """Return a kind of calls as plain JSON types, without settings where they are the usual ones."""
-    fields = kind if kind.room or kind.reductions != "any" else kind[:-2]
-    return [dtype_name(value) if isinstance(value, torch.dtype) else value for value in fields]
-
-
 def kind_from_list(values: list[Any]) -> Kind:
-    """Read what ``kind_to_list`` gives; raise ValueError, TypeError or AttributeError where it is not a kind."""
+    """Read a kind from JSON types; raise ValueError, TypeError or AttributeError where it is none."""
     kind = Kind(*values)
     out = getattr(torch, kind.out)  # type: ignore[call-overload]
     names = kind.scaling in get_args(ScaleKind) and kind.reductions in get_args(Reductions)

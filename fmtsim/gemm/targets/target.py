@@ -29,7 +29,7 @@ from fmtsim.gemm.targets.question import (
 from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
 from fmtsim.spec.datapath import Arithmetic
-from fmtsim.spec.gemm_spec import Basis, GemmSpec, datapath_from_dict
+from fmtsim.spec.gemm_spec import Basis, GemmSpec, datapath_from_dict, datapath_from_text
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.support.records import load_record, located, parse_json
@@ -315,7 +315,8 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     """Return the record behind ``target=``: a GPU with its library, a matrix unit alone, or a datapath.
 
     Args:
-        target: A name, the path of a plan file or of a datapath's JSON, that JSON itself, or a record.
+        target: A name, the path of a plan file or of a datapath's JSON, that JSON itself, a datapath's fields
+            (``"block=32,fraction_bits=10"``, ``"integers,accumulator_bits=24"``), or a record.
 
     Raises:
         ArgumentError: It is none of them; the message lists names of targets and units that are close.
@@ -329,7 +330,7 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
         return get_unit(target)
     if not isinstance(target, str | os.PathLike):
         raise ArgumentError(f"target={shown(target)} is neither a name, nor a path, nor a record; {_kinds()}")
-    # 2. a file, or the JSON of a datapath
+    # 2. a file, or the JSON or fields of a datapath
     text = os.fspath(target)
     if text.lower() in list_targets():  # a name that came as a Path
         return _load(str(PLANS / f"{text.lower()}.json"), 0)
@@ -343,6 +344,8 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
             return datapath_from_dict(parse_json(text), "target")
         except ValueError as error:
             raise error if isinstance(error, FmtsimError) else ArgumentError(f"target={shown(text)}: {error}") from None
+    if (path := datapath_from_text(text)) is not None:
+        return path
     # 3. none of them
     hint = did_you_mean(text, (*list_targets(), *list_units()))
     raise ArgumentError(sibling_hint(text) or f"unknown target {shown(text)}{hint} ({_kinds()})")
@@ -352,7 +355,7 @@ def _kinds() -> str:
     """Return the kinds of targets, as error messages list them."""
     return (
         f"choose a GPU with its library ({', '.join(list_targets())}, a plan file or a Target), a matrix unit alone "
-        f"({', '.join(list_units())}, or a Unit) or a datapath (a Datapath record or its JSON)"
+        f"({', '.join(list_units())}, or a Unit) or a datapath (a record, its JSON, or 'block=32,fraction_bits=10')"
     )
 
 

@@ -200,7 +200,8 @@ def attribute(
             convert(copied, recipe, **options)
         # 2. Note what of the model's arithmetic is not attributed to any operand.
         attentions = [site.call.config.target for site in all_settings(copied, "attention")]
-        notes = ["no row has what the products of attention cost on their target"] if any(attentions) else []
+        unseen = "no row has what the products of attention cost on their target (fmtsim.observe has their SQNR)"
+        notes = [unseen] if any(attentions) else []
         if all_settings(copied, "scaled") or all_settings(copied, "saving"):
             notes.append(
                 "the recipe exchanged operations, which stay, and whose gradients are not derivatives: estimates are "

@@ -14,8 +14,10 @@ from typing import Any, Literal, NamedTuple, overload
 from torch import Tensor, nn
 
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
+from fmtsim.lab.analysis.bisect_compiled import CompiledBisection, bisect_compiled
 from fmtsim.lab.analysis.bisect_launches import LaunchBisection, bisect_launches
 from fmtsim.lab.analysis.compare import Comparison, compare
+from fmtsim.lab.analysis.one_step import split_arguments
 from fmtsim.lab.analysis.trace import AGAIN, CALL, Level, Operation, TensorBits, Trace
 from fmtsim.lab.analysis.tracing import traced_step
 from fmtsim.machine.ptx.launching import Launch
@@ -158,8 +160,12 @@ Run = Trace | str | os.PathLike[str] | tuple[Any, ...]
 @overload
 def bisect(run_a: partial[Launch], run_b: partial[Launch]) -> LaunchBisection: ...
 @overload
-def bisect(run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None) -> Bisection: ...
-def bisect(run_a: Any, run_b: Any, batch: Any = None, loss: Any = None) -> Bisection | LaunchBisection:
+def bisect(
+    run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None
+) -> Bisection | CompiledBisection: ...
+def bisect(
+    run_a: Any, run_b: Any, batch: Any = None, loss: Any = None
+) -> Bisection | LaunchBisection | CompiledBisection:
     """Find the first operation whose output bits differ between two runs of one model while its inputs are equal.
 
     Runs may differ in recipe, target or unit, in whether products run natively, in device, machine, versions, and in
@@ -174,6 +180,8 @@ def bisect(run_a: Any, run_b: Any, batch: Any = None, loss: Any = None) -> Bisec
             repeat itself), and where the difference comes from code between modules with all of torch's operators.
             Or both are launches of one kernel that have not run, ``functools.partial(fmtsim.launch, ...)``: they run on
             copies of their tensors, and a ``LaunchBisection`` names the first source line whose values differ.
+            Or a model and ``torch.compile(model)``: a ``CompiledBisection`` of the forward pass names the operations of
+            its graphs that begin a difference.
         batch, loss: Of runs that are models.
 
     Raises:
@@ -190,6 +198,10 @@ def bisect(run_a: Any, run_b: Any, batch: Any = None, loss: Any = None) -> Bisec
     """
     if isinstance(run_a, partial | Launch) or isinstance(run_b, partial | Launch):
         return bisect_launches(run_a, run_b)
+    for model, compiled in ((run_a, run_b), (run_b, run_a)):
+        eager = getattr(compiled, "_orig_mod", None)  # what torch.compile was given
+        if isinstance(eager, nn.Module) and eager is model and batch is not None:
+            return bisect_compiled(eager, compiled, split_arguments(batch))
     runs = _read("run_a", run_a, batch, loss), _read("run_b", run_b, batch, loss)
     result = _find(runs, "modules")
     if result.inside_modules or any(run.step is None for run in runs):

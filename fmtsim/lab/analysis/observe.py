@@ -12,6 +12,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from fmtsim.casts.arguments import check_input, check_module, check_readable, refuse_keywords, spelled
@@ -24,6 +25,7 @@ from fmtsim.gemm.layers.keys import Layer
 from fmtsim.gemm.layers.multiply import layer_product, multiply
 from fmtsim.gemm.layers.quantize_operand import quantize_operand
 from fmtsim.gemm.layers.watch import Seen, Watcher
+from fmtsim.gemm.units.unit import machine_name
 from fmtsim.lab.analysis.measure import measure
 from fmtsim.lab.analysis.observation import Layers, Observation, StepCounts
 from fmtsim.lab.analysis.shadow import Shadow
@@ -151,12 +153,14 @@ class ModelObservation(Observation):
         notes += [f"no attention seen, not called or of another kind: {some(unseen)}"] if unseen else []
         return [*self._shadow.notes, *notes]
 
+    @_disable_current_modes()
     def see(self, step: int, layer: str, seen: Seen) -> None:
         """Count an operand of a layer in a step."""
         if self.active:
             fmt, (x, q, dim) = seen.quantized.quantizer.format, seen.rounded()
             self._unread.append((step, layer, seen.name, fmt, measure(x, q, fmt, dim, seen.scales())))
 
+    @_disable_current_modes()
     def _read(self) -> None:
         """Take what was counted from its devices, each asked once."""
         # 1. Copy what lies on each device at once.
@@ -185,43 +189,77 @@ class _Layer(Watcher):
 
     def product(self, name: str, a: Operand, b: Operand, bias: Tensor | None, run: Callable[[], Tensor]) -> Tensor:
         y, config = run(), self._place.config
-        active = self._observation.active and isinstance(config, LinearConfig)
-        if not active or not getattr(config, name).machine:
-            return y
+        if isinstance(config, LinearConfig) and self._observation.active and getattr(config, name).machine:
+            self._count(name, a, b, bias, y, config)
+        return y
+
+    @_disable_current_modes()
+    def _count(
+        self, name: str, a: Operand, b: Operand, bias: Tensor | None, y: Tensor, config: LinearConfig
+    ) -> None:  # fmt: skip
         # 1. against the exact product of the same operands, float64
         exact = multiply(a, b, bias, torch.float64, torch.float64)
-        seen = OperandStats().add(exact, y, None)
-        seen.format = getattr(config, name).machine.replace(", ", "; ")
+        seen = _seen_product(exact, y, getattr(config, name).machine)
         # 2. without one loss alone, which a Datapath that runs again can leave out, on a corner of the result
         a, b = a.head(_CORNER), b.head(_CORNER)
         place = slice(len(a.elements)), slice(len(b.elements))
         corner, bias = exact[place], None if bias is None else bias[place[1]]
-        noise = (y[place].double() - corner).square().sum()
-        results = {}
+        results: dict[str, Tensor] = {}
         for loss, layer in _layers_without(config, name, y.dtype).items():
             dtype = torch.float32 if loss == "output" else y.dtype
             results[loss] = layer_product(layer, name, a, b, bias, dtype, y.dtype)
-            error = results[loss].double() - corner
-            # of the whole result as much as of the corner
-            without = error.square().sum() * (seen.noise / noise if noise else 1.0)
-            seen.without[loss] = without.nan_to_num(math.inf).item()
+            seen.without[loss] = _noise_without(seen, corner, y[place], results[loss])
         if seen.without.pop("nothing", None) is not None and len(corner):
             # 3. an integer accumulator wraps or saturates: results that its width changes, of all as of the corner
             changed = (results["nothing"] != results["accumulator"]).double().mean()
             seen.saturated = round(changed.item() * seen.elements)
         self._observation.products.append((self._step, self._name, name, seen))
-        return y
+
+    @_disable_current_modes()
+    def attention_product(self, name: str, a: Any, b: Any, y: Tensor, run: Callable[[Any, Any, Any], Tensor]) -> None:
+        if self._observation.active:
+            config: Any = self._place.config
+            unit, exact = config.products[name].target, a.values().double() @ b.values().double().mT
+            seen = _seen_product(exact, y, f"on {machine_name(unit)}")
+            a, b = a.head(_CORNER), b.head(_CORNER)
+            place = slice(1), slice(_CORNER), slice(_CORNER)
+            for loss, path in _paths_without(unit).items():
+                seen.without[loss] = _noise_without(seen, exact[place], y[place], run(a, b, path))
+            self._observation.products.append((self._step, self._name, name, seen))
+
+
+def _seen_product(exact: Tensor, y: Tensor, machine: str) -> OperandStats:
+    """Return statistics of a product against its exact sums; what became infinite or NaN on a machine is saturated."""
+    seen = OperandStats().add(exact, y, None)
+    seen.format = machine.replace(", ", "; ")
+    seen.saturated = int((exact.isfinite() & ~y.isfinite()).sum())
+    return seen
+
+
+def _noise_without(seen: OperandStats, exact: Tensor, y: Tensor, again: Tensor) -> float:
+    """Return the noise of a product that ran again without one loss: of the whole result as much as of a corner."""
+    finite = exact.isfinite()
+    noise, without = ((one.double() - exact)[finite].square().sum() for one in (y, again))
+    share = seen.noise / noise if 0 < noise < math.inf else 1.0
+    return (without * share).nan_to_num(math.inf, math.inf).item()
+
+
+def _paths_without(target: Any) -> dict[str, Datapath]:
+    """Return a Datapath without the loss of its alignment, and without that of its accumulator."""
+    paths: dict[str, Datapath] = {}
+    if isinstance(target, Datapath):
+        if target.fraction_bits is not None:
+            paths["alignment"] = replace(target, fraction_bits=None)
+        paths["accumulator"] = replace(target, accumulator=_FP64, promotion=None)
+    return paths
 
 
 @lru_cache(maxsize=256)
 def _layers_without(config: LinearConfig, name: str, dtype: torch.dtype) -> dict[str, Layer]:
     """Return layers whose Datapath lacks one loss: of alignment, the accumulator, the output; of integers nothing."""
     gemm = getattr(config, name)
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {loss: {"target": path} for loss, path in _paths_without(gemm.target).items()}
     if isinstance(gemm.target, Datapath):
-        if gemm.target.fraction_bits is not None:
-            changes["alignment"] = {"target": replace(gemm.target, fraction_bits=None)}
-        changes["accumulator"] = {"target": replace(gemm.target, accumulator=_FP64, promotion=None)}
         if gemm.out.format is not None or dtype.itemsize < 4:
             changes["output"] = {"out": Quantizer()}
     elif isinstance(gemm.target, IntegerDatapath):
@@ -243,7 +281,8 @@ def observe(
 ) -> ModelObservation | TensorStats:  # fmt: skip
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
-    A product that a target multiplies has a row too (``fprop dgrad wgrad``): its result against the exact product of
+    A product that a target multiplies has a row too (``fprop dgrad wgrad``, of attention ``s`` = q k^T, ``o`` = p v and
+    ``dv dp dq dk``): its result against the exact product of
     the same quantised operands. A ``Datapath`` or ``IntegerDatapath`` runs up to three times more: ``bits_lost`` says
     how many bits better that result is where alignment, accumulator or output alone lose nothing. Under an
     ``IntegerDatapath`` ``saturated`` is how many results wrapped or saturated, estimated from 32 rows and columns.

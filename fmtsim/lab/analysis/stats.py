@@ -20,7 +20,8 @@ from fmtsim.support.table import aligned
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NAMES: Final = (*OPERANDS, *"qkvp", *(f"{product}.{side}" for product in BACKWARD for side in "ab"), *PRODUCTS)
+_SIDES = [f"{product}.{side}" for product in BACKWARD for side in "ab"]
+_NAMES: Final = (*OPERANDS, *"qkvp", *_SIDES, *PRODUCTS, "s", "o", *BACKWARD)
 _PLACES: Final = {name: place for place, name in enumerate(_NAMES)}
 
 
@@ -114,7 +115,7 @@ class OperandStats(Counts):
     @property
     def bits_lost(self) -> dict[str, float]:
         """Bits by which a product is better where one loss alone is taken away; inf where nothing else is lost."""
-        ratio = lambda noise: self.noise / noise if noise else math.inf if self.noise else 1.0  # noqa: E731
+        ratio = lambda noise: 1.0 if noise == self.noise else self.noise / noise if noise else math.inf  # noqa: E731
         return {loss: 0.5 * math.log2(ratio(n)) if ratio(n) > 0 else math.nan for loss, n in self.without.items()}
 
     def add(self, x: Tensor, q: Tensor, fmt: Format | None, dim: int = -1) -> "OperandStats":
@@ -219,12 +220,14 @@ def operand_in_words(operand: str) -> str:
     """
     tensors = {"x": "activations", "w": "weights", "g": "gradients"}
     products = {"f": "forward", "d": "input gradient", "w": "weight gradient"}
-    attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights"}
+    attention = {"q": "queries", "k": "keys", "v": "values", "p": "softmax weights", "s": "scores", "o": "output"}
     tensor, _, product = operand.partition("_")
     if tensor in tensors and product in products:
         return f"{tensors[tensor]}, {products[product]}"
     if operand in PRODUCTS:
         return f"product, {products[operand[0]]}"
-    if operand[:2] in ("dq", "dk", "dv", "dp"):
+    if operand in ("s", "o", *BACKWARD):
+        return f"product, attention's {attention.get(operand, operand)}"
+    if operand[:2] in BACKWARD:
         return f"attention's {operand[:2]}"
     return f"{attention[operand]}, attention" if operand in attention else operand

@@ -481,8 +481,8 @@ def traced_step(model: nn.Module, batch: Any, loss: Any = None, **options: Any) 
 
 _COMPILED = (
     "and compiled code shows no operations; trace the model that was given to torch.compile (model._orig_mod). What "
-    "compiling changes: fmtsim.compare(function, inputs, like=('torch', 'torch.compile')) names roundings that fused "
-    "kernels leave out, and torch._inductor.config.emulate_precision_casts = True keeps them (docs/howto/compiled.md)"
+    "compiling changes: fmtsim.bisect(model, torch.compile(model), batch) names what begins a difference, "
+    "and torch._inductor.config.emulate_precision_casts = True keeps eager roundings (docs/howto/compiled.md)"
 )
 
 

@@ -330,7 +330,25 @@ def run_identify_cast(arguments: argparse.Namespace) -> int:
 def run_vectors(arguments: argparse.Namespace) -> int:
     """Write a folder of golden files, and print what is in it; with ``--check`` compare a kernel's results with it."""
     if arguments.check is not None:
-        return _check_vectors(arguments)
+        # what a kernel did differently; exit with 1 where there is anything
+        import torch
+
+        from fmtsim.lab.cli.result_commands import load_tensors
+        from fmtsim.lab.verify.vectors import PARTS, check_part, read_vectors
+
+        vectors, parts = read_vectors(arguments.check), []
+        for text, names in ((arguments.encode, PARTS), (arguments.decode, ("decoded",))):
+            tensors = load_tensors(text) if text else {}
+            named = {name: read for name, read in tensors.items() if name in names}
+            if len(tensors) == 1:
+                named = named or dict(zip(names, tensors.values(), strict=False))
+            if text and not named:
+                raise ArgumentError(f"{text} holds {', '.join(tensors)}; name a tensor {names[0]}, or pass {text}:NAME")
+            parts += [check_part(vectors, name, torch.as_tensor(read()), arguments.all) for name, read in named.items()]
+        equal = not any(part["mismatches"] for part in parts)
+        record = {"equal": equal, "parts": parts}
+        answer(arguments, record, lambda: "\n".join(line for p in parts for line in _part_lines(p)))
+        return 0 if equal else MISMATCH
     from fmtsim.lab.verify.vectors import make_vectors
 
     check_folder(arguments.out)
@@ -342,29 +360,6 @@ def run_vectors(arguments: argparse.Namespace) -> int:
     text = ", ".join(f"{count} {name}" for name, count in cases.items())
     answer(arguments, {"files": paths, "cases": cases}, lambda: f"{text}\nwrote {', '.join(paths)}")
     return 0
-
-
-def _check_vectors(arguments: argparse.Namespace) -> int:
-    """Print what a kernel did differently; exit with 1 where there is anything."""
-    import torch
-
-    from fmtsim.lab.cli.result_commands import load_tensors
-    from fmtsim.lab.verify.vectors import PARTS, check_part, read_vectors
-
-    vectors, parts = read_vectors(arguments.check), []
-    for text, names in ((arguments.encode, PARTS), (arguments.decode, ("decoded",))):
-        tensors = load_tensors(text) if text else {}
-        named = {name: read for name, read in tensors.items() if name in names}
-        if len(tensors) == 1:
-            named = named or dict(zip(names, tensors.values(), strict=False))
-        if text and not named:
-            raise ArgumentError(f"{text} holds {', '.join(tensors)}; name a tensor {names[0]}, or pass {text}:NAME")
-        parts += [check_part(vectors, name, torch.as_tensor(read()), arguments.all) for name, read in named.items()]
-    equal = not any(part["mismatches"] for part in parts)
-    answer(
-        arguments, {"equal": equal, "parts": parts}, lambda: "\n".join(line for p in parts for line in _part_lines(p))
-    )
-    return 0 if equal else MISMATCH
 
 
 def _part_lines(part: dict[str, Any]) -> list[str]:

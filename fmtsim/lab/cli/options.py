@@ -3,7 +3,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import math
 import os
 import sys
@@ -19,7 +18,7 @@ from fmtsim.lab.cli.output import origin
 from fmtsim.rounding.modes import ALIASES, MODES
 from fmtsim.support.errors import ArgumentError, first_line
 from fmtsim.support.files import check_file
-from fmtsim.support.records import read_value
+from fmtsim.support.records import parse_record
 
 if TYPE_CHECKING:
     from fmtsim.lab.training.loading import Loaded
@@ -147,13 +146,11 @@ def add_tokens(parser: Parser) -> None:
 
 def read_target(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return ``--target`` and ``--plan`` as ``target=`` and ``plan=`` of verbs: fields become records."""
-    from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
+    from fmtsim.spec.gemm_spec import datapath_from_text
     from fmtsim.spec.plan import GemmPlan
 
     target, plan = arguments.target, getattr(arguments, "plan", None)
-    fields = target is not None and not target.endswith(".json") and not target.lstrip().startswith("{")
-    if fields and ("=" in target or target.partition(",")[0].strip() in ("integers", "logarithms")):
-        target = parse_record(target, Datapath, "--target", integers=IntegerDatapath, logarithms=LogDatapath)
+    target = target and (datapath_from_text(target, "--target") or target)
     return {"target": target, "plan": None if plan is None else parse_record(plan, GemmPlan, "--plan")}
 
 
@@ -220,27 +217,6 @@ def parse_int(text: str) -> int:
         return int(text.strip(), 0)
     except ValueError:
         raise ArgumentError(f"{text.strip()!r} is not an integer; write 17, 0x11 or 0b10001") from None
-
-
-def parse_record(text: str, record: type, option: str, **others: type) -> Any:
-    """Build a record from ``field=value,...``: integers, none, true, false, and names.
-
-    A first word without a value names one of the other records.
-
-    Raises:
-        ArgumentError: a field is unknown, lacks a value, or has one that is not possible.
-    """
-    first, _, rest = text.partition(",")
-    if first.strip() in others:
-        text, record = rest, others[first.strip()]
-    field_names = [field.name for field in dataclasses.fields(record)]
-    values: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or name not in field_names:
-            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(field_names)}")
-        values[name] = read_value(value)
-    return record(**values)
 
 
 def check_positive(arguments: argparse.Namespace, *names: str) -> None:

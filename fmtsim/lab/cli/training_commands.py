@@ -257,7 +257,17 @@ def run_train(arguments: argparse.Namespace) -> int:
     corpus = load_corpus(arguments.data, config.model.context)
     started = {"command": shlex.join(["fmtsim", *arguments.words]), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     with _training(arguments, out) as progress:
-        checkpoint = _checkpoint(arguments, config, corpus, out)
+        # where checkpoints go, read where the training goes on; refuse to begin where one waits
+        every, path = arguments.checkpoint_every, out / artifacts.CHECKPOINT
+        if path.exists() and not arguments.resume:
+            raise ArgumentError(
+                f"{path} is of a training that was cut short; pass --resume to go on, delete it, or choose another "
+                "--out"
+            )
+        checkpoint = Checkpoint(path, artifacts.settings(config, corpus), EVERY if every is None else every)
+        if arguments.resume:
+            said = checkpoint.read() if path.exists() else f"no checkpoint in {out}, training begins"
+            print(f"resume: {said}", file=sys.stderr)
         with _reported(config, corpus, checkpoint, out, started), simulated(arguments) as run:
             baseline, emulated = compare_schemes(config, corpus, progress, checkpoint)
         record = artifacts.make_record(config, corpus, baseline, emulated, started)
@@ -301,20 +311,6 @@ def _reported(
         with contextlib.suppress(FmtsimError):
             written = artifacts.write_unfinished(out, config, corpus, checkpoint, started)
         raise KeyboardInterrupt(written or "") from None
-
-
-def _checkpoint(arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, out: Path) -> Checkpoint:
-    """Return where checkpoints go, read where the training goes on; refuse to begin where one waits."""
-    every, path = arguments.checkpoint_every, out / artifacts.CHECKPOINT
-    if path.exists() and not arguments.resume:
-        raise ArgumentError(
-            f"{path} is of a training that was cut short; pass --resume to go on, delete it, or choose another --out"
-        )
-    checkpoint = Checkpoint(path, artifacts.settings(config, corpus), EVERY if every is None else every)
-    if arguments.resume:
-        said = checkpoint.read() if path.exists() else f"no checkpoint in {out}, training begins"
-        print(f"resume: {said}", file=sys.stderr)
-    return checkpoint
 
 
 def _answer(arguments: argparse.Namespace, record: dict[str, Any], text: Callable[[], str], paths: list[Path]) -> None:

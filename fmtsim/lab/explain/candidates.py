@@ -3,7 +3,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fmtsim.casts.quantize import quantize
+from fmtsim.formats.interop import dtype_name
 from fmtsim.formats.registry import get_format
 from fmtsim.gemm.products.explanation import MmExplanation, explained
 from fmtsim.gemm.products.operand_scales import unit_scales
@@ -26,6 +27,7 @@ from fmtsim.spec.gemm_spec import GemmSpec
 from fmtsim.spec.plan import Epilogue, GemmPlan
 from fmtsim.spec.schedule import same_order
 from fmtsim.support.errors import FmtsimError
+from fmtsim.support.table import jsonable
 
 SPLITS = (*range(2, 17), 18, 20, 24, 32, 48, 64, 96, 128)  # parts that libraries and kernels ask for
 LANES = (32, 64, 128, 256)  # threads that share a sum
@@ -281,6 +283,22 @@ class Accumulation:
         others = [explained(self.call, replace(self.spec, plan=plan)).order for plan in named.values()]
         return "; the same as ".join([self.explain().order, *others])
 
+    @property
+    def epilogue(self) -> str:
+        """In words what happens to operands before, and to the sum after."""
+        text = dict(self.explain().rows)["epilogue"]
+        sums = "" if self.spec.accumulate == "fp32" else f"{self.spec.accumulate} sums, "
+        tf32 = f"operands to TF32 {self.tf32.replace('_', ' ')}, " if self.tf32 else ""
+        through = "" if self.through is None else f"through {dtype_name(self.through)}, "
+        return f"{tf32}{sums}{through}{text}"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the explanation as JSON types."""
+        plan = {field.name: getattr(self.plan, field.name) for field in fields(self.plan)
+                if getattr(self.plan, field.name) != field.default}  # fmt: skip
+        words = {"order": self.order, "epilogue": self.epilogue}
+        return {"units": list(self.units), "books": list(self.books), "plan": jsonable(plan)} | words
+
     def multiply(self, product: Observed) -> Tensor:
         """Return what this explanation makes of the operands of a product."""
         a, b = product.a, product.b
@@ -378,9 +396,9 @@ def _call(product: Observed, reading: Reading, **facts: Any) -> GemmCall:
     scaled = product.kind != "none"
     operation: Operation = "scaled_mm" if scaled else "linear" if product.bias is not None else "mm"
     operation = "int_mm" if call_name(a) == "int8" else operation
-    fields = {"a_layout": product.layouts[0], "b_layout": product.layouts[1]} | facts
+    facts = {"a_layout": product.layouts[0], "b_layout": product.layouts[1]} | facts
     return GemmCall(operation=operation, m=m, n=n, k=k, a=call_name(a), b=call_name(b), formats=(a, b),
-                    out=product.y.dtype, scaling=product.kind, bias=product.bias is not None, **fields)  # fmt: skip
+                    out=product.y.dtype, scaling=product.kind, bias=product.bias is not None, **facts)  # fmt: skip
 
 
 def _books(product: Observed, libraries: Iterable[str]) -> Iterator[Accumulation]:

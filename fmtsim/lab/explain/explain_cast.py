@@ -31,7 +31,7 @@ from fmtsim.rounding.elementary import exp
 from fmtsim.rounding.modes import Rounding, RoundingName, get_rounding
 from fmtsim.rounding.oracle import FP64, encode_value, floor_log2, is_negative, round_value
 from fmtsim.rounding.philox import random_integer
-from fmtsim.scaling.oracle import Quantized, quantize_matrix
+from fmtsim.scaling.oracle import quantize_matrix
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.dispatch import is_readable
@@ -172,40 +172,6 @@ Decider = Callable[[float, int, Rounding, Overflow, int | None], Decision]
 """Explains a number by its stored code, the rounding, the overflow rule and the random integer."""
 
 _INTEGERS = IntFormat(name="the integers", bits=24)
-
-
-def tell_scales(
-    numbers: list[float], result: Quantized, fmt: BlockFormat | LogTileFormat, *, wide: bool
-) -> list[tuple[Scale, Decider]]:
-    """Explain the scale of every block of one row, and return with each what explains a number of the block.
-
-    Args:
-        numbers: The row.
-        result: What the oracle made of it.
-        fmt: The format.
-        wide: Whether products with a real scale are rounded to float64 and not to float32.
-    """
-    width = fmt.block[1] or len(numbers)
-    offsets = result.offsets[0] if result.offsets else [None] * len(result.scales[0])
-    blocks, shared = list[tuple[Scale, Decider]](), len(result.scales[0])
-    if isinstance(result.tensor_scale, list) and isinstance(fmt, BlockFormat):
-        shared = fmt.scaling.blocks_per_level[1] or shared
-    for index, (scale, offset) in enumerate(zip(result.scales[0], offsets, strict=True)):
-        block = numbers[index * width : (index + 1) * width]
-        if isinstance(fmt, LogTileFormat):
-            blocks.append(_log_tile(block, scale, float(offset or 0.0), fmt))
-            continue
-        first, level = index // shared * shared, result.tensor_scale
-        level_amax = _amax(numbers[first * width : (first + shared) * width])
-        level = level[0][index // shared] if isinstance(level, list) else level
-        steps = _steps(block, level_amax, scale, level, fmt, offset)
-        code = code_text(encode_value(scale, fmt.scale), fmt.scale) if fmt.scale.bits <= 8 else None
-        amax = float(_amax(block))
-        record = Scale(amax=amax, value=scale, code=code, tensor_scale=level, offset=offset, steps=steps)
-        # a NaN in the block: its codes are those of the block without regard to NaN
-        factor = None if math.isnan(scale) else result.factors[0][index]
-        blocks.append((record, _decider(fmt, factor, FP64 if wide else FP32, offset, scale)))
-    return blocks
 
 
 def _decider(
@@ -472,8 +438,29 @@ def explain(
             [numbers], fmt, how, rule, dtype_name(tensor.dtype),  # type: ignore[arg-type]
             out_format, [words] if stochastic else None,  # type: ignore[arg-type, list-item]
         )  # fmt: skip
-        blocks += tell_scales(numbers, result, fmt, wide=tensor.dtype == torch.float64)
-        width = fmt.block[1] or len(numbers)
+        # 1. the scale of every block, and what explains a number of the block
+        width, working = fmt.block[1] or len(numbers), FP64 if tensor.dtype == torch.float64 else FP32
+        offsets = result.offsets[0] if result.offsets else [None] * len(result.scales[0])
+        shared = len(result.scales[0])
+        if isinstance(result.tensor_scale, list) and isinstance(fmt, BlockFormat):
+            shared = fmt.scaling.blocks_per_level[1] or shared
+        for index, (scale, offset) in enumerate(zip(result.scales[0], offsets, strict=True)):
+            row = numbers[index * width : (index + 1) * width]
+            if isinstance(fmt, LogTileFormat):
+                blocks.append(_log_tile(row, scale, float(offset or 0.0), fmt))
+                continue
+            first, level = index // shared * shared, result.tensor_scale
+            level_amax = _amax(numbers[first * width : (first + shared) * width])
+            level = level[0][index // shared] if isinstance(level, list) else level
+            steps = _steps(row, level_amax, scale, level, fmt, offset)
+            code_of_scale = code_text(encode_value(scale, fmt.scale), fmt.scale) if fmt.scale.bits <= 8 else None
+            record = Scale(
+                amax=float(_amax(row)), value=scale, code=code_of_scale, tensor_scale=level, offset=offset, steps=steps
+            )
+            # a NaN in the block: its codes are those of the block without regard to NaN
+            factor = None if math.isnan(scale) else result.factors[0][index]
+            blocks.append((record, _decider(fmt, factor, working, offset, scale)))
+        # 2. the elements
         stored = fmt.element if isinstance(fmt, BlockFormat) else fmt
         for index, (number, code, value) in enumerate(zip(numbers, result.codes[0], result.values[0], strict=True)):
             block = index // width

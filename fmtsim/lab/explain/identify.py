@@ -2,9 +2,9 @@
 """Which accumulation gave a result: every explanation of fmtsim that has all of its bits."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fmtsim.lab.explain.samples import FEW, Places, affordable, deciding, part_o
 from fmtsim.spec.call import Operands
 from fmtsim.support.dispatch import is_readable
 from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
-from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, page, page_width, table_of, wrapped
+from fmtsim.support.table import Column, Facts, Result, Rows, page, page_width, table_of, wrapped
 
 _WIDE = 100  # columns of what is printed
 MACS = 1 << 32  # products of operands that a stage computes, counted as a tensor core's
@@ -54,32 +54,76 @@ class Nearest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Identification(Result):
+class Groups(Result):
+    """Hold the explanations of a product or of a cast, and how far they were compared.
+
+    Args:
+        groups: Explanations with all compared bits. Those of a group agree on what ``probe`` returns too, those of
+            different groups do not.
+        tried: Explanations that were compared.
+        nearest: What comes closest, where nothing fits.
+        notes: What else there is to know, and what to try next.
+    """
+
+    groups: tuple[tuple[Any, ...], ...]
+    tried: int
+    nearest: Nearest | None = None
+    notes: tuple[str, ...] = ()
+    _counts: ClassVar[tuple[str, ...]] = ()  # fields that ``to_dict`` has besides
+
+    @property
+    def explanations(self) -> tuple[Any, ...]:
+        """All explanations, group by group."""
+        return tuple(explanation for group in self.groups for explanation in group)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the tensors as JSON types."""
+        near = self.nearest and {
+            **self.nearest.explanation.facts(), "mismatches": self.nearest.mismatches,
+            "compared": self.nearest.compared, "first": self.nearest.first.to_dict(),
+        }  # fmt: skip
+        groups = [[explanation.facts() for explanation in group] for group in self.groups]
+        counts = {name: getattr(self, name) for name in ("tried", *self._counts)}
+        return {"groups": groups, **counts, "nearest": near, "notes": list(self.notes)}
+
+    def _head(self, what: str, text: str, compared: str) -> Facts:
+        """Return what was explained, and how many explanations it has."""
+        count, groups = len(self.explanations), len(self.groups)
+        fits = plural(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
+        return Facts([
+            (what, text), ("tried", plural(self.tried, "explanation")), ("fits", fits),
+            ("compared", compared if count else "every explanation"),
+        ])  # fmt: skip
+
+    def _tables(self, columns: Sequence[Column], what: str, result: str, shown: int = SHOWN) -> Iterator[Rows | str]:
+        """Yield a table of explanations, the number of its group first, and where nothing fits the nearest one."""
+        rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
+        yield ""
+        yield table_of([Column("group", lambda row: row[0]), *columns], rows[:shown], filled=True)
+        if len(rows) > shown:
+            yield f"... and {len(rows) - shown:,} more in .explanations"
+        if self.nearest is not None:
+            near = self.nearest
+            yield f"nearest: {near.mismatches:,} of {near.compared:,} {what} differ; {result} is 'actual' below"
+            yield table_of(columns, [("", near.explanation)], filled=True)
+            yield f"first difference at {near.first}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Identification(Groups):
     """Say what ``identify`` found; ``print`` shows a table, notebooks an HTML one.
 
     Args:
-        groups: Explanations with all compared bits. Those of a group agree on the operands of ``probe`` too, those of
-            different groups do not.
-        tried: Explanations that were compared.
+        groups, tried, nearest, notes: As in ``Groups``.
         compared: Results of y that every explanation in ``groups`` was compared with.
         outputs: Results of y.
-        nearest: What comes closest, where nothing fits.
-        notes: What else there is to know, and what to try next.
         product: What was explained.
     """
 
-    groups: tuple[tuple[Accumulation, ...], ...]
-    tried: int
     compared: int
     outputs: int
-    nearest: Nearest | None = None
-    notes: tuple[str, ...] = ()
     product: Observed = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def explanations(self) -> tuple[Accumulation, ...]:
-        """All explanations, group by group."""
-        return tuple(explanation for group in self.groups for explanation in group)
+    _counts: ClassVar[tuple[str, ...]] = ("compared", "outputs")
 
     @property
     def plans(self) -> tuple[Any, ...]:
@@ -119,39 +163,15 @@ class Identification(Result):
             )
         return _identify(product, list(self.explanations))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the tensors as JSON types."""
-        groups = [[_facts(explanation) for explanation in group] for group in self.groups]
-        nearest = self.nearest and {
-            **_facts(self.nearest.explanation), "mismatches": self.nearest.mismatches,
-            "compared": self.nearest.compared, "first": self.nearest.first.to_dict(),
-        }  # fmt: skip
-        return {"groups": groups, "tried": self.tried, "compared": self.compared, "outputs": self.outputs,
-                "nearest": nearest, "notes": list(self.notes)}  # fmt: skip
-
     def _content(self) -> Iterable[Rows | Facts | str]:
         names = [call_name(operand_format(name, x)) for name, x in (("a", self.product.a), ("b", self.product.b))]
         sizes = factors(*self.product.sizes, *names)
-        count, groups = len(self.explanations), len(self.groups)
         every = "all" if self.compared == self.outputs else f"of {self.outputs:,}"
-        fits = plural(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
-        yield Facts([
-            ("product", f"{sizes} -> {dtype_name(self.product.y.dtype)}"),
-            ("tried", plural(self.tried, "explanation")),
-            ("fits", fits), ("compared", f"{self.compared:,} results, {every}" if count else "every explanation"),
-        ])  # fmt: skip
+        text = f"{sizes} -> {dtype_name(self.product.y.dtype)}"
+        yield self._head("product", text, f"{self.compared:,} results, {every}")
         yield from self.notes
-        rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
-        yield ""
-        shown = SHOWN if len(rows) <= ALIKE else 3  # many say little
-        yield table_of(_COLUMNS, rows[:shown], filled=True)
-        if len(rows) > shown:
-            yield f"... and {len(rows) - shown:,} more in .explanations"
-        if self.nearest is not None:
-            near = self.nearest
-            yield f"nearest: {near.mismatches:,} of {near.compared:,} results differ; y is 'actual' below"
-            yield table_of(_COLUMNS[1:], [("", near.explanation)], filled=True)
-            yield f"first difference at {near.first}"
+        # many say little
+        yield from self._tables(_COLUMNS, "results", "y", SHOWN if len(self.explanations) <= ALIKE else 3)
 
     def __str__(self) -> str:
         with page(page_width() or _WIDE):
@@ -160,8 +180,8 @@ class Identification(Result):
 
 
 _COLUMNS = (
-    Column("group", lambda row: row[0]), Column("units", lambda row: ", ".join(row[1].units)),
-    Column("order", lambda row: row[1].order), Column("epilogue", lambda row: _epilogue(row[1])),
+    Column("units", lambda row: ", ".join(row[1].units)), Column("order", lambda row: row[1].order),
+    Column("epilogue", lambda row: row[1].epilogue),
     Column("library", lambda row: ", ".join(
         # libraries that choose the order in the operands' layouts, or else in others
         [book for book in row[1].books if ", " not in book]
@@ -173,22 +193,6 @@ _COLUMNS = (
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _epilogue(explanation: Accumulation) -> str:
-    """Return in words what happens to operands before, and to the sum after."""
-    text = dict(explanation.explain().rows)["epilogue"]
-    sums = "" if explanation.spec.accumulate == "fp32" else f"{explanation.spec.accumulate} sums, "
-    tf32 = f"operands to TF32 {explanation.tf32.replace('_', ' ')}, " if explanation.tf32 else ""
-    through = "" if explanation.through is None else f"through {dtype_name(explanation.through)}, "
-    return f"{tf32}{sums}{through}{text}"
-
-
-def _facts(explanation: Accumulation) -> dict[str, Any]:
-    plan = {field.name: getattr(explanation.plan, field.name) for field in dataclasses.fields(explanation.plan)
-            if getattr(explanation.plan, field.name) != field.default}  # fmt: skip
-    words = {"order": explanation.order, "epilogue": _epilogue(explanation)}
-    return {"units": list(explanation.units), "books": list(explanation.books), "plan": jsonable(plan)} | words
 
 
 def identify(

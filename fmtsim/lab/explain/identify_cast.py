@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -24,10 +24,10 @@ from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
 from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.explain.identify import SHOWN, Nearest, one_value, plural
+from fmtsim.lab.explain.identify import Groups, Nearest, one_value
 from fmtsim.lab.verify.outcome import boundaries
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
-from fmtsim.support.table import Column, Facts, Result, Rows, jsonable, table_of
+from fmtsim.support.table import Column, Facts, Rows, jsonable
 
 FEW, MANY = 1 << 11, 1 << 18  # elements of the first and the second comparison
 SECONDS = 1.5  # that comparisons of all elements may take; explanations that are left have fewer compared
@@ -74,6 +74,11 @@ class CastExplanation:
         return names | {name: getattr(self, name) for name in ("like", "rounding", "overflow", "scale_rule")
                         if getattr(self, name)}  # fmt: skip
 
+    def facts(self) -> dict[str, Any]:
+        """Return the explanation as JSON types."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: jsonable(value) for name, value in fields.items() if value} | {"format": self.format.name}
+
     @property
     def sampled(self) -> str:
         """What has to stay together for an element's result: "pieces" of rows, whole "rows", or "tiles" of rows."""
@@ -101,31 +106,20 @@ class CastExplanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CastIdentification(Result):
+class CastIdentification(Groups):
     """Say what ``identify_cast`` found; ``print`` shows a table, notebooks an HTML one.
 
     Args:
-        groups: Explanations with all compared bits. Those of a group agree on ``probe`` too, others do not.
-        tried: Explanations that were compared.
+        groups, tried, nearest, notes: As in ``Groups``.
         elements: Elements of x.
-        nearest: What comes closest, where nothing fits.
-        notes: What else there is to know, and what to try next.
         x, result, scale: What was explained: matrices [rows, columns], and scales [rows, blocks] or None.
     """
 
-    groups: tuple[tuple[CastExplanation, ...], ...]
-    tried: int
     elements: int
-    nearest: Nearest | None = None
-    notes: tuple[str, ...] = ()
     x: Tensor = dataclasses.field(repr=False, compare=False)
     result: Tensor = dataclasses.field(repr=False, compare=False)
     scale: Tensor | None = dataclasses.field(repr=False, compare=False, default=None)
-
-    @property
-    def explanations(self) -> tuple[CastExplanation, ...]:
-        """All explanations, group by group."""
-        return tuple(explanation for group in self.groups for explanation in group)
+    _counts: ClassVar[tuple[str, ...]] = ("elements",)
 
     def probe(self) -> Tensor:
         """Return numbers of x's dtype, [rows, columns of x], whose casts tell the groups apart.
@@ -138,48 +132,21 @@ class CastIdentification(Result):
         """Return those of these explanations that also give ``result`` for other numbers."""
         return _identify(*_matrices(x, result, scale), list(self.explanations))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the tensors as JSON types."""
-        groups = [[_facts(explanation) for explanation in group] for group in self.groups]
-        near = self.nearest and {**_facts(self.nearest.explanation), "mismatches": self.nearest.mismatches,
-                                 "compared": self.nearest.compared, "first": self.nearest.first.to_dict()}  # fmt: skip
-        return {"groups": groups, "tried": self.tried, "elements": self.elements, "nearest": near,
-                "notes": list(self.notes)}  # fmt: skip
-
     def _content(self) -> Iterable[Rows | Facts | str]:
-        count, groups = len(self.explanations), len(self.groups)
-        fits = plural(count, "explanation") + (f" in {groups} groups" if groups > 1 else "") if count else "none"
         least = min((explanation.compared for explanation in self.explanations), default=0)
         whole = "all" if least == self.elements else f"of {self.elements:,}"
-        yield Facts([
-            ("cast", f"{list(self.x.shape)} {dtype_name(self.x.dtype)} -> {dtype_name(self.result.dtype)}"),
-            ("tried", plural(self.tried, "explanation")), ("fits", fits),
-            ("compared", f"{least:,} elements, {whole}" if count else "every explanation"),
-        ])  # fmt: skip
-        rows = [(str(i + 1), x) for i, group in enumerate(self.groups) for x in group]
-        yield ""
-        yield table_of(_COLUMNS, rows[:SHOWN], filled=True)
-        if len(rows) > SHOWN:
-            yield f"... and {len(rows) - SHOWN:,} more in .explanations"
-        if self.nearest is not None:
-            near = self.nearest
-            yield f"nearest: {near.mismatches:,} of {near.compared:,} elements differ; the result is 'actual' below"
-            yield table_of(_COLUMNS[1:], [("", near.explanation)], filled=True)
-            yield f"first difference at {near.first}"
+        text = f"{list(self.x.shape)} {dtype_name(self.x.dtype)} -> {dtype_name(self.result.dtype)}"
+        yield self._head("cast", text, f"{least:,} elements, {whole}")
+        yield from self._tables(_COLUMNS, "elements", "the result")
         yield from self.notes
 
 
 _COLUMNS = (
-    Column("group", lambda row: row[0]), Column("format", lambda row: row[1].format.name),
-    Column("like", lambda row: row[1].like), Column("block", lambda row: row[1].block),
-    Column("scale rule", lambda row: row[1].scale_rule), Column("rounding", lambda row: row[1].rounding),
-    Column("overflow", lambda row: row[1].overflow), Column("through", lambda row: row[1].through),
+    Column("format", lambda row: row[1].format.name), Column("like", lambda row: row[1].like),
+    Column("block", lambda row: row[1].block), Column("scale rule", lambda row: row[1].scale_rule),
+    Column("rounding", lambda row: row[1].rounding), Column("overflow", lambda row: row[1].overflow),
+    Column("through", lambda row: row[1].through),
 )  # fmt: skip
-
-
-def _facts(explanation: CastExplanation) -> dict[str, Any]:
-    fields = {field.name: getattr(explanation, field.name) for field in dataclasses.fields(explanation)}
-    return {name: jsonable(value) for name, value in fields.items() if value} | {"format": explanation.format.name}
 
 
 def identify_cast(
@@ -220,19 +187,18 @@ def identify_cast(
     found = _identify(*matrices, list(_candidates(*matrices, only)))
     if found.groups or isinstance(result, Encoded):
         return found
-    if result.shape == x.shape:
+    if result.shape != x.shape:
+        other = matrices[1].unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        note = "the first of two elements is the high half of its byte"
+    else:
         # integers that were computed as floating-point numbers keep the sign of zero, their codes do not
-        unsigned = matrices[0], matrices[1] + 0.0 if result.dtype in FLOAT_DTYPES else matrices[1], matrices[2]
-        if not bool(_unequal(unsigned[1].float(), matrices[1].float()).any()):
-            return found
-        without_sign = _identify(*unsigned, list(_candidates(*unsigned, only)))
+        other = matrices[1] + 0.0 if result.dtype in FLOAT_DTYPES else matrices[1]
         note = "without the sign of -0, which codes of integers do not have"
-        return dataclasses.replace(without_sign, notes=(note, *without_sign.notes)) if without_sign.groups else found
-    # the other order of two codes in a byte
-    matrices = matrices[0], matrices[1].unflatten(-1, (-1, 2)).flip(-1).flatten(-2), matrices[2]
-    swapped = _identify(*matrices, list(_candidates(*matrices, only)))
-    note = "the first of two elements is the high half of its byte"
-    return dataclasses.replace(swapped, notes=(note, *swapped.notes)) if swapped.groups else found
+        if not bool(_unequal(other.float(), matrices[1].float()).any()):
+            return found
+    matrices = matrices[0], other, matrices[2]
+    again = _identify(*matrices, list(_candidates(*matrices, only)))
+    return dataclasses.replace(again, notes=(note, *again.notes)) if again.groups else found
 
 
 def _matrices(x: Any, result: Any, scale: Any, dim: int = -1) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -286,13 +252,17 @@ def _matrices(x: Any, result: Any, scale: Any, dim: int = -1) -> tuple[Tensor, T
 
 def _candidates(x: Tensor, result: Tensor, scale: Tensor | None, only: Format | None) -> Iterator[CastExplanation]:
     """Yield every explanation that fmtsim has for results of this dtype, other libraries' first."""
-    is_code = not (result.dtype.is_floating_point and result.dtype not in FLOAT8_DTYPES)
+    is_code = _codes(result) is not None
     formats = [get_format(name) for name in list_formats()] if only is None else [only]
     stored = get_format(result.dtype) if result.dtype in FLOAT8_DTYPES else None
     step = max(result.numel() // (16 * FEW), 1)
     values = None if is_code else result.reshape(-1)[::step].double().unique()[:4096]
     if is_code and stored is None:  # a format of so many bits
-        formats = [fmt for fmt in formats if _has_codes(result, fmt)]
+        # codes of a format: none is too large, and all but one bit is used
+        low, high = (int(bound) for bound in result.to(torch.int64).aminmax())
+        used = max(high.bit_length(), (-low - 1).bit_length()) + 1 if low < 0 else high.bit_length()
+        bits = {fmt: fmt.element.bits if isinstance(fmt, BlockFormat) else fmt.bits for fmt in formats}
+        formats = [fmt for fmt in formats if used <= bits[fmt] <= max(used + 1, 2)]
     # 1. libraries
     for library in dict.fromkeys(like.partition("/")[0] for like in list_profiles()):
         for profile in library_profiles(library):
@@ -353,38 +323,35 @@ def _on_grid(values: Tensor, fmt: ElementFormat) -> Tensor:
     return quantize(numbers, fmt, overflow="saturate", out_dtype=torch.float64) == numbers
 
 
-def _has_codes(result: Tensor, fmt: Format) -> bool:
-    """Return whether integers may be codes of a format: none is too large, and all but one bit is used."""
-    low, high = (int(bound) for bound in result.to(torch.int64).aminmax())
-    used = max(high.bit_length(), (-low - 1).bit_length()) + 1 if low < 0 else high.bit_length()
-    bits = fmt.element.bits if isinstance(fmt, BlockFormat) else fmt.bits
-    return used <= bits <= max(used + 1, 2)
+def _codes(result: Tensor) -> Tensor | None:
+    """Return a result's codes as integers, None where it has values."""
+    if result.dtype in FLOAT8_DTYPES:
+        return result.view(torch.uint8)
+    return None if result.dtype.is_floating_point else result
 
 
-def _differs(explanation: CastExplanation, x: Tensor, result: Tensor, scale: Tensor | None) -> Tensor:
+def _differs(explanation: CastExplanation, sample: "_Sample") -> Tensor:
     """Return where an explanation has other bits than the result; all where it cannot be computed."""
-    is_value = result.dtype.is_floating_point and result.dtype not in FLOAT8_DTYPES
+    x, result, scale = sample.x, sample.result, sample.scale
+    everywhere, codes = torch.ones_like(result, dtype=torch.bool), _codes(result)
     try:
-        results = explanation.results(x, codes=not is_value or scale is not None)
+        results = explanation.results(x, codes=codes is not None or scale is not None)
     except FmtsimError:
-        return torch.ones_like(result, dtype=torch.bool)
+        return everywhere
     # 1. codes, signed or not, or values in the result's dtype, rounded to it once
-    if is_value:
+    if codes is None:
         wrong = _unequal(results["value"].to(result.dtype), result)
     elif "code" not in results:
-        return torch.ones_like(result, dtype=torch.bool)
+        return everywhere
     else:
-        bits = result.view(torch.uint8) if result.dtype in FLOAT8_DTYPES else result
         fmt = explanation.format.element if isinstance(explanation.format, BlockFormat) else explanation.format
         mask = (1 << fmt.bits) - 1
-        wrong = (results["code"].to(torch.int64) & mask) != (bits.to(torch.int64) & mask)
+        wrong = (results["code"].to(torch.int64) & mask) != (codes.to(torch.int64) & mask)
     # 2. the scales
     if scale is not None:
-        if "scale" not in results:
-            return torch.ones_like(wrong)
+        if "scale" not in results or results["scale"].numel() != scale.numel():
+            return everywhere
         scales = results["scale"].float()
-        if scales.numel() != scale.numel():
-            return torch.ones_like(wrong)
         others = _unequal(scales.reshape(-1), scale.reshape(-1)).reshape(scales.shape)
         wrong = (
             wrong | others.repeat_interleave(x.shape[1] // scales.shape[1], 1).expand_as(wrong)
@@ -456,7 +423,7 @@ def _is_same(sample: _Sample) -> bool:
 
 
 def _count(explanation: CastExplanation, sample: _Sample) -> int:
-    return int(_differs(explanation, sample.x, sample.result, sample.scale).sum())
+    return int(_differs(explanation, sample).sum())
 
 
 def _pieces(whole: _Sample, elements: int) -> _Sample:
@@ -521,17 +488,14 @@ def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | 
     best = min(shares, key=lambda option: shares[option], default=None)
     if best is None or shares[best] == 1:
         return None
-    mask = _differs(best, whole.x, whole.result, whole.scale)
+    mask = _differs(best, whole)
     row, column = (int(i) for i in mask.nonzero()[0])
-    results = best.results(whole.x, codes=True)
     # codes, or values in the result's dtype
-    is_value = whole.result.dtype.is_floating_point and whole.result.dtype not in FLOAT8_DTYPES
-    expected = results["value"].to(whole.result.dtype) if is_value else results["code"].to(torch.uint8)
-    actual = (
-        whole.result
-        if is_value
-        else (whole.result.view(torch.uint8) if whole.result.dtype in FLOAT8_DTYPES else whole.result.to(torch.uint8))
-    )
+    results, codes = best.results(whole.x, codes=True), _codes(whole.result)
+    if codes is None:
+        actual, expected = whole.result, results["value"].to(whole.result.dtype)
+    else:
+        actual, expected = codes.to(torch.uint8), results["code"].to(torch.uint8)
     first = compare(actual[row, column : column + 1], expected[row, column : column + 1]).first
     if first is None:  # the element's code is equal and its scale is not
         return None
@@ -546,7 +510,7 @@ def _advice(sample: _Sample, whole: _Sample) -> tuple[str, ...]:
     if _is_same(sample):
         return (SAME,)
     notes = ["is a transform applied first, or are blocks along another dimension? pass dim=, or what was rounded"]
-    if sample.result.dtype.is_floating_point and sample.result.dtype not in FLOAT8_DTYPES:
+    if _codes(sample.result) is None:
         values = sample.result.double()
         for name in list_formats():
             fmt = get_format(name)

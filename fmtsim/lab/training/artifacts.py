@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a comparison, or ``fmtsim train --check native``, leaves behind: report, JSON record, table; all or nothing."""
 
-import itertools
 import json
 import math
 import platform
@@ -128,22 +127,22 @@ def _step(before: Sequence[float | None], after: Sequence[float | None]) -> Step
 
 def _next(found: Sequence[Suspect], clear: bool | None, run: Mapping[str, Any], ran: Mapping[str, Any]) -> Words:
     names = "; ".join(f"{i}. {one}" for i, one in enumerate(found, 1))
-    names_of, operands = [one.operand for one in found], [one.operand for one in found if one.operand not in _WHOLE]
-    advice = ["loss scaling, or gradients of a larger range (--grad-format e5m2)"] if run["nonfinite"] else []
-    if not {"arithmetic", *PRODUCTS}.isdisjoint(names_of):
-        advice.append(f"another --target: {_narrowest(run)}")
-    if "optimizer" in names_of:
-        advice.append("float32 states and reductions (--state fp32 --reduction fp32)")
-    if any(operand.startswith("g") for operand in operands):
-        advice.append("stochastic rounding of gradients (--grad-rounding stochastic), or finer scales of theirs")
-    if any(not operand.startswith("g") for operand in operands):
-        advice.append("finer scales (--scaling block32)")
-    if keep := layers_to_keep(found):
-        command = shlex.split(ran.get("command", "fmtsim train"))
-        out = dict(itertools.pairwise(command)).get("--out", "fmtsim-train")
-        again = shlex.join([*command, "--rules", f"{out}/{RULES}", "--out", f"{out}-rules"])
-        advice.append(f"{' and '.join(keep)} in high precision: {again}")
-    text = "; ".join(advice) or "another seed first"
+    parts, keep = {one.operand for one in found}, layers_to_keep(found)
+    gradients = {part for part in parts - set(_WHOLE) if part.startswith("g")}
+    command, out = shlex.split(ran.get("command", "fmtsim train")), "fmtsim-train"
+    if "--out" in command[:-1]:
+        place = command.index("--out")
+        out, command = command[place + 1], command[:place] + command[place + 2 :]
+    again = shlex.join([*command, "--rules", f"{out}/{RULES}", "--out", f"{out}-rules"])
+    advice = {  # and where it is given
+        "loss scaling, or gradients of a larger range (--grad-format e5m2)": run["nonfinite"],
+        f"another --target: {_narrowest(run)}": parts & {"arithmetic", *PRODUCTS},
+        "float32 states and reductions (--state fp32 --reduction fp32)": "optimizer" in parts,
+        "stochastic rounding of gradients (--grad-rounding stochastic), or finer scales of theirs": gradients,
+        "finer scales (--scaling block32)": parts - set(_WHOLE) - gradients,
+        f"{' and '.join(keep)} in high precision: {again}": keep,
+    }
+    text = "; ".join(text for text, applies in advice.items() if applies) or "another seed first"
     if clear is False and not found:
         text = "fewer bits, or more steps: gaps of few steps may open later"
     return [(LOOK, names or "nothing: no operand, product or state stands out of the scatter"), (TRY, text)]

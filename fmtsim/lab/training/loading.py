@@ -78,15 +78,19 @@ def load_tokenizer(name: str, option: str) -> Any:
         ArgumentError: There is none.
         FmtsimError: transformers is not installed.
     """
-    transformers = _transformers(name)
+    transformers, tokenizer, cause = _transformers(name), None, None
     with _quiet(transformers):
         try:
-            return transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
         except Exception as error:
-            raise ArgumentError(
-                f"{option} {name} has no tokenizer that transformers can read; pass --tokenizer with a folder that has "
-                "one, or --tokenizer bytes for a model of bytes"
-            ) from error
+            cause = error
+    # of a folder without a tokenizer transformers 5 may make one that knows special tokens alone
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ArgumentError(
+            f"{option} {name} has no tokenizer that transformers can read; pass --tokenizer with a folder that has "
+            "one, or --tokenizer bytes for a model of bytes"
+        ) from cause
+    return tokenizer
 
 
 def _transformers(name: str) -> Any:

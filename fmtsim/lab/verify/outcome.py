@@ -26,7 +26,7 @@ from fmtsim.formats.representable import FLOAT_DTYPES, result_dtype
 from fmtsim.lab.analysis.compare import compare
 from fmtsim.rounding.modes import MODES, Mode, Rounding
 from fmtsim.rounding.oracle import encode_value
-from fmtsim.scaling.oracle import Quantized, quantize_matrix
+from fmtsim.scaling.oracle import quantize_matrix
 from fmtsim.spec.cast import CastSpec, EncodedParts, Random, RandomKey
 from fmtsim.spec.engine import Casts
 from fmtsim.support.errors import ArgumentError, DataError, DeviceError
@@ -388,19 +388,15 @@ def blocks_against_oracle(fmt: BlockFormat | LogTileFormat, engines: dict[str, C
                 get_format(out_dtype), None if random is None else words.tolist(),  # type: ignore[arg-type]
             )  # fmt: skip
             values = torch.tensor(oracle.values, dtype=out_dtype)
-            _compare(tally, engines, x, spec, random, values, _parts_of(oracle, fmt))
+            offset_dtype = torch.int32 if isinstance(fmt, BlockFormat) else torch.float32
+            parts = EncodedParts(
+                torch.tensor(oracle.codes).to(code_dtype(fmt.bits)),
+                torch.tensor(oracle.scales, dtype=torch.float32),
+                None if oracle.tensor_scale is None else torch.tensor(oracle.tensor_scale, dtype=torch.float32),
+                None if oracle.offsets is None else torch.tensor(oracle.offsets, dtype=offset_dtype),
+            )
+            _compare(tally, engines, x, spec, random, values, parts)
     return tally.outcome()
-
-
-def _parts_of(oracle: Quantized, fmt: BlockFormat | LogTileFormat) -> EncodedParts:
-    """Return what the scaling oracle found, as engines return it."""
-    offset_dtype = torch.int32 if isinstance(fmt, BlockFormat) else torch.float32
-    return EncodedParts(
-        torch.tensor(oracle.codes).to(code_dtype(fmt.bits)),
-        torch.tensor(oracle.scales, dtype=torch.float32),
-        None if oracle.tensor_scale is None else torch.tensor(oracle.tensor_scale, dtype=torch.float32),
-        None if oracle.offsets is None else torch.tensor(oracle.offsets, dtype=offset_dtype),
-    )
 
 
 def _compare(

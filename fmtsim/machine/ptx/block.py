@@ -10,6 +10,7 @@ import numpy as np
 from numpy import int32, int64, uint64
 
 from fmtsim.cpu.runtime.jit import device, kernel, subroutine
+from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.block_memory import (
     atomic,
     call_row,
@@ -25,50 +26,6 @@ from fmtsim.machine.ptx.block_memory import (
     register,
     set_register,
     store,
-)
-from fmtsim.machine.ptx.row_layout import (
-    ANSWERS,
-    ARRIVE,
-    ATOMIC,
-    BAD_BRANCH,
-    BARRIER,
-    BRANCH,
-    BRANCH_INDEX,
-    CALL_HOST,
-    COLUMNS,
-    COMPUTE,
-    COPY,
-    COUNT,
-    DATA,
-    DEADLOCK,
-    DONE,
-    ENDED,
-    EXIT,
-    FLAGS,
-    FUNCTION,
-    HOST,
-    KIND,
-    LOAD,
-    LOAD_MATRIX,
-    MATCH,
-    MBARRIER,
-    MOST_ANSWERS,
-    NEGATED,
-    NOTHING,
-    PREDICATE,
-    REDUCE,
-    ROW,
-    SHUFFLE,
-    SIZE,
-    SPACE,
-    STATUS,
-    STEPS,
-    STORE,
-    STORE_MATRIX,
-    TARGET,
-    TRAP,
-    TRAPPED,
-    VOTE,
 )
 from fmtsim.machine.ptx.warps import elect, match, matrices, reduce, shuffle, vote
 
@@ -95,16 +52,16 @@ def mbarrier(memory, row, running, threads, state):
 
     Return 1 where all threads go on, 2 where threads that wait are to look again, 3 where this group has to wait.
     """
-    outcome, kind = 1, row[FUNCTION]
+    outcome, kind = 1, row[b.FUNCTION]
     for t in range(threads):
         if not running[t]:
             continue
         address = operand_address(memory, row, t)
-        at = place(memory, row[SPACE], address, 8, t, 8)
+        at = place(memory, row[b.SPACE], address, 8, t, 8)
         if not found(state, at, row, t, address):
             return 0
         old = peek64(at)
-        value = register(memory, row[DATA + 1], t, row[SIZE]) if row[DATA + 1] >= 0 else uint64(1)
+        value = register(memory, row[b.DATA + 1], t, row[b.SIZE]) if row[b.DATA + 1] >= 0 else uint64(1)
         if kind == M_INIT:
             new = (uint64(1 << 22) << uint64(40)) | (value << uint64(20)) | value
         elif kind in (M_WAIT, M_WAIT_PARITY):
@@ -113,18 +70,18 @@ def mbarrier(memory, row, running, threads, state):
             done = phase != awaited
             if not done:
                 outcome = 3
-            set_register(memory, row[DATA], t, 1, uint64(done))
+            set_register(memory, row[b.DATA], t, 1, uint64(done))
             continue
         else:
             new = old
-            if row[FLAGS] & 1:  # expect_tx: bytes
+            if row[b.FLAGS] & 1:  # expect_tx: bytes
                 new += value << uint64(40)
             if kind == M_ARRIVE:
-                new -= uint64(1) if row[FLAGS] & 1 else value
-            if row[FLAGS] & 2:  # a phase's arrivals that are announced and made at once
+                new -= uint64(1) if row[b.FLAGS] & 1 else value
+            if row[b.FLAGS] & 2:  # a phase's arrivals that are announced and made at once
                 new = old
-            if row[DATA] >= 0:
-                set_register(memory, row[DATA], t, 8, old)
+            if row[b.DATA] >= 0:
+                set_register(memory, row[b.DATA], t, 8, old)
             new = mbarrier_settled(new)
         if (new ^ old) >> uint64(63) and kind != M_INIT:
             outcome = 2
@@ -136,7 +93,7 @@ def mbarrier(memory, row, running, threads, state):
 def _select(threads, count):
     """Choose the group of the lowest row among threads that do not wait; return its row and the next group's, or -1."""
     counters, waits = threads.counters, threads.waits
-    at, following = int32(ENDED), int32(ENDED)
+    at, following = int32(b.ENDED), int32(b.ENDED)
     for t in range(count):
         if waits[t] == 0 and counters[t] < at:
             at = counters[t]
@@ -161,7 +118,7 @@ def _release(threads, count, number):
     """Let the threads go that wait at a barrier to which all have come; number below 0: look at all barriers."""
     alive = 0
     for t in range(count):
-        alive += threads.counters[t] < ENDED
+        alive += threads.counters[t] < b.ENDED
     for i in range(16):
         if (number < 0 or i == number) and threads.arrived[i] > 0:
             needed = threads.arrived[16 + i]
@@ -177,11 +134,11 @@ def _answer(rows, threads, count, state):
     """Let mbarrier.test_wait answer no where nothing else can run; False if none asks, or they ask without end."""
     asks = False
     for t in range(count):
-        if threads.waits[t] == -1 and rows[threads.counters[t]][FLAGS] & 4:
+        if threads.waits[t] == -1 and rows[threads.counters[t]][b.FLAGS] & 4:
             threads.waits[t], asks = 0, True
             threads.counters[t] += 1
-    state[ANSWERS] += 1
-    return asks and state[ANSWERS] < MOST_ANSWERS
+    state[b.ANSWERS] += 1
+    return asks and state[b.ANSWERS] < b.MOST_ANSWERS
 
 
 @subroutine
@@ -190,14 +147,14 @@ def _barrier(memory, row, threads, count, at):
     running, leader = threads.running, 0
     while not running[leader]:
         leader += 1
-    number = int64(register(memory, row[DATA], leader, 4)) & 15
-    needed = int64(register(memory, row[DATA + 1], leader, 4)) if row[DATA + 1] >= 0 else int64(-1)
+    number = int64(register(memory, row[b.DATA], leader, 4)) & 15
+    needed = int64(register(memory, row[b.DATA + 1], leader, 4)) if row[b.DATA + 1] >= 0 else int64(-1)
     arrived = 0
     for first in range(0, count, 32):
         lanes = 0
         for t in range(first, first + 32):
             lanes += running[t]
-            if running[t] and row[KIND] == BARRIER:
+            if running[t] and row[b.KIND] == b.BARRIER:
                 threads.waits[t] = 1 + number
         arrived += 32 if lanes and needed >= 0 else lanes  # a number of threads counts whole warps
     threads.arrived[number] += arrived
@@ -214,28 +171,28 @@ def _branch_index(memory, row, threads, count, at, state):
         if threads.active[t]:
             threads.counters[t] = at + 1
         if threads.running[t]:
-            choice = int64(register(memory, row[DATA], t, 4))
-            if choice >= row[COUNT]:
-                return fail(state, BAD_BRANCH, row, t, choice)
-            threads.counters[t] = row[SIZE] + choice
+            choice = int64(register(memory, row[b.DATA], t, 4))
+            if choice >= row[b.COUNT]:
+                return fail(state, b.BAD_BRANCH, row, t, choice)
+            threads.counters[t] = row[b.SIZE] + choice
     return True
 
 
 @subroutine
 def _together(memory, row, running, threads, state):
     """Run a row of which threads of a warp, or shared memory, are part."""
-    kind = row[KIND]
-    if kind == SHUFFLE:
+    kind = row[b.KIND]
+    if kind == b.SHUFFLE:
         return shuffle(memory, row, running, threads, state)
-    if kind in (LOAD_MATRIX, STORE_MATRIX):
+    if kind in (b.LOAD_MATRIX, b.STORE_MATRIX):
         return matrices(memory, row, running, threads, state)
-    if kind == ATOMIC:
+    if kind == b.ATOMIC:
         return atomic(memory, row, running, threads, state)
-    if kind == VOTE:
+    if kind == b.VOTE:
         return vote(memory, row, running, threads, state)
-    if kind == MATCH:
+    if kind == b.MATCH:
         return match(memory, row, running, threads, state)
-    if kind == REDUCE:
+    if kind == b.REDUCE:
         return reduce(memory, row, running, threads, state)
     return elect(memory, row, running, threads, state)
 
@@ -245,16 +202,16 @@ def run_block(rows, memory, threads, count, state):
     """Run a block until all threads have returned, a row asks for the host, or something is wrong (``state``)."""
     active, running, counters, waits = threads.active, threads.running, threads.counters, threads.waits
     mask = int64(running.ctypes.data)
-    state[STATUS] = DONE
-    while state[STATUS] == DONE:
+    state[b.STATUS] = b.DONE
+    while state[b.STATUS] == b.DONE:
         at, following = _select(threads, count)
-        if at >= ENDED and _answer(rows, threads, count, state):
+        if at >= b.ENDED and _answer(rows, threads, count, state):
             continue
-        if at >= ENDED:
+        if at >= b.ENDED:
             for t in range(count):
                 if waits[t] != 0:  # none is left to wake it
-                    fail(state, DEADLOCK, rows[0], t, 0)
-                    state[ROW] = counters[t]
+                    fail(state, b.DEADLOCK, rows[0], t, 0)
+                    state[b.ROW] = counters[t]
                     break
             break
         members = 0
@@ -266,55 +223,55 @@ def run_block(rows, memory, threads, count, state):
                 _move(threads, count, at)
                 break
             row = rows[at]
-            kind = row[KIND]
-            state[ROW] = at
-            state[STEPS] += 1
+            kind = row[b.KIND]
+            state[b.ROW] = at
+            state[b.STEPS] += 1
             # 1. who runs: the group, where the predicate holds
             runs = members
-            if row[PREDICATE] >= 0:
+            if row[b.PREDICATE] >= 0:
                 runs = 0
-                negated, base = np.uint8(row[NEGATED]), memory.registers + row[PREDICATE]
+                negated, base = np.uint8(row[b.NEGATED]), memory.registers + row[b.PREDICATE]
                 for t in range(count):
                     holds = active[t] & (peek8(base + t) ^ negated)
                     running[t] = holds
                     runs += holds
-            elif kind != COMPUTE or members < count:
+            elif kind != b.COMPUTE or members < count:
                 for t in range(count):
                     running[t] = active[t]
             # 2. what they do; ``parted`` where the program counters are already written
             ok, parted = True, False
-            if kind == NOTHING or (runs == 0 and kind != BRANCH):
+            if kind == b.NOTHING or (runs == 0 and kind != b.BRANCH):
                 pass
-            elif kind == COMPUTE:
-                address = int64(rows.ctypes.data) + at * (COLUMNS * 8)
-                call_row(row[FUNCTION], memory.registers, address, int64(0) if runs == count else mask, count)
-            elif kind == LOAD:
+            elif kind == b.COMPUTE:
+                address = int64(rows.ctypes.data) + at * (b.COLUMNS * 8)
+                call_row(row[b.FUNCTION], memory.registers, address, int64(0) if runs == count else mask, count)
+            elif kind == b.LOAD:
                 ok = load(memory, row, running, count, state)
-            elif kind == STORE:
+            elif kind == b.STORE:
                 ok = store(memory, row, running, count, state)
-            elif kind == COPY:
+            elif kind == b.COPY:
                 ok = copy(memory, row, running, count, state)
-            elif kind == BRANCH:
+            elif kind == b.BRANCH:
                 if runs == members:
-                    at = row[TARGET] - 1
+                    at = row[b.TARGET] - 1
                 elif runs > 0:
                     parted = True
                     for t in range(count):
                         if active[t]:
-                            counters[t] = row[TARGET] if running[t] else at + 1
-            elif kind == BRANCH_INDEX:
+                            counters[t] = row[b.TARGET] if running[t] else at + 1
+            elif kind == b.BRANCH_INDEX:
                 ok, parted = _branch_index(memory, row, threads, count, at, state), True
-            elif kind == EXIT:
+            elif kind == b.EXIT:
                 parted = True
                 for t in range(count):
                     if active[t]:
-                        counters[t] = ENDED if running[t] else at + 1
+                        counters[t] = b.ENDED if running[t] else at + 1
                 _release(threads, count, -1)
-            elif kind in (BARRIER, ARRIVE):
+            elif kind in (b.BARRIER, b.ARRIVE):
                 ok, parted = _barrier(memory, row, threads, count, at), True
-            elif kind == MBARRIER:
+            elif kind == b.MBARRIER:
                 outcome = mbarrier(memory, row, running, count, state)
-                state[ANSWERS] = int64(0) if outcome == 2 else state[ANSWERS]
+                state[b.ANSWERS] = int64(0) if outcome == 2 else state[b.ANSWERS]
                 ok, parted = outcome > 0, outcome > 1
                 if parted:  # 2: others look again; 3: this group waits, and looks again later
                     _move(threads, count, at + 1 if outcome == 2 else at)
@@ -323,14 +280,14 @@ def run_block(rows, memory, threads, count, state):
                             waits[t] = 0
                         elif outcome == 3 and active[t]:
                             waits[t] = -1
-            elif kind == HOST:
+            elif kind == b.HOST:
                 parted = True
-                _move(threads, count, at + row[COUNT])
-                state[STATUS] = CALL_HOST
-            elif kind == TRAP:
+                _move(threads, count, at + row[b.COUNT])
+                state[b.STATUS] = b.CALL_HOST
+            elif kind == b.TRAP:
                 for t in range(count):
                     if running[t]:
-                        ok = fail(state, TRAPPED, row, t, 0)
+                        ok = fail(state, b.TRAPPED, row, t, 0)
                         break
             else:
                 ok = _together(memory, row, running, count, state)

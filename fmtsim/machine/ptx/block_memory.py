@@ -10,37 +10,11 @@ from numpy import int32, int64, uint32, uint64
 from fmtsim.cpu.runtime.jit import bits32, bits64, device, float32_of, float64_of, kernel, subroutine
 from fmtsim.cpu.runtime.kernel_numbers import number
 from fmtsim.machine.arrays import put
-from fmtsim.machine.ptx.row_layout import (
-    ADDRESS,
-    ADDRESS_BITS,
-    BLOCK,
-    CLASHES,
-    COUNT,
-    DATA,
-    FLAGS,
-    FUNCTION,
-    GENERIC,
-    GLOBAL,
-    LOCAL,
-    LOCAL_WINDOW,
-    MISALIGNED,
-    OFFSET,
-    OUT_OF_RANGE,
-    PLACE,
-    RACE,
-    REPEATED,
-    SHARED,
-    SHARED_WINDOW,
-    SHARES,
-    SIZE,
-    SPACE,
-    STATUS,
-    THREAD,
-)
+from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.values import LANES
 
 
-def _pointer_access(llvm_type: ir.Type, kind: types.Type, name: str):  # type: ignore[no-untyped-def]
+def _pointer_access(llvm_type: ir.Type, kind: types.Type):  # type: ignore[no-untyped-def]
     """Return functions that read and write a number at an address."""
 
     @intrinsic
@@ -64,11 +38,11 @@ def _pointer_access(llvm_type: ir.Type, kind: types.Type, name: str):  # type: i
     return peek, poke
 
 
-peek8, poke8 = _pointer_access(ir.IntType(8), types.uint8, "8")
-peek16, poke16 = _pointer_access(ir.IntType(16), types.uint16, "16")
-peek32, poke32 = _pointer_access(ir.IntType(32), types.uint32, "32")
-peek64, poke64 = _pointer_access(ir.IntType(64), types.uint64, "64")
-peekf, pokef = _pointer_access(ir.FloatType(), types.float32, "f")
+peek8, poke8 = _pointer_access(ir.IntType(8), types.uint8)
+peek16, poke16 = _pointer_access(ir.IntType(16), types.uint16)
+peek32, poke32 = _pointer_access(ir.IntType(32), types.uint32)
+peek64, poke64 = _pointer_access(ir.IntType(64), types.uint64)
+peekf, pokef = _pointer_access(ir.FloatType(), types.float32)
 
 
 def lanes_of(function):  # type: ignore[no-untyped-def]
@@ -143,21 +117,21 @@ def set_register(memory, offset, thread, size, value):
 @device
 def place(memory, space, address, size, thread, align):
     """Return the address of a memory operand in this process; below 0 where nothing is, or where it is not aligned."""
-    if space == GENERIC:
-        if address >= LOCAL_WINDOW:
-            space, address = LOCAL, address - LOCAL_WINDOW
-        elif address >= SHARED_WINDOW:
-            space, address = SHARED, address - SHARED_WINDOW
+    if space == b.GENERIC:
+        if address >= b.LOCAL_WINDOW:
+            space, address = b.LOCAL, address - b.LOCAL_WINDOW
+        elif address >= b.SHARED_WINDOW:
+            space, address = b.SHARED, address - b.SHARED_WINDOW
         else:
-            space = GLOBAL
+            space = b.GLOBAL
     if address & (align - 1):
         return int64(-2)
-    if space == GLOBAL:
+    if space == b.GLOBAL:
         for i in range(len(memory.starts)):
             if memory.starts[i] <= address and address + size <= memory.ends[i]:
                 return address
         return int64(-1)
-    if space == SHARED:
+    if space == b.SHARED:
         return memory.shared + address if address >= 0 and address + size <= memory.shared_bytes else int64(-1)
     if address >= 0 and address + size <= memory.local_bytes:
         return memory.local + int64(thread) * memory.local_bytes + address
@@ -167,18 +141,18 @@ def place(memory, space, address, size, thread, align):
 @device
 def operand_address(memory, row, thread):
     """Return the address that a memory operand names."""
-    size = row[ADDRESS_BITS]
+    size = row[b.ADDRESS_BITS]
     if size == 0:  # a constant
-        return row[OFFSET]
-    base = register(memory, row[ADDRESS], thread, size)
-    address = int64(base) + row[OFFSET]
+        return row[b.OFFSET]
+    base = register(memory, row[b.ADDRESS], thread, size)
+    address = int64(base) + row[b.OFFSET]
     return address if size == 8 else address & int64(0xFFFFFFFF)
 
 
 @device
 def fail(state, status, row, thread, address):
     """Note an error; return False."""
-    state[STATUS], state[THREAD], state[PLACE] = status, thread, address
+    state[b.STATUS], state[b.THREAD], state[b.PLACE] = status, thread, address
     return False
 
 
@@ -187,7 +161,7 @@ def found(state, where, row, thread, address):
     """Return True if a memory operand has a place; else note what is wrong."""
     if where >= 0:
         return True
-    return fail(state, OUT_OF_RANGE if where == -1 else MISALIGNED, row, thread, address)
+    return fail(state, b.OUT_OF_RANGE if where == -1 else b.MISALIGNED, row, thread, address)
 
 
 @device
@@ -203,19 +177,19 @@ def note_access(memory, state, address, size, value, writes):
             last = memory.writer_starts[i] + (address + size - 1 - memory.starts[i]) // item
             for cell in range(first, last + 1):
                 writer = memory.writers[cell]
-                if writer != 0 and writer != state[BLOCK] and (not writes or peek(address, size) != value):
-                    state[SHARES] += 1
+                if writer != 0 and writer != state[b.BLOCK] and (not writes or peek(address, size) != value):
+                    state[b.SHARES] += 1
                 if writes:
-                    memory.writers[cell] = state[BLOCK]
+                    memory.writers[cell] = state[b.BLOCK]
             return
 
 
 @subroutine
 def load(memory, row, running, threads, state):
     """ld: COUNT numbers of SIZE bytes each into registers of FLAGS & 15 bytes, signed ones by FLAGS & 16."""
-    size, count, wide, signed = row[SIZE], row[COUNT], row[FLAGS] & 15, row[FLAGS] & 16
-    notes = len(memory.writers) > 0 and row[SPACE] <= GLOBAL
-    space, total = row[SPACE], row[SIZE] * row[COUNT]
+    size, count, wide, signed = row[b.SIZE], row[b.COUNT], row[b.FLAGS] & 15, row[b.FLAGS] & 16
+    notes = len(memory.writers) > 0 and row[b.SPACE] <= b.GLOBAL
+    space, total = row[b.SPACE], row[b.SIZE] * row[b.COUNT]
     for t in range(threads):
         if not running[t]:
             continue
@@ -230,17 +204,17 @@ def load(memory, row, running, threads, state):
             if signed:
                 shift = uint64(64 - 8 * size)
                 value = uint64(int64(value << shift) >> int64(shift))
-            if row[DATA + i] >= 0:
-                set_register(memory, row[DATA + i], t, wide, value)
+            if row[b.DATA + i] >= 0:
+                set_register(memory, row[b.DATA + i], t, wide, value)
     return True
 
 
 @subroutine
 def store(memory, row, running, threads, state):
     """st: COUNT numbers of SIZE bytes each from registers of FLAGS & 15 bytes."""
-    size, count, wide = row[SIZE], row[COUNT], row[FLAGS] & 15
-    space, total = row[SPACE], row[SIZE] * row[COUNT]
-    notes = len(memory.writers) > 0 and space <= GLOBAL
+    size, count, wide = row[b.SIZE], row[b.COUNT], row[b.FLAGS] & 15
+    space, total = row[b.SPACE], row[b.SIZE] * row[b.COUNT]
+    notes = len(memory.writers) > 0 and space <= b.GLOBAL
     mask = (uint64(1) << uint64(8 * size)) - uint64(1) if size < 8 else ~uint64(0)
     for t in range(threads):
         if running[t]:
@@ -249,11 +223,11 @@ def store(memory, row, running, threads, state):
             if not found(state, at, row, t, address):
                 return False
             for i in range(count):
-                value = register(memory, row[DATA + i], t, wide) & mask
+                value = register(memory, row[b.DATA + i], t, wide) & mask
                 if notes and at == address:
                     note_access(memory, state, at + i * size, size, value, True)
                 poke(at + i * size, size, value)
-    if space == LOCAL:
+    if space == b.LOCAL:
         return True
     # two threads of one instruction that wrote different values to one place: the last one's is there now. Compilers do
     # so in shared memory, where threads computed one number in two orders
@@ -262,33 +236,33 @@ def store(memory, row, running, threads, state):
             address = operand_address(memory, row, t)
             at = place(memory, space, address, total, t, total)
             for i in range(count):
-                if peek(at + i * size, size) != register(memory, row[DATA + i], t, wide) & mask:
+                if peek(at + i * size, size) != register(memory, row[b.DATA + i], t, wide) & mask:
                     if at == address:
-                        return fail(state, RACE, row, t, address)
-                    state[CLASHES] += 1
+                        return fail(state, b.RACE, row, t, address)
+                    state[b.CLASHES] += 1
     return True
 
 
 @subroutine
 def copy(memory, row, running, threads, state):
     """cp.async: SIZE bytes from global to shared memory, at once; zeros behind the first DATA + 1 bytes of them."""
-    size = row[SIZE]
+    size = row[b.SIZE]
     for t in range(threads):
         if not running[t]:
             continue
         count = size
-        if row[DATA + 1] >= 0:
-            count = min(size, int64(register(memory, row[DATA + 1], t, 4)))
-        if row[FLAGS] and register(memory, row[DATA + 2], t, 1):  # ignore-src
+        if row[b.DATA + 1] >= 0:
+            count = min(size, int64(register(memory, row[b.DATA + 1], t, 4)))
+        if row[b.FLAGS] and register(memory, row[b.DATA + 2], t, 1):  # ignore-src
             count = int64(0)
         target = operand_address(memory, row, t)
-        to = place(memory, SHARED, target, size, t, size)
+        to = place(memory, b.SHARED, target, size, t, size)
         if not found(state, to, row, t, target):
             return False
-        source = int64(register(memory, row[DATA], t, 8)) + row[DATA + 3]
+        source = int64(register(memory, row[b.DATA], t, 8)) + row[b.DATA + 3]
         at = to
         if count > 0:
-            at = place(memory, GLOBAL, source, count, t, size)
+            at = place(memory, b.GLOBAL, source, count, t, size)
             if not found(state, at, row, t, source):
                 return False
         for i in range(size):
@@ -374,12 +348,12 @@ def combined(kind, old, value, other, size, flush):
 @subroutine
 def atomic(memory, row, running, threads, state):
     """atom and red: DATA is the old value (below 0: none), then COUNT operands; threads in order."""
-    size, kind, space = row[SIZE], row[FUNCTION], row[SPACE]
+    size, kind, space = row[b.SIZE], row[b.FUNCTION], row[b.SPACE]
     for t in range(threads):
         if not running[t]:
             continue
         address = operand_address(memory, row, t)
-        for i in range(row[COUNT]):
+        for i in range(row[b.COUNT]):
             at = place(memory, space, address + i * size, size, t, size)
             if not found(state, at, row, t, address):
                 return False
@@ -389,12 +363,12 @@ def atomic(memory, row, running, threads, state):
                 for j in range(len(memory.starts)):
                     if memory.starts[j] <= at < memory.ends[j]:
                         cell = memory.touched_starts[j] + (at - memory.starts[j]) // 2
-                        state[REPEATED] += memory.touched[cell]
+                        state[b.REPEATED] += memory.touched[cell]
                         memory.touched[cell] = 1
             old = peek(at, size)
-            value = register(memory, row[DATA + 4 + i], t, size)
-            other = register(memory, row[DATA + 4 + i + 1], t, size) if kind == A_COMPARE else value
-            poke(at, size, combined(kind, old, value, other, size, row[FLAGS] & 1))
-            if row[DATA + i] >= 0:
-                set_register(memory, row[DATA + i], t, size, old)
+            value = register(memory, row[b.DATA + 4 + i], t, size)
+            other = register(memory, row[b.DATA + 4 + i + 1], t, size) if kind == A_COMPARE else value
+            poke(at, size, combined(kind, old, value, other, size, row[b.FLAGS] & 1))
+            if row[b.DATA + i] >= 0:
+                set_register(memory, row[b.DATA + i], t, size, old)
     return True

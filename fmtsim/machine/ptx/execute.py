@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fmtsim.cpu.runtime.pool import get_num_threads
@@ -83,16 +82,8 @@ class GlobalMemory:
 
 
 def bind(module: Module, parameters: Sequence[Variable], arguments: Sequence[Argument]) -> GlobalMemory:
-    """Lay the arguments of a launch and the module's variables out in memory.
-
-    Raises:
-        ArgumentError: Another number of arguments than the kernel has, or one of another kind.
-    """
+    """Lay the arguments of a launch, which fit the parameters (``launching``), and the module's variables in memory."""
     memory = GlobalMemory()
-    if len(arguments) != len(parameters):
-        raise ArgumentError(
-            f"{len(arguments)} arguments; the kernel has {len(parameters)}: {', '.join(p.name for p in parameters)}"
-        )
     for variable in module.variables.values():
         if variable.space in ("global", "const"):
             raw = np.zeros(max(variable.nbytes, 1) + 256, np.uint8)
@@ -122,27 +113,14 @@ def _encoded(memory: GlobalMemory, parameter: Variable, argument: Argument, posi
     if not isinstance(argument, Tensor | int | float | bytes):
         argument = argument.encode(lambda tensor: memory.add_tensor(name, tensor))
     if isinstance(argument, bytes):
-        if len(argument) != size:
-            raise ArgumentError(f"{name} has {len(argument)} bytes; the kernel takes {size}")
         return argument
     if isinstance(argument, Tensor):
-        if size != 8 or parameter.is_array:
-            raise ArgumentError(f"{name} is a tensor; the kernel takes a number of type {parameter.type}")
-        if argument.device.type != "cpu" or argument.layout != torch.strided:
-            raise ArgumentError(f"{name} is on {argument.device}; launch computes on the CPU: pass argument.cpu()")
         return memory.add_tensor(name, argument).to_bytes(8, "little")
     if parameter.type == "f32":
         with np.errstate(over="ignore"):  # Inf, as in C
             return np.float32(argument).tobytes()
     if parameter.type == "f64":
         return np.float64(argument).tobytes()
-    if isinstance(argument, float):
-        kinds: dict[int, Any] = {2: np.float16, 4: np.float32, 8: np.float64}
-        if size not in kinds or parameter.type[0] != "b":
-            raise ArgumentError(f"{name} is {argument}; the kernel takes an integer of type {parameter.type}")
-        return bytes(kinds[size](argument).tobytes())
-    if not -(1 << (8 * size - 1)) <= int(argument) < 1 << (8 * size):
-        raise ArgumentError(f"{name} is {argument}, which does not fit {parameter.type}")
     return (int(argument) & ((1 << (8 * size)) - 1)).to_bytes(size, "little")
 
 
@@ -329,7 +307,7 @@ def execute(
         watch: Places of the source whose results are noted, and the block that notes them.
 
     Raises:
-        ArgumentError: Arguments that do not fit, an instruction that is not known, or what a GPU would stop or hang at.
+        ArgumentError: An instruction that is not known, or what a GPU would stop or hang at.
     """
     threads = shape[0] * shape[1] * shape[2]
     watch = watch or Watch()

@@ -27,7 +27,6 @@ PROPERTIES = {
 }  # fmt: skip
 _OWN = ("torch", "triton", "fmtsim")  # packages that are told the truth
 _DEVICE, _IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-_MOVES = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.type)
 
 
 def asks_for_gpu(frame: FrameType | None) -> bool:

@@ -291,6 +291,13 @@ def _address(builder: Builder, instruction: Instruction, row: list[int], operand
         row[b.SPACE] = b.LOCAL
 
 
+def _compute(
+    builder: Builder, instruction: Instruction, key: str, semantics: Callable, kind: str, *operands: Any
+) -> None:
+    """Write a row whose result is the first operand, of a kind; the others are pairs of an operand and its kind."""
+    builder.compute(instruction, key, semantics, ((instruction.operands[0], kind),), operands)
+
+
 def _move(builder: Builder, instruction: Instruction) -> None:
     """mov, also of parts: ``mov.b64 {%r1, %r2}, %rd1`` and back."""
     target, source = instruction.operands[0], instruction.operands[1]
@@ -298,16 +305,11 @@ def _move(builder: Builder, instruction: Instruction) -> None:
     if not isinstance(target, Group) and not isinstance(source, Group):
         if isinstance(source, Symbol) and source.name not in builder.symbols and kind not in ("u64", "b64", "s64"):
             raise ArgumentError(f"the address of {source.name} has 64 bits")
-        row = TABLE.get(".".join(instruction.opcode))
+        name = ".".join(instruction.opcode)
+        row = TABLE.get(name)
         if row is None:
             raise unknown(instruction)
-        builder.compute(
-            instruction,
-            ".".join(instruction.opcode),
-            row.semantics,
-            ((target, row.results[0]),),
-            ((source, row.operands[0]),),
-        )
+        _compute(builder, instruction, name, row.semantics, row.results[0], (source, row.operands[0]))
         return
     if kind not in ("b32", "b64", "u32", "u64"):
         raise unknown(instruction)
@@ -333,8 +335,8 @@ def _move(builder: Builder, instruction: Instruction) -> None:
             result = result | (item.to(f"u{whole}") << (i * part))
         return result
 
-    builder.compute(instruction, f"mov.join{len(source.items)}.{whole}", join, ((target, f"u{whole}"),),
-                    tuple((item, f"u{part}") for item in source.items))  # fmt: skip
+    pairs = ((item, f"u{part}") for item in source.items)
+    _compute(builder, instruction, f"mov.join{len(source.items)}.{whole}", join, f"u{whole}", *pairs)
 
 
 def _one_row(builder: Builder, instruction: Instruction, *, kind: int) -> None:
@@ -447,13 +449,7 @@ def _window(builder: Builder, instruction: Instruction) -> None:
     if not space or instruction.opcode[-1] != "u64":
         raise unknown(instruction)
     start = -start if "to" in instruction.opcode else start
-    builder.compute(
-        instruction,
-        f"cvta{start}",
-        lambda x: x + start,
-        ((instruction.operands[0], "u64"),),
-        ((instruction.operands[1], "u64"),),
-    )
+    _compute(builder, instruction, f"cvta{start}", lambda x: x + start, "u64", (instruction.operands[1], "u64"))
 
 
 def _is_space(builder: Builder, instruction: Instruction) -> None:
@@ -464,47 +460,32 @@ def _is_space(builder: Builder, instruction: Instruction) -> None:
     }.get(space, (None, None))  # fmt: skip
     if least is None or most is None:
         raise unknown(instruction)
-    builder.compute(
-        instruction,
-        f"isspacep.{space}",
-        lambda x: (x >= least) & (x < most),
-        ((instruction.operands[0], "pred"),),
-        ((instruction.operands[1], "u64"),),
-    )
+    address = instruction.operands[1], "u64"
+    _compute(builder, instruction, f"isspacep.{space}", lambda x: (x >= least) & (x < most), "pred", address)
 
 
 def _map_shared(builder: Builder, instruction: Instruction) -> None:
     """mapa of a cluster of one block: the address itself."""
     kind = instruction.opcode[-1]
-    builder.compute(
-        instruction, f"mapa.{kind}", lambda x: x, ((instruction.operands[0], kind),), ((instruction.operands[1], kind),)
-    )
+    _compute(builder, instruction, f"mapa.{kind}", lambda x: x, kind, (instruction.operands[1], kind))
 
 
 def _rank(builder: Builder, instruction: Instruction) -> None:
-    builder.compute(
-        instruction,
-        "getctarank",
-        lambda x: x.to("u32") & 0,
-        ((instruction.operands[0], "u32"),),
-        ((instruction.operands[1], "u64"),),
-    )
+    _compute(builder, instruction, "getctarank", lambda x: x.to("u32") & 0, "u32", (instruction.operands[1], "u64"))
 
 
 def _policy(builder: Builder, instruction: Instruction) -> None:
     """createpolicy: caches change no value."""
-    builder.compute(
-        instruction, "createpolicy", lambda x: x, ((instruction.operands[0], "b64"),), ((Immediate(0), "b64"),)
-    )
+    _compute(builder, instruction, "createpolicy", lambda x: x, "b64", (Immediate(0), "b64"))
 
 
 def _logic(builder: Builder, instruction: Instruction) -> None:
     """lop3 with its table as an immediate operand."""
-    target, *operands, table = instruction.operands
+    _, *operands, table = instruction.operands
     if instruction.opcode != ("lop3", "b32") or not isinstance(table, Immediate):
         raise unknown(instruction)
-    builder.compute(instruction, f"lop3/{table.value}", logic_of_three(table.value), ((target, "b32"),),
-                    tuple((operand, "b32") for operand in operands))  # fmt: skip
+    pairs = ((operand, "b32") for operand in operands)
+    _compute(builder, instruction, f"lop3/{table.value}", logic_of_three(table.value), "b32", *pairs)
 
 
 def _tensor_map(builder: Builder, instruction: Instruction) -> None:

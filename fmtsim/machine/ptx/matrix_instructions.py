@@ -30,6 +30,8 @@ _FORMATS = {"f16": "fp16", "bf16": "bf16", "tf32": "tf32", "e4m3": "e4m3", "e5m2
 _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f64": 64}
 _TENSORS = {"f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "e4m3": torch.float8_e4m3fn,
             "e5m2": torch.float8_e5m2, "f64": torch.float64}  # fmt: skip
+_SUMS = {"f32": ("fp32", torch.float32, torch.int32), "f16": ("fp16", torch.float16, torch.int16),
+         "f64": ("fp64", torch.float64, torch.int64)}  # fmt: skip
 _WORDS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SHAPES = {  # M, N, K of mma.sync for operands of so many bits
     16: ("m16n8k8", "m16n8k16"), 32: ("m16n8k4", "m16n8k8"), 8: ("m16n8k16", "m16n8k32"),
@@ -104,8 +106,7 @@ def form(opcode: tuple[str, ...]) -> Form:
 @functools.cache
 def _spec(unit: str, a: str, b: str, sums: str, k: int) -> GemmSpec:
     """Return the chain of a unit's instructions of k products."""
-    accumulate = {"f32": "fp32", "f16": "fp16", "f64": "fp64"}[sums]
-    dtype = {"f32": torch.float32, "f16": torch.float16, "f64": torch.float64}[sums]
+    accumulate, dtype, _ = _SUMS[sums]
     formats = get_format(_FORMATS[a]), get_format(_FORMATS[b])
     spec = resolve(gemm_call("mm", formats, (0, 0, 0), dtype, target=unit, accumulate=accumulate))  # type: ignore[arg-type]
     return replace(spec, plan=replace(spec.plan, instruction_k=k))
@@ -354,7 +355,7 @@ def _product(a: np.ndarray, b: np.ndarray, c: np.ndarray, shape: Form) -> np.nda
         a, b = a & np.uint32(0xFFFFE000), b & np.uint32(0xFFFFE000)
     spec = _spec(shape.unit, shape.a, shape.b, shape.sums, shape.k)
     x, y = (torch.from_numpy(codes).view(_TENSORS[kind]) for codes, kind in ((a, shape.a), (b, shape.b)))
-    dtype = {"f32": torch.float32, "f16": torch.float16, "f64": torch.float64}[shape.sums]
+    _, dtype, bits = _SUMS[shape.sums]
     addend = torch.from_numpy(c).view(dtype)
     out = torch.empty(c.shape, dtype=dtype)
     left: Sequence[int] = range(len(a))
@@ -362,4 +363,4 @@ def _product(a: np.ndarray, b: np.ndarray, c: np.ndarray, shape: Form) -> np.nda
         left = load_engine("cpu").gemm_batch(x, y, spec, None, out, addend)
     for i in left:
         out[i] = run_gemm(Operands(x[i], y[i], c=addend[i]), spec, dtype, validated=True, bare=True)
-    return out.view({"f32": torch.int32, "f16": torch.int16, "f64": torch.int64}[shape.sums]).numpy().view(c.dtype)
+    return out.view(bits).numpy().view(c.dtype)

@@ -18,8 +18,13 @@ from fmtsim.machine.ptx.parse import Group, Instruction, Operand, Register, Symb
 from fmtsim.machine.ptx.values import bits
 
 
-def _with_predicate(operand: Operand) -> tuple[Operand, Operand | None]:
-    return (operand.items[0], operand.items[1]) if isinstance(operand, Group) else (operand, None)
+def _results(builder: Builder, row: list[int], operand: Operand) -> None:
+    """Write a result of 32 bits into a row, unless it is thrown away, and a predicate beside it."""
+    target, *predicates = operand.items if isinstance(operand, Group) else (operand,)
+    if operand_name(target) != "_":
+        row[b.DATA], _ = builder.operand(target, "b32")
+    for predicate in predicates:
+        row[b.DATA + 1], _ = builder.operand(predicate, "pred")
 
 
 def lower_shuffle(builder: Builder, instruction: Instruction) -> None:
@@ -30,10 +35,7 @@ def lower_shuffle(builder: Builder, instruction: Instruction) -> None:
     row[b.FUNCTION] = {"up": warps.S_UP, "down": warps.S_DOWN, "bfly": warps.S_BUTTERFLY, "idx": warps.S_INDEX}[
         instruction.opcode[2]
     ]
-    target, predicate = _with_predicate(instruction.operands[0])
-    row[b.DATA], _ = builder.operand(target, "b32")
-    if predicate is not None:
-        row[b.DATA + 1], _ = builder.operand(predicate, "pred")
+    _results(builder, row, instruction.operands[0])
     for i in range(3):
         row[b.DATA + 2 + i], _ = builder.operand(instruction.operands[1 + i], "b32")
 
@@ -60,10 +62,7 @@ def lower_match(builder: Builder, instruction: Instruction) -> None:
         raise unknown(instruction)
     row = builder.add(instruction, b.MATCH)
     row[b.SIZE], row[b.FLAGS] = bits(size) // 8, int(kind == "all")
-    target, predicate = _with_predicate(instruction.operands[0])
-    row[b.DATA], _ = builder.operand(target, "b32")
-    if predicate is not None:
-        row[b.DATA + 1], _ = builder.operand(predicate, "pred")
+    _results(builder, row, instruction.operands[0])
     row[b.DATA + 2], _ = builder.operand(instruction.operands[1], size)
     row[b.DATA + 3], _ = builder.operand(instruction.operands[2], "b32")
 
@@ -113,11 +112,7 @@ def lower_redux(builder: Builder, instruction: Instruction) -> None:
 
 def lower_elect(builder: Builder, instruction: Instruction) -> None:
     """Write a row of elect.sync."""
-    row = builder.add(instruction, b.ELECT)
-    target, predicate = _with_predicate(instruction.operands[0])
-    if operand_name(target) != "_":
-        row[b.DATA], _ = builder.operand(target, "b32")
-    row[b.DATA + 1], _ = builder.operand(predicate, "pred")  # type: ignore[arg-type]
+    _results(builder, builder.add(instruction, b.ELECT), instruction.operands[0])
 
 
 def lower_active(builder: Builder, instruction: Instruction) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 from numpy import int32, uint32, uint64
 
 from fmtsim.cpu.runtime.jit import subroutine
+from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.block_memory import (
     combined,
     found,
@@ -14,18 +15,6 @@ from fmtsim.machine.ptx.block_memory import (
     poke16,
     register,
     set_register,
-)
-from fmtsim.machine.ptx.row_layout import (
-    ACTIVE,
-    COUNT,
-    DATA,
-    FLAGS,
-    FUNCTION,
-    KIND,
-    SHARED,
-    SIZE,
-    STORE_MATRIX,
-    UNDEFINED,
 )
 
 S_UP, S_DOWN, S_BUTTERFLY, S_INDEX = range(4)
@@ -37,33 +26,33 @@ def shuffle(memory, row, running, threads, state):
     values = np.empty(32, np.uint32)
     for first in range(0, threads, 32):
         for lane in range(32):
-            values[lane] = uint32(register(memory, row[DATA + 2], first + lane, 4))
+            values[lane] = uint32(register(memory, row[b.DATA + 2], first + lane, 4))
         for lane in range(32):
             t = first + lane
             if not running[t]:
                 continue
-            b, c = int32(register(memory, row[DATA + 3], t, 4) & 31), int32(register(memory, row[DATA + 4], t, 4))
+            by, c = int32(register(memory, row[b.DATA + 3], t, 4) & 31), int32(register(memory, row[b.DATA + 4], t, 4))
             segment, clamp = (c >> 8) & 31, c & 31
             most, least = (lane & segment) | (clamp & ~segment), lane & segment
-            kind = row[FUNCTION]
+            kind = row[b.FUNCTION]
             if kind == S_UP:
-                source = lane - b
+                source = lane - by
                 inside = source >= most
             elif kind == S_DOWN:
-                source = lane + b
+                source = lane + by
                 inside = source <= most
             elif kind == S_BUTTERFLY:
-                source = lane ^ b
+                source = lane ^ by
                 inside = source <= most
             else:
-                source = least | (b & ~segment)
+                source = least | (by & ~segment)
                 inside = source <= most
             source = source if inside else lane
             if not running[first + source]:
-                state[UNDEFINED] += 1
-            set_register(memory, row[DATA], t, 4, uint64(values[source]))
-            if row[DATA + 1] >= 0:
-                set_register(memory, row[DATA + 1], t, 1, uint64(inside))
+                state[b.UNDEFINED] += 1
+            set_register(memory, row[b.DATA], t, 4, uint64(values[source]))
+            if row[b.DATA + 1] >= 0:
+                set_register(memory, row[b.DATA + 1], t, 1, uint64(inside))
     return True
 
 
@@ -78,14 +67,14 @@ def vote(memory, row, running, threads, state):
         for lane in range(32):
             if running[first + lane]:
                 leader = first + lane if leader < 0 else leader
-                holds = (register(memory, row[DATA + 1], first + lane, 1) != 0) ^ (row[FLAGS] != 0)
+                holds = (register(memory, row[b.DATA + 1], first + lane, 1) != 0) ^ (row[b.FLAGS] != 0)
                 ballot |= uint32(holds) << uint32(lane)
                 members |= uint32(1) << uint32(lane)
         if leader < 0:
             continue
-        members &= uint32(register(memory, row[DATA + 2], leader, 4))
+        members &= uint32(register(memory, row[b.DATA + 2], leader, 4))
         ballot &= members
-        kind = row[FUNCTION]
+        kind = row[b.FUNCTION]
         result = uint64(ballot)
         if kind == V_ALL:
             result = uint64(ballot == members)
@@ -95,7 +84,7 @@ def vote(memory, row, running, threads, state):
             result = uint64(ballot == members or ballot == 0)
         for lane in range(32):
             if running[first + lane]:
-                set_register(memory, row[DATA], first + lane, 4 if kind == V_BALLOT else 1, result)
+                set_register(memory, row[b.DATA], first + lane, 4 if kind == V_BALLOT else 1, result)
     return True
 
 
@@ -105,21 +94,21 @@ def match(memory, row, running, threads, state):
     for t in range(threads):
         if not running[t]:
             continue
-        first, mine = t - t % 32, register(memory, row[DATA + 2], t, row[SIZE])
+        first, mine = t - t % 32, register(memory, row[b.DATA + 2], t, row[b.SIZE])
         members, same = uint32(0), uint32(0)
-        mask = uint32(register(memory, row[DATA + 3], t, 4))
+        mask = uint32(register(memory, row[b.DATA + 3], t, 4))
         for lane in range(32):
             bit = uint32(1) << uint32(lane)
             if running[first + lane] and mask & bit:
                 members |= bit
-                if register(memory, row[DATA + 2], first + lane, row[SIZE]) == mine:
+                if register(memory, row[b.DATA + 2], first + lane, row[b.SIZE]) == mine:
                     same |= bit
         every = same == members
-        if row[FLAGS]:  # match.all
+        if row[b.FLAGS]:  # match.all
             same = same if every else uint32(0)
-            if row[DATA + 1] >= 0:
-                set_register(memory, row[DATA + 1], t, 1, uint64(every))
-        set_register(memory, row[DATA], t, 4, uint64(same))
+            if row[b.DATA + 1] >= 0:
+                set_register(memory, row[b.DATA + 1], t, 1, uint64(every))
+        set_register(memory, row[b.DATA], t, 4, uint64(same))
     return True
 
 
@@ -130,13 +119,13 @@ def reduce(memory, row, running, threads, state):
         total, begun = uint64(0), False
         for lane in range(32):
             t = first + lane
-            if running[t] and (register(memory, row[DATA + 2], t, 4) >> uint64(lane)) & uint64(1):
-                value = register(memory, row[DATA + 1], t, 4)
-                total = combined(row[FUNCTION], total, value, value, 4, 0) if begun else value
+            if running[t] and (register(memory, row[b.DATA + 2], t, 4) >> uint64(lane)) & uint64(1):
+                value = register(memory, row[b.DATA + 1], t, 4)
+                total = combined(row[b.FUNCTION], total, value, value, 4, 0) if begun else value
                 begun = True
         for lane in range(32):
             if running[first + lane]:
-                set_register(memory, row[DATA], first + lane, 4, total)
+                set_register(memory, row[b.DATA], first + lane, 4, total)
     return True
 
 
@@ -151,12 +140,12 @@ def elect(memory, row, running, threads, state):
                 active |= uint32(1) << uint32(lane)
         for lane in range(32):
             if running[first + lane]:
-                if row[KIND] == ACTIVE:
-                    set_register(memory, row[DATA], first + lane, 4, uint64(active))
+                if row[b.KIND] == b.ACTIVE:
+                    set_register(memory, row[b.DATA], first + lane, 4, uint64(active))
                     continue
-                if row[DATA] >= 0:
-                    set_register(memory, row[DATA], first + lane, 4, uint64(leader))
-                set_register(memory, row[DATA + 1], first + lane, 1, uint64(lane == leader))
+                if row[b.DATA] >= 0:
+                    set_register(memory, row[b.DATA], first + lane, 4, uint64(leader))
+                set_register(memory, row[b.DATA + 1], first + lane, 1, uint64(lane == leader))
     return True
 
 
@@ -166,20 +155,20 @@ def matrices(memory, row, running, threads, state):
 
     Lane l holds elements 2 (l % 4) and the next of row l // 4; with FLAGS those of the transposed matrix.
     """
-    storing = row[KIND] == STORE_MATRIX
+    storing = row[b.KIND] == b.STORE_MATRIX
     for first in range(0, threads, 32):
         if not running[first]:
             continue
-        for j in range(row[COUNT]):
+        for j in range(row[b.COUNT]):
             for lane in range(32):
-                pair = register(memory, row[DATA + j], first + lane, 4) if storing else uint64(0)
+                pair = register(memory, row[b.DATA + j], first + lane, 4) if storing else uint64(0)
                 for half in range(2):
                     r, k = lane // 4, 2 * (lane % 4) + half
-                    if row[FLAGS]:
+                    if row[b.FLAGS]:
                         r, k = k, r
                     t = first + 8 * j + r
                     address = operand_address(memory, row, t)
-                    at = place(memory, SHARED, address, 16, t, 16)
+                    at = place(memory, b.SHARED, address, 16, t, 16)
                     if not found(state, at, row, t, address):
                         return False
                     if storing:
@@ -187,5 +176,5 @@ def matrices(memory, row, running, threads, state):
                     else:
                         pair |= uint64(peek16(at + 2 * k)) << uint64(16 * half)
                 if not storing:
-                    set_register(memory, row[DATA + j], first + lane, 4, pair)
+                    set_register(memory, row[b.DATA + j], first + lane, 4, pair)
     return True

@@ -202,7 +202,24 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
             )
         operand, x = _with_codes(name, quantize_operand(w, product.b)), product.a
     else:
-        operand, x = _rounded_before(name, w, rounded), rounded.x
+        # elements and scales that fmtsim.ptq rounded, if they still give the weight
+        quantizer = replace(rounded.w, source="stored", transforms=())
+        if isinstance(fmt := rounded.w.format, PackedFormat) and rounded.blocks is not None:
+            values = Encoded(format=fmt, shape=w.shape, dim=-1, codes=rounded.blocks.to(w.device)).decode()
+            operand = Operand(values, quantizer)
+        elif rounded.scale is None:
+            operand = quantize_operand(w, replace(rounded.w, transforms=()))
+        else:
+            scales = StoredScale(
+                rounded.scale.to(w.device), None if rounded.tensor_scale is None else rounded.tensor_scale
+            )
+            operand = quantize_operand(w, quantizer, state=scales.to(w.device))
+        if not torch.equal(_with_codes(name, operand).values(torch.float32).to(w.dtype), w):
+            raise ArgumentError(
+                f"layer {name!r}: its weight is not what fmtsim.ptq rounded, or was rounded under scales or zero "
+                "points of GPTQ or HQQ; quantise again, with Gptq(groups='static')"
+            )
+        x = rounded.x
     blocks = None if rounded is None else rounded.blocks
     if isinstance(operand.quantizer.format, PackedFormat):
         blocks = encode(w, operand.quantizer.format, pad=True).codes if blocks is None else blocks
@@ -217,25 +234,6 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
         block=w.shape if scale is None else (min(block[0], w.shape[0]), min(block[1], w.shape[1])),
         dtype=w.dtype, x=x, x_scale=x_scale, blocks=None if blocks is None else blocks.cpu(),
     )  # fmt: skip
-
-
-def _rounded_before(name: str, w: Tensor, rounded: RoundedWeight) -> Operand:
-    """Return the elements and scales of a weight that ``fmtsim.ptq`` rounded, if they still give the weight."""
-    quantizer = replace(rounded.w, source="stored", transforms=())
-    if isinstance(fmt := rounded.w.format, PackedFormat) and rounded.blocks is not None:
-        values = Encoded(format=fmt, shape=w.shape, dim=-1, codes=rounded.blocks.to(w.device)).decode()
-        operand = Operand(values, quantizer)
-    elif rounded.scale is None:
-        operand = quantize_operand(w, replace(rounded.w, transforms=()))
-    else:
-        scales = StoredScale(rounded.scale.to(w.device), None if rounded.tensor_scale is None else rounded.tensor_scale)
-        operand = quantize_operand(w, quantizer, state=scales.to(w.device))
-    if not torch.equal(_with_codes(name, operand).values(torch.float32).to(w.dtype), w):
-        raise ArgumentError(
-            f"layer {name!r}: its weight is not what fmtsim.ptq rounded, or was rounded under scales or zero points "
-            "of GPTQ or HQQ; quantise again, with Gptq(groups='static')"
-        )
-    return operand
 
 
 def _with_codes(name: str, operand: Operand) -> Operand:

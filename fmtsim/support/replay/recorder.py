@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from re import escape, finditer
+from re import MULTILINE, escape, findall, finditer, sub
 from types import CodeType
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fmtsim.support.errors import DeviceError
 from fmtsim.support.replay.gpu import current_stream
 from fmtsim.support.replay.hooks import THREAD, Launch, Structure
 
@@ -20,6 +21,8 @@ Result = TypeVar("Result")
 Key = TypeVar("Key")
 
 _LARGEST: Final = 4096  # numbers of a tensor that a program may keep
+_SMALL: Final = 1 << 16  # bytes of a tensor that may lie in one memory with others
+_ALIGNED: Final = 256  # bytes, of where each of these begins
 _aten = torch.ops.aten
 _EMPTY: Final = (
     _aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default,
@@ -73,6 +76,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.fits = True
         self._device = next((t.device for t in tensors if t is not None), None)
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        self._take = (_empty_on_gpu if on_gpu else None) or partial(_empty_strided, self._device)  # memory
         self._names: list[str] = []  # by places
         self._places = WeakTensorKeyDictionary()  # of tensors that are still there
         self._keys: dict[int, tuple[Any, int]] = {}  # those that were drawn, by their identity, and their places
@@ -87,6 +92,7 @@ class Recorder(TorchDispatchMode):
         self._notes: list[tuple[bytes, int, int]] = []  # bytes that stand for a key, the places of both
         self._unused: set[int] = set()  # keys that no launch has got
         self._fills: list[Callable[[], Any]] = []  # which make memory for the launches that a program does itself
+        self._small: dict[int, int] = {}  # bytes of small tensors that a program takes, by their places
         self._same: list[tuple[int, int]] = []
         for t in tensors:
             if t is not None and t in self._places:
@@ -116,13 +122,15 @@ class Recorder(TorchDispatchMode):
                 done = "".join(f"; {self._names[place]} = None" for place in sorted(touched - needed))
                 lines.append(f" {line.text}{done}")
                 needed |= touched
+        lines += self._small_tensors(lines)
         if self._fills:  # a program takes the memory of all its launches at once, and no other call meanwhile
             names = ", ".join(f"b{i}, a{i}" for i in range(len(self._fills)))
             free, new = self._constant([]), self._constant(partial(_memories, tuple(self._fills)))
-            stream = f"{self._constant(current_stream)}({self._constant(self._device.index)})"
             lines.insert(1, f" {free}.append(taken)")
             lines += [f" memory, {names} = taken", f" except IndexError: taken = {new}()"]
-            lines += [f" try: taken = {free}.pop()", f" stream = {stream}"]
+            lines += [f" try: taken = {free}.pop()"]
+        if self._device.type == "cuda":
+            lines.append(f" stream = {self._constant(current_stream)}({self._constant(self._device.index)})")
         for draw, places in self._draws.items():  # a draw of several takes little longer than one
             names, (function, *source) = ", ".join(self._names[place] for place in places), draw
             arguments = ", ".join(map(self._constant, (len(places), *source)))
@@ -131,6 +139,27 @@ class Recorder(TorchDispatchMode):
         exec(_compiled(text), self._constants)
         gpu = self._device.index if self._device.type == "cuda" else None
         return Program(self._constants["run"], self._same, gpu)
+
+    def _small_tensors(self, lines: list[str]) -> list[str]:
+        """Let small tensors of which launches alone get the addresses lie in one memory, and return lines that take it.
+
+        Args:
+            lines: Of the program; those that took a tensor each are removed.
+        """
+        end, text = 0, "\n".join(lines)
+        for place, nbytes in self._small.items():
+            name = self._names[place]
+            ends, uses = f"; {name} = None", len(findall(rf"\b{name}\b(?!\.data_ptr\(\))", text))
+            if uses == 1 + text.count(ends):  # the line that takes it is the only one beside addresses
+                text = sub(rf"^ {name} = .*$", "", text.replace(ends, ""), flags=MULTILINE)
+                text = sub(rf"\b{name}\.data_ptr\(\)", f"small + {end}", text)
+                end += -(-nbytes // _ALIGNED) * _ALIGNED
+        if not end:
+            return []
+        lines[:] = text.split("\n")
+        assert self._device is not None
+        arguments = ", ".join(map(self._constant, ((end,), (1,), torch.uint8)))
+        return [" small = memory_of_small.data_ptr()", f" memory_of_small = {self._constant(self._take)}({arguments})"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation of torch and write it down."""
@@ -149,9 +178,14 @@ class Recorder(TorchDispatchMode):
         if not tensors or func is _aten.lift_fresh.default or any(t.device != self._device for t in outputs):
             self.fits = False  # a number of it, or one of the host's
             return
-        if func in _EMPTY:
-            take = (_empty_on_gpu if made.is_cuda else None) or partial(_empty_strided, made.device)
-            self._make(take, (tuple(made.shape), made.stride(), made.dtype), made)
+        if func in _EMPTY or (func is _aten.zeros.default and made.is_cuda):
+            place = self._make(self._take, (tuple(made.shape), made.stride(), made.dtype), made)
+            if made.nbytes <= _SMALL:
+                self._small[place] = made.nbytes
+            if func not in _EMPTY:  # filled by the driver, in less time than by torch
+                name = self._names[place]
+                text = f"{self._constant(_fill_with_zeros)}({name}.data_ptr(), {made.nbytes}, stream)"
+                self._lines.append(_Line(text, [place]))
         elif func is _aten.detach.default:
             self._hold(made, self._place(args[0]))
         elif func in _VIEWS:
@@ -316,5 +350,14 @@ def _memories(fills: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
     return memories, *(part for memory in memories for part in (memory.bytes, memory.address))
 
 
-def _empty_strided(device: torch.device, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+def _fill_with_zeros(address: int, nbytes: int, stream: int) -> None:
+    """Fill memory of a GPU with zeros, on a stream."""
+    from cuda.bindings import driver
+
+    (error,) = driver.cuMemsetD8Async(address, 0, nbytes, stream)
+    if error:
+        raise DeviceError(f"memory of a GPU cannot be filled with zeros: {error!r}")
+
+
+def _empty_strided(device: torch.device | None, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -5,12 +5,11 @@ import itertools
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.suite import cpu, gemm, overheads, simulated, timing
+from benchmarks.suite import cpu, gemm, overheads, simulated, timing, variants
 from benchmarks.suite.__main__ import main, product_table
 from benchmarks.suite.against import Figure, figures
 from benchmarks.suite.gemm import CASES, Case, Result, case_named, measure, product_of
@@ -85,10 +84,9 @@ def test_a_device_is_timed_by_events_while_the_host_is_ahead(monkeypatch):
     assert order == [step for _ in range(4) for name in "ab" for step in ("idle", 7, "event", name, "event", "wait")]
 
 
-def test_several_threads_take_an_untimed_turn_first(monkeypatch):
-    order, clock = [], itertools.count()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: order.append("t") or next(clock)))
-    assert in_turns((lambda: order.append("a"),), 1, 2) == (1.0,)
+def test_several_threads_take_an_untimed_turn_first():
+    order, seconds = [], itertools.count()
+    assert in_turns((lambda: order.append("a"),), 1, 2, lambda: order.append("t") or next(seconds)) == (1.0,)
     assert order == ["a", "t", "a", "t"] * 2
 
 
@@ -184,7 +182,7 @@ def test_a_product_is_measured_for_each_thread_count(name):
 def test_the_float32_product_is_repeated_but_counted_once(monkeypatch):
     calls = []
 
-    def turns(actions, repeats, threads):
+    def turns(actions, repeats, threads, clock=None):
         for action in actions:
             action()
         return (1.0, 3.0) if repeats == 1 else (6.0, 4.0)  # the case takes three times as long
@@ -196,10 +194,10 @@ def test_the_float32_product_is_repeated_but_counted_once(monkeypatch):
     assert found.base_seconds == {1: 2.0} and found.seconds == {1: 4.0}
 
 
-def test_actions_take_turns_and_the_first_round_is_not_counted(monkeypatch):
+def test_actions_take_turns_and_the_first_round_is_not_counted():
     order, clock = [], iter([0.0, 9.0, 0.0, 9.0, 0.0, 1.0, 0.0, 5.0, 0.0, 3.0, 0.0, 7.0])
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert in_turns((lambda: order.append("a"), lambda: order.append("b")), 2, 1) == (2.0, 6.0)
+    actions = (lambda: order.append("a"), lambda: order.append("b"))
+    assert in_turns(actions, 2, 1, lambda: next(clock)) == (2.0, 6.0)
     assert order == ["a", "b"] * 3
 
 
@@ -265,7 +263,16 @@ def test_json(capsys):
     assert [product["case"] for product in record["products"]] == names
     assert record["products"][0]["shape"] == [16, 16, 128]
     assert record["overheads"] == []
-    assert set(record["machine"]) == {"processor", "instructions", "caches", "torch", "numba", "command", "date"}
+    assert set(record["machine"]) == {
+        "processor",
+        "instructions",
+        "caches",
+        "torch",
+        "numba",
+        "command",
+        "date",
+        "commit",
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux names instructions and caches")
@@ -337,4 +344,19 @@ def test_simulations_are_measured_against_plain_torch(monkeypatch, capsys):
     (figure,) = figures({"results": [result]})
     assert figure == Figure("small", "", result["ratio"], True)
     assert main(["simulate", "--repeats", "1"]) == 0
-    assert "target, s" in capsys.readouterr().out
+    assert "plain_seconds" in capsys.readouterr().out
+
+
+def test_variants_are_measured_beside_what_replaces_them(monkeypatch, capsys):
+    used, engine = [], variants.torch_engine
+    monkeypatch.setattr(engine, "encode", lambda *x, encode=engine.encode, **y: used.append(1) or encode(*x, **y))
+    kernels, operations = variants._cast("encode", "q4_0")
+    kernels()
+    assert not used
+    operations()
+    assert used
+    assert main(["variants", "--only", "step fp32", "--repeats", "1", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    (result,) = record["results"]
+    assert result["ratio"] == pytest.approx(result["seconds"] / result["plain_seconds"])
+    assert {"date", "commit", "command"} <= record["machine"].keys()

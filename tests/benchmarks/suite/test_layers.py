@@ -58,7 +58,7 @@ def test_layers_alone_follow_no_rules_for_blocks():
 def test_the_time_of_a_layer_is_its_share_of_both_passes(monkeypatch):
     layer = layers._Layers(Case(model="layer", mode="eager", recipe=None), SMALL, "cpu")
     clock = iter([0.0, 3.0, 10.0, 15.0])  # forward 3, backward 5
-    monkeypatch.setattr(layers.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(layers, "clock_of", lambda threads: lambda: next(clock))
     assert layer.seconds() == 4.0  # of two
 
 

@@ -49,21 +49,6 @@ inline void finish_hmma(unsigned, void** slots) {
     }
 }
 
-inline void finish_imma(unsigned, void** slots) {
-  typedef Product<int, unsigned, unsigned> Lane;
-  for (int row = 0; row < 16; ++row)
-    for (int column = 0; column < 8; ++column) {
-      int& d = ((Lane*)slots[row % 8 * 4 + column / 2])->d[row / 8 * 2 + column % 2];
-      unsigned sum = (unsigned)d;
-      for (int k = 0; k < 32; ++k) {
-        unsigned a = ((Lane*)slots[row % 8 * 4 + k % 16 / 4])->a[k / 16 * 2 + row / 8];
-        unsigned b = ((Lane*)slots[column * 4 + k % 16 / 4])->b[k / 16];
-        sum += (unsigned)((int)(signed char)(a >> k % 4 * 8) * (signed char)(b >> k % 4 * 8));
-      }
-      d = (int)sum;
-    }
-}
-
 template <class D, class A, class B>
 inline void multiply_matrices(D* d, const A* a, const B* b, Finish finish) {
   Product<D, A, B> mine = {d, a, b};
@@ -85,9 +70,6 @@ inline void dmma_rz_8x8x4(double (&d)[2], double a, double b) {
 }
 inline void hmma_bf16_16x8x16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   host::multiply_matrices(d, a, b, host::finish_hmma);
-}
-inline void imma_s8_16x8x32(int (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  host::multiply_matrices(d, a, b, host::finish_imma);
 }
 
 inline void copy16_async(void* shared, const void* global) {

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fmtsim
 from fmtsim.gemm.layers import layer as layers
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
-from fmtsim.lab.analysis.bisect import Bisection, _with_values
+from fmtsim.lab.analysis.bisect import Bisection, _with_values, bisect
 from fmtsim.lab.analysis.trace import CALL, Trace
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
@@ -367,3 +367,29 @@ def test_values_of_other_dtypes_are_told_and_not_compared():
     told = _with_values(found, [torch.ones(2), torch.ones(2, dtype=torch.bfloat16)])
     assert told.note == "a has torch.float32, b torch.bfloat16" and told.comparison is None
     assert _with_values(found, [torch.ones(2), torch.zeros(3)]).comparison.mismatches == 2
+
+
+class Chain(nn.Module):
+    """Three roundings in bfloat16, of which fused code keeps the last alone."""
+
+    def forward(self, x):
+        y = torch.relu(x) * 1.7
+        z = y * 0.3
+        return {"z": z.tanh(), "y": -y}
+
+
+def test_compiled_code_is_bisected_by_the_operations_of_its_graph():
+    torch._dynamo.reset()
+    model, x = Chain(), torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = bisect(model, torch.compile(model), x)
+    # by hand: a product of the unrounded product
+    y = torch.relu(x).float() * 1.7
+    (row,) = [row for row in found.rows if row.rounding and row.operation.endswith("mul.Tensor")]
+    assert row.different == int(((y * 0.3).bfloat16() != y.bfloat16() * 0.3).sum()) > 0
+    assert (row.code, row.dtype, row.elements) == ("z = y * 0.3", "bfloat16", 64) and found.faithful
+    assert not found.equal and "are not rounded" in str(found) and f"{row.different:,} of 64" in str(found)
+    assert not [row for row in found.rows if row.code == "y = torch.relu(x) * 1.7"]
+    relu = nn.ReLU()
+    assert bisect(torch.compile(relu), relu, x).equal
+    with pytest.raises(ArgumentError, match=r"fmtsim.bisect\(model, torch.compile\(model\), batch\) names"):
+        bisect(relu, torch.compile(model), x)

@@ -4,6 +4,7 @@
 import json
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from fmtsim.lab.analysis.observe import observe
 from fmtsim.lab.analysis.page.page import observation_data
 from fmtsim.lab.analysis.stats import OperandStats
 from fmtsim.nn import convert, revert
+from fmtsim.recipes.attention_config import AttentionConfig
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.errors import ArgumentError
 from tests.support.refusals import refused
@@ -216,6 +218,61 @@ def test_results_that_an_integer_accumulator_changed_count_as_saturated(saturate
     assert row.saturated == (partial != partial.clamp(-(1 << 15), (1 << 15) - 1)).any(0).sum() > 100
     after = "saturate every 32 products" if saturate else "wrap"
     assert row.format == f"on int16 accumulators that {after}" and set(row.bits_lost) == {"accumulator"}
+
+
+def test_results_that_overflow_are_saturated_and_their_accumulator_is_to_blame():
+    net = nn.Linear(16, 2, bias=False)
+    nn.init.ones_(net.weight)
+    convert(net, format="bf16", target=fmtsim.Datapath(block=16, fraction_bits=4, accumulator="fp16"))
+    with observe(net) as seen:
+        net(torch.tensor([[1.0] * 16, [9000.0] * 16, [math.inf] * 16]))
+    row = seen[""]["fprop"]
+    assert (row.saturated, row.sqnr_db) == (2, -math.inf)
+    assert row.bits_lost == {"alignment": 0.0, "accumulator": math.inf}
+
+
+def test_products_of_attention_on_a_unit_have_rows():
+    class Attention(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    torch.manual_seed(0)
+    unit = fmtsim.Datapath(block=4, fraction_bits=4)
+    net = fmtsim.nn.convert_attention(Attention(), AttentionConfig().on(unit))
+    q, k, v = (torch.randn(2, 3, 40, 16).requires_grad_() for _ in range(3))
+    with observe(net) as seen:
+        net(q, k, v).square().sum().backward()
+    rows = seen[""]
+    products = "s", "o", "dv", "dp", "dq", "dk"
+    assert [*rows] == [*"qkvp", *products]
+    # the slow way: a head's product after another
+    exact = q.double() @ k.double().mT
+    y = [fmtsim.mm(a, b.T, target=unit).double() for a, b in zip(q.flatten(0, 1), k.flatten(0, 1), strict=True)]
+    noise = (torch.stack(y).view_as(exact) - exact).square().sum().item()
+    assert rows["s"].noise == pytest.approx(noise) and rows["s"].elements == 2 * 3 * 40 * 40
+    assert rows["s"].format.startswith("on blocks of 4; F=4") and rows["s"].bits_lost["alignment"] > 2
+    assert all(abs(row.bits_lost["accumulator"]) < 0.1 for row in map(rows.get, products))
+
+
+@pytest.mark.parametrize("recipe", ["te_nvfp4", "te_current"])  # random signs and bits; a gradient from one read
+def test_a_simulated_run_is_observed_as_any_other(recipe):
+    rows, noise, results, counts = [], [], [], []
+    for simulated, observed in ((False, True), (True, True), (True, False)):
+        torch.manual_seed(1)
+        net = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)).bfloat16(), recipe, generator=3)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        run, seen = (fmtsim.simulate(target="h200") if simulated else nullcontext()), nullcontext()
+        with run, observe(net) if observed else seen as seen:
+            y = net(x)
+            y.float().square().mean().backward()
+        if observed:
+            rows.append({layer: [*operands] for layer, operands in seen.layers.items()})
+            noise.append([seen["0"][name].noise for name in ("x_f", "w_f")])
+        results.append([y, *(p.grad for p in net.parameters())])
+        counts.append(run.exact if simulated else None)
+    assert rows[0] == rows[1] and noise[0] == pytest.approx(noise[1]) and min(noise[0]) > 0
+    # the simulation counts the model's operators alone, and looking changes no bit of it
+    assert counts[1] == counts[2] and all(map(torch.equal, results[1], results[2]))
 
 
 def test_nested_and_empty_observations_are_errors(model):

@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 import fmtsim
 from fmtsim import cuda
 from fmtsim.gemm.products import native, resolver
+from fmtsim.gemm.targets.target import find_target
 from fmtsim.lab.cli.arguments.numbers import DATA
 from fmtsim.lab.cli.main import BAD_INPUT, main
-from fmtsim.lab.cli.options import parse_record, read_target
+from fmtsim.lab.cli.options import read_target
 from fmtsim.lab.cli.products import make_operands
-from fmtsim.spec.datapath import Datapath, LogDatapath
+from fmtsim.recipes.attention_config import AttentionConfig
+from fmtsim.spec.datapath import Datapath, IntegerDatapath, LogDatapath
 from fmtsim.support.errors import ArgumentError
 
 
@@ -127,7 +129,7 @@ def test_data(kind):
 
 
 def test_records_on_the_command_line():
-    path = parse_record("block=none, fraction_bits=10,accumulator=bf16,signed_zero=true,rounding=down", Datapath, "-")
+    path = find_target("block=none, fraction_bits=10,accumulator=bf16,signed_zero=true,rounding=down")
     assert path == Datapath(block=None, fraction_bits=10, accumulator="bf16", signed_zero=True, rounding="down")
     for text, found in (("logarithms", LogDatapath()), (" logarithms ,entries=4", LogDatapath(entries=4)),
                         ("block=8", Datapath(block=8))):  # fmt: skip
@@ -135,7 +137,16 @@ def test_records_on_the_command_line():
     with pytest.raises(ArgumentError, match="--target 'block' is not FIELD=VALUE; fields are entries, fraction_bits"):
         read_target(Namespace(target="logarithms,block", plan=None))
     with pytest.raises(ArgumentError, match="--target 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
-        parse_record("bits=3", Datapath, "--target")
+        read_target(Namespace(target="bits=3", plan=None))
+    # target= in Python takes the same text
+    x = torch.arange(64, dtype=torch.int8).view(2, 32)
+    for text, record in (("integers,accumulator_bits=9", IntegerDatapath(accumulator_bits=9)),
+                         ("block=4,fraction_bits=2", Datapath(block=4, fraction_bits=2))):  # fmt: skip
+        a = x if text.startswith("integers") else x.float()
+        assert torch.equal(fmtsim.mm(a, a.T, target=text), fmtsim.mm(a, a.T, target=record))
+    assert AttentionConfig().on(text).target == record
+    with pytest.raises(ArgumentError, match=r"^target 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
+        fmtsim.mm(a, a.T, target="bits=3")
 
 
 @pytest.mark.parametrize(

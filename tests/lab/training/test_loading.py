@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from functions, packages, folders of Hugging Face and files of weights, with their batches."""
 
+import shutil
 import sys
 
 import pytest
@@ -222,12 +223,18 @@ def test_a_folder_without_weights_and_a_file_of_them(saved, tmp_path):
 
 def test_folders_that_do_not_do(saved, tmp_path):
     how = {"data": "text.txt", "context": 16}
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    # what AutoTokenizer makes of a Qwen3 folder without a tokenizer, transformers 5.17 and 5.23
+    alone = tokenizers.Tokenizer(tokenizers.models.BPE())
+    folder = shutil.copytree(saved["llama"], tmp_path / "llama with a tokenizer of special tokens alone")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=alone, eos_token="<|endoftext|>").save_pretrained(folder)
     for name, more, said in (
         (
             saved["llama"],
             {},
             "has no tokenizer that transformers can read; pass --tokenizer with a folder that has one",
         ),
+        (folder, {}, "has no tokenizer that transformers can read; pass"),
         (saved["llama"], {"tokenizer": "own.py"}, "--tokenizer own.py has no tokenizer that"),
         (saved["bert"], {"tokenizer": "bytes"}, "is a BertForMaskedLM and not a causal language model; load it in a"),
         (saved["llama"], {"tokenizer": "bytes", "context": 4000}, "--context 4000 is beyond the 2048 positions"),

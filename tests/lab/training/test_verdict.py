@@ -119,9 +119,7 @@ def test_layers_are_named_by_cost_and_noise_above_the_scatter():
     assert [one.layer for one in suspects(odd, {"operands": Step(0.1, 0.02)})] == ["a"]
     told = words({**record(0.3, 0.001, costs=costs), "ran": {"command": "fmtsim train --out o"}})
     assert "stochastic rounding of gradients" in told["What to try"]
-    assert told["What to try"].endswith(
-        "; c and a in high precision: fmtsim train --out o --rules o/rules.json --out o-rules"
-    )
+    assert told["What to try"].endswith("; c and a in high precision: fmtsim train --rules o/rules.json --out o-rules")
     assert words(record(0.3, 0.001))[LOOK].startswith("1. operands: all together: +0.3")
     assert words(record(0.001, 0.001))[LOOK].startswith("nothing: no operand, product or state stands out")
 

@@ -409,21 +409,3 @@ _ERRORS = {
 def test_errors_name_the_place_and_the_instruction(body: str) -> None:
     with pytest.raises(ArgumentError, match=_ERRORS[body]):
         run(body, words(), module='.file 1 "/x/kernels.py"')
-
-
-def test_arguments_have_to_fit_the_parameters() -> None:
-    module = parse(
-        ".version 8.7\n.target sm_90a\n.visible .entry k(.param .u64 x, .param .u32 n, .param .align 8 .b8 s[16]) { ret; }"
-    )
-    good: list = [words(), 3, bytes(16)]
-    cases = [
-        ([words(), 3], "2 arguments; the kernel has 3: x, n, s"), ([words(), words(), bytes(16)], r"argument 1 \(n\) is a tensor; .*type u32"),
-        ([words(), 1.5, bytes(16)], r"argument 1 \(n\) is 1.5; the kernel takes an integer of type u32"),
-        ([words(), 1 << 32, bytes(16)], r"argument 1 \(n\) is 4294967296, which does not fit u32"),
-        ([words(), 3, bytes(15)], r"argument 2 \(s\) has 15 bytes; the kernel takes 16"),
-        ([words().to("meta"), 3, bytes(16)], r"argument 0 \(x\) is on meta; launch computes on the CPU"),
-    ]  # fmt: skip
-    execute(module, "k", (1, 1, 1), (1, 1, 1), good)
-    for arguments, message in cases:
-        with pytest.raises(ArgumentError, match=message):
-            execute(module, "k", (1, 1, 1), (1, 1, 1), arguments)

@@ -180,6 +180,7 @@ BAD = [
     (net, "torchao", r"export found no converted module in Sequential; convert it first"),
     (lambda: fmtsim.convert(net(), recipe="fp32"), "torchao", r"Sequential has no linear layer with a quantised"),
     (lambda: quantised("int4_g32"), "onnx", r"layout='onnx' is unknown; choose one of compressed-tensors, "),
+    (lambda: "model.gguf", "gguf", "export takes a torch.nn.Module, not str; pass the model itself"),
     (lambda: changed("int4_g32"), "torchao", r"layer '0': its weight is not what fmtsim.ptq rounded"),
     (lambda: quantised("int4_gptq_dynamic"), "torchao", r"its weight is not what .* Gptq\(groups='static'\)"),
     (lambda: quantised("nvfp4_dynamic"), "compressed-tensors",

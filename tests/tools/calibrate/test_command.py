@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-from fmtsim.gemm.model_calls import model_calls
 from fmtsim.gemm.model_layers import layer_shapes, list_models, models, parse_tokens, read_shapes
 from fmtsim.gemm.targets.target import get_target
 from fmtsim.gemm.units.unit import get_unit
@@ -19,6 +18,7 @@ from tools.calibrate import __main__ as calibration
 from tools.calibrate import gpu as gpus
 from tools.calibrate.__main__ import main
 from tools.calibrate.gpu import TorchGPU, open_gpu
+from tools.calibrate.layers import model_calls, parallel_layers
 
 HOPPER = get_unit("hopper.wgmma")
 
@@ -175,7 +175,7 @@ def test_models_have_sources_and_shapes():
     for name, model in models().items():
         assert model.name == name and model.source and set(model.style) <= set("gfualqmht"), name
         assert all(n > 0 and k > 0 for n, k, _ in model.layers) and len(set(model.layers)) == len(model.layers)
-        assert {(n, k) for n, k, _ in model.layers} <= set(model.parallel_layers)
+        assert {(n, k) for n, k, _ in model.layers} <= set(parallel_layers(model))
     for name, shapes in SHAPES.items():
         facts = [tuple(map(int, shape.rstrip("+").split("x"))) + (shape.endswith("+"),) for shape in shapes.split()]
         assert layer_shapes([name]) == facts
@@ -184,7 +184,7 @@ def test_models_have_sources_and_shapes():
 
 def test_shapes_of_servers():
     """Llama 8B: projections together and apart, and slices of 2, 4 and 8 GPUs: fewer outputs, or fewer inputs."""
-    shapes = models()["llama-8b"].parallel_layers
+    shapes = parallel_layers(models()["llama-8b"])
     assert {(6144, 4096), (28672, 4096), (3072, 4096), (768, 4096), (3584, 4096), (16032, 4096)} <= set(shapes)
     assert {(4096, 2048), (4096, 512), (4096, 1792)} <= set(shapes)
     assert (4096, 14336 // 16) not in shapes and len(shapes) == len(set(shapes)) == 22

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bisect of eager and compiled code: the operations of the graph of torch.compile that begin a difference of bits."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from fmtsim.lab.analysis.compare import compare
+from fmtsim.lab.analysis.one_step import Batch, unchanged
+from fmtsim.support.table import Column, Facts, Result, Rows, table_of
+
+
+class FusedDifference(NamedTuple):
+    """An operation of a compiled graph whose inputs have equal bits, as both runs store them, and its result has not.
+
+    operation: As Inductor gets it: gelu of 16 bits is erf and products in float32, for example.
+    code: The line of the model that made it.
+    dtype: Of its result.
+    different, elements: How many elements differ, and of how many.
+    rounding: Whether eager roundings in the compiled code (``emulate_precision_casts``) take the difference away.
+    """
+
+    operation: str
+    code: str
+    dtype: str
+    different: int
+    elements: int
+    rounding: bool
+
+    @property
+    def why(self) -> str:
+        """What is known of the cause."""
+        return "its inputs or it are not rounded" if self.rounding else "its function or order of sums is another one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class CompiledBisection(Result):
+    """Say where compiled code parts from eager code; ``print`` shows a table.
+
+    Args:
+        rows: Operations that begin a difference, in the order of the graph. Other operations that differ have inputs
+            that differ.
+        different, elements: Of the outputs: how many elements differ, and of how many.
+        faithful: Whether the code that was looked into, which stores all that lies between, has the outputs' bits of
+            the compiled model. If not, the rows are of other code.
+    """
+
+    rows: tuple[FusedDifference, ...]
+    different: int
+    elements: int
+    faithful: bool
+
+    @property
+    def equal(self) -> bool:
+        """Whether the outputs have equal bits."""
+        return not self.different
+
+    def _content(self) -> tuple[Facts, Rows]:
+        facts = [("outputs", f"{self.different:,} of {self.elements:,} elements differ")]
+        if not self.faithful:
+            facts.append(("note", "this is of other code: storing what lies between changes bits of the outputs, too"))
+        return Facts(facts), table_of(_COLUMNS, self.rows)
+
+
+_COLUMNS = (
+    Column("begins in", "operation"),
+    Column("dtype", "dtype"),
+    Column("differ", lambda row: f"{row.different:,} of {row.elements:,}", ">"),
+    Column("because", "why"),
+    Column("code", "code"),
+)
+
+
+def bisect_compiled(model: nn.Module, compiled: Callable[..., Any], batch: Batch) -> CompiledBisection:
+    """Compare a model's forward pass with its compiled code, operation by operation of its graphs, without gradients.
+
+    Inductor compiles each graph again with all of its values as outputs; the same graph runs eagerly beside it.
+    """
+    arguments, options = batch
+    begins, outputs = dict[bool, list[FusedDifference]](), dict[bool, list[Tensor]]()
+    with torch.no_grad(), unchanged(model) as model_copy:
+        eager, actual = (_tensors(run(*arguments, **options)) for run in (model_copy, compiled))
+        for casts in (False, True):
+            begins[casts] = []
+            code = torch.compile(copy.deepcopy(model_copy), backend=_backend(begins[casts], casts))
+            outputs[casts] = _tensors(code(*arguments, **options))
+    cured = {row.operation for row in begins[False]} - {row.operation for row in begins[True]}
+    return CompiledBisection(
+        rows=tuple(row._replace(rounding=row.operation in cured) for row in begins[False]),
+        different=sum(map(_changed, actual, eager)), elements=sum(x.numel() for x in eager),
+        faithful=not any(map(_changed, outputs[False], actual)),
+    )  # fmt: skip
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+
+
+def _changed(x: Tensor, y: Tensor) -> int:
+    """Return how many elements have other bits."""
+    return compare(x, y).mismatches if x.is_floating_point() else int((x != y).sum())
+
+
+def _backend(begins: list[FusedDifference], casts: bool) -> Any:
+    """Return a backend of torch.compile that lists where Inductor's code parts from the graph that it compiles."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compile_graph(graph: GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
+        # 1. all values of the graph are outputs: kernels still hand them on unrounded
+        plain, (end,) = copy.deepcopy(graph), graph.graph.find_nodes(op="output")
+        nodes = [n for n in graph.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+        results = len(end.args[0])  # type: ignore[arg-type]
+        end.args = ((*end.args[0], *nodes),)  # type: ignore[misc]
+        graph.recompile()
+        with config.patch(emulate_precision_casts=casts):
+            code = compile_fx_inner(graph, inputs)
+
+        def run(inputs: list[Any]) -> Any:
+            eager = dict[str, Any]()
+            _Recording(plain, eager).run(*inputs)
+            outputs = code(list(inputs))  # type: ignore[operator]
+            # 2. an operation begins a difference where its result differs and no input does
+            changed: dict[str, int] = {}
+            for node, y in zip(nodes, outputs[results:], strict=True):
+                changed[node.name] = _changed(y, eager[node.name])
+                if changed[node.name] and not any(_differs(one, changed) for one in node.all_input_nodes):
+                    begins.append(_row(node, changed[node.name], y))
+            return outputs[:results]
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # takes its inputs as one list
+        return run
+
+    return aot_autograd(
+        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=select_decomp_table()
+    )
+
+
+def _differs(node: Node, changed: dict[str, int]) -> bool:
+    """Return whether a node has other bits; one of several tensors has where an input has."""
+    if node.name in changed:
+        return changed[node.name] > 0
+    return any(_differs(one, changed) for one in node.all_input_nodes)
+
+
+def _row(node: Node, different: int, y: Tensor) -> FusedDifference:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    code = next((line for line in reversed(lines) if line and set(line) - set("^~ ")), "")
+    name = f"{node.name}: {node.target}"
+    return FusedDifference(name, code, str(y.dtype).removeprefix("torch."), different, y.numel(), False)
+
+
+class _Recording(Interpreter):
+    """Run a graph operation by operation and keep each value by name."""
+
+    def __init__(self, graph: GraphModule, values: dict[str, Any]) -> None:
+        super().__init__(graph)
+        self._values = values
+
+    def run_node(self, n: Node) -> Any:
+        self._values[n.name] = super().run_node(n)
+        return self._values[n.name]
