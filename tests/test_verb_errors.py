@@ -276,6 +276,22 @@ def test_nothing_is_half_written():
             "element=.* is not allowed; pass a Fl",
         ),
         (lambda: fmtsim.BlockFormat("b", "e2m", fmtsim.Scaling()), FormatError, "unknown format 'e2m'; did you mean"),
+        (
+            lambda: fmtsim.load_state(torch.nn.Linear(4, 4), "m.pt"),
+            ArgumentError,
+            "not str; read the file by torch.load",
+        ),
+        (
+            lambda: fmtsim.convert(torch.nn.Linear(4, 4), "e4m3", total_steps=0),
+            ArgumentError,
+            "total_steps=0 is not a nu",
+        ),
+        (
+            lambda: encode(X, "e4m3").cpu(),
+            AttributeError,
+            r"no attribute 'cpu'; decode\(\) is the tensor, to\(device\) mov",
+        ),
+        (lambda: encode(X, "e4m3").foo, AttributeError, "^Encoded has no attribute 'foo'$"),
         (lambda: fmtsim.observe(X.to("meta"), "e4m3"), ArgumentError, "x is on meta, .*pass a tensor on a device"),
         (lambda: fmtsim.observe(X.bool(), "e4m3"), DtypeError, "x has dtype torch.bool; .*convert it with"),
         (lambda: fmtsim.export("m", "folder", "torchao"), ArgumentError, "export takes a torch.nn.Module, not str"),

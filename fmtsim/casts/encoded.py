@@ -197,6 +197,11 @@ class Encoded:
         count = math.prod(self.shape)
         return 8 * self.nbytes / count if count else 0.0
 
+    def __getattr__(self, name: str) -> Any:
+        # what tensors have, asked of codes
+        step = "; decode() is the tensor, to(device) moves the codes" if hasattr(torch.Tensor, name) else ""
+        raise AttributeError(f"Encoded has no attribute {name!r}{step}", name=name, obj=self)
+
     def to(self, device: torch.device | str) -> "Encoded":
         """Return the same on another device; ArgumentError says what dtypes and formats are passed to."""
         try:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fmtsim.formats.display import Displayed, Fields, short_number
 from fmtsim.formats.element import CodebookFormat, ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
@@ -65,8 +66,9 @@ class BlockFormat(Displayed):
             f"scaling={shown(self.scaling)} is not a Scaling",
             "Scaling(block=..., ...)",
         )
-        if isinstance(self.element, str):
-            object.__setattr__(self, "element", READERS[FloatFormat](self.element, ""))
+        element: Any = self.element
+        if isinstance(element, str):
+            object.__setattr__(self, "element", READERS[FloatFormat](element, ""))
         check_types(self, FormatError)
         rule, real, scale = self.scale_rule, not self.power_of_two, self.scale
         check_use(f"format {shown(self.name)}:", self.scaling, "a block format")

@@ -363,7 +363,7 @@ def level_text(tensor: TensorScale) -> str:
     return "tensor scale" if tensor.block == (None, None) else f"scale of {block_text(tensor.block)}"
 
 
-def check_block(of: str, block: Block) -> None:
+def check_block(of: str, block: Any) -> None:
     """Raise FormatError for what is not a block; ``of`` says whose it is."""
     sizes = isinstance(block, tuple) and len(block) == 2
     possible = sizes and all(size is None or (type(as_int(size)) is int and 1 <= size < 1 << 63) for size in block)

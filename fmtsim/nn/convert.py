@@ -138,6 +138,8 @@ def convert(
             f"convert filter_fn={shown(filter_fn)} is not a function of a module and its name; "
             "write filter_fn=lambda module, name: 'mlp' in name"
         )
+    if total_steps is not None and (type(total_steps) is not int or total_steps < 1):
+        raise ArgumentError(f"total_steps={shown(total_steps)} is not a number of optimizer steps; pass 1 or more")
     keywords = meanings(recipe)
     if format is None and keywords[:1] == ["format"]:
         recipe, format = None, recipe  # type: ignore[assignment]

@@ -7,6 +7,7 @@ beside the delayed scales; it is written anew at each saving, and checked at loa
 
 import hashlib
 import logging
+import os
 from typing import Any, Final
 
 import torch
@@ -107,7 +108,8 @@ def load_converted_state(model: nn.Module, state: dict[str, Any]) -> None:
     >>> load_converted_state(other, converted_state(one))
     """
     if not isinstance(state, dict) or set(state) != {"recipe", "layers"}:
-        raise ArgumentError(f"load_state takes what fmtsim.state returned, not {type(state).__name__}")
+        step = "; read the file by torch.load" if isinstance(state, str | os.PathLike) else ""
+        raise ArgumentError(f"load_state takes what fmtsim.state returned, not {type(state).__name__}{step}")
     modules = dict(_unwrapped(model, "load_state"))
     recipe = root(getattr(model, _FSDP1, model)).recipe
     check_items(state, {"recipe": str | None, "layers": dict[str, dict[str, dict[str, torch.Tensor]]]}, "the state")

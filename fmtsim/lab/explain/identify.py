@@ -386,14 +386,21 @@ def _nearest(product: Observed, places: Places, options: list[Accumulation]) -> 
                    first=replace(first, index=(int(rows[i]), int(columns[j]))))  # fmt: skip
 
 
+def one_value(y: Tensor) -> str | None:
+    """Return what to say of results that nothing explains and that are all the same, None where they are not."""
+    numbers = y.flatten().double()
+    if len(numbers) < 2 or not torch.allclose(numbers, numbers[:1], 0, 0, equal_nan=True):
+        return None
+    return (
+        f"every result is {y.flatten()[0].item()}, which no explanation gives: it was not written, or not yet (an "
+        "empty tensor, a kernel that failed, another stream), or it is not of these operands"
+    )
+
+
 def _advice(product: Observed, near: Nearest, thorough: bool) -> tuple[str, ...]:
     """Return what to try where nothing fits."""
-    one, several = product.y[:1, :1].expand_as(product.y), product.y.numel() > 1
-    if several and near.first.actual != near.first.expected and torch.allclose(product.y, one, 0, 0, equal_nan=True):
-        return (
-            f"every result is {near.first.actual}, and those of a b are not: y was not written, or not yet (an empty "
-            "tensor, a kernel that failed, another stream), or a and b are not what was multiplied",
-        )
+    if near.first.actual != near.first.expected and (note := one_value(product.y)):
+        return (note,)
     share = near.mismatches / near.compared
     if share < FEW_DIFFER:
         return ("few results differ: look at these elements alone (edges of tiles, a race, a bit that flipped)",)

@@ -24,7 +24,7 @@ from fmtsim.formats.registry import get_format, list_formats
 from fmtsim.formats.representable import FLOAT8_DTYPES, FLOAT_DTYPES
 from fmtsim.formats.scaling import Scaling
 from fmtsim.lab.analysis.compare import compare
-from fmtsim.lab.explain.identify import Groups, Nearest
+from fmtsim.lab.explain.identify import Groups, Nearest, one_value
 from fmtsim.lab.verify.outcome import boundaries
 from fmtsim.support.errors import ArgumentError, DtypeError, FmtsimError
 from fmtsim.support.table import Column, Facts, Rows, jsonable
@@ -396,7 +396,7 @@ def _identify(x: Tensor, result: Tensor, scale: Tensor | None, options: list[Cas
     remaining = [option for option, share in shares.items() if not share]
     if not remaining:
         nearest = _nearest(whole, shares)
-        return CastIdentification(groups=(), nearest=nearest, notes=_advice(few["pieces"]), **facts)
+        return CastIdentification(groups=(), nearest=nearest, notes=_advice(few["pieces"], whole), **facts)
     # 2. more of them, then all, as long as time allows
     many = {"pieces": _pieces(whole, MANY), "rows": _rows(whole, MANY), "tiles": _tiles(whole, MANY)}
     remaining = [option for option in remaining if not _count(option, many[option.sampled])]
@@ -503,8 +503,10 @@ def _nearest(whole: _Sample, shares: dict[CastExplanation, float]) -> Nearest | 
     return Nearest(explanation=best, mismatches=int(mask.sum()), compared=whole.x.numel(), first=first)
 
 
-def _advice(sample: _Sample) -> tuple[str, ...]:
+def _advice(sample: _Sample, whole: _Sample) -> tuple[str, ...]:
     """Return what else may explain results that no candidate gives."""
+    if (note := one_value(whole.result)) and one_value(whole.x) is None:
+        return (note,)
     if _is_same(sample):
         return (SAME,)
     notes = ["is a transform applied first, or are blocks along another dimension? pass dim=, or what was rounded"]

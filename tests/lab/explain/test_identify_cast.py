@@ -249,3 +249,10 @@ def test_integers_scaled_beyond_their_largest_are_named(top: float, least: int) 
     result = (x.unflatten(1, (-1, 64)) / scale).round().clamp(least, -least - 1) * scale
     names = {one.format.name for one in fmtsim.identify_cast(x, result.flatten(1)).explanations}
     assert names == {f"int{4 if top == 8 else 8}_full, amax to {top:g}"}
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.0])
+def test_a_result_of_one_value_is_told_as_such(value):
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    (note,) = fmtsim.identify_cast(x, torch.full_like(x, value)).notes
+    assert note.startswith(f"every result is {value}, which no explanation gives: it was not written")
