@@ -303,7 +303,7 @@ def test_launches_that_are_written_down_are_packed_by_the_program(trial):
 
     for i in range(4):
         x = torch.full((4, 6), float(i))
-        y = programs.run("key", [x], lambda x=x: function(x))
+        y, _ = programs.run("key", [x], lambda x=x: function(x))
         data = [np.uint64(y.data_ptr()).tobytes(), pair.pack(7, x.data_ptr(), 0.5)]
         assert launches[i] == ((3, 2, 1, 32, 4, 1, 16, 99), data)
     assert len(launches) == 4 and len(next(iter(kernel._layouts.values())).free) == 1

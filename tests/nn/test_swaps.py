@@ -242,7 +242,7 @@ def test_observe_sees_attention():
     model = convert(gpt(), recipe="fa3", generator=0)
     with fmtsim.observe(model) as stats:
         loss(model).backward()
-    assert list(stats["blocks.0.attention"]) == ["q", "k", "v", "p"]
+    assert list(stats["blocks.0.attention"]) == [*"qkvp", *"so"]  # FlashAttention-3's unit has rows of its products
     assert stats["blocks.0.attention"]["p"].format == "e4m3" and 15 < stats["blocks.1.attention"]["q"].sqnr_db < 40
     with fmtsim.observe(model), pytest.raises(ArgumentError, match="layer 'blocks.0.attention' is observed already"):
         fmtsim.observe(model).__enter__()

@@ -44,8 +44,8 @@ class CompiledBisection(Result):
     """Say where compiled code parts from eager code; ``print`` shows a table.
 
     Args:
-        rows: Operations that begin a difference, in the order of the graph. Other operations that differ have inputs
-            that differ.
+        rows: Operations that begin a difference, in the order of the graph; none where the outputs are equal. Other
+            operations that differ have inputs that differ.
         different, elements: Of the outputs: how many elements differ, and of how many.
         faithful: Whether the code that was looked into, which stores all that lies between, has the outputs' bits of
             the compiled model. If not, the rows are of other code.
@@ -86,6 +86,9 @@ def bisect_compiled(model: nn.Module, compiled: Callable[..., Any], batch: Batch
     begins, outputs = dict[bool, list[FusedDifference]](), dict[bool, list[Tensor]]()
     with torch.no_grad(), unchanged(model) as model_copy:
         eager, actual = (_tensors(run(*arguments, **options)) for run in (model_copy, compiled))
+        elements, different = sum(x.numel() for x in eager), sum(map(_changed, actual, eager))
+        if not different:  # another backend than Inductor's may be equal by design
+            return CompiledBisection(rows=(), different=0, elements=elements, faithful=True)
         for casts in (False, True):
             begins[casts] = []
             code = torch.compile(copy.deepcopy(model_copy), backend=_backend(begins[casts], casts))
@@ -93,8 +96,7 @@ def bisect_compiled(model: nn.Module, compiled: Callable[..., Any], batch: Batch
     cured = {row.operation for row in begins[False]} - {row.operation for row in begins[True]}
     return CompiledBisection(
         rows=tuple(row._replace(rounding=row.operation in cured) for row in begins[False]),
-        different=sum(map(_changed, actual, eager)), elements=sum(x.numel() for x in eager),
-        faithful=not any(map(_changed, outputs[False], actual)),
+        different=different, elements=elements, faithful=not any(map(_changed, outputs[False], actual)),
     )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
             lines.insert(1, f" {free}.append(taken)")
             lines += [f" memory, {names} = taken", f" except IndexError: taken = {new}()"]
             lines += [f" try: taken = {free}.pop()"]
-        if self._device.type == "cuda":
+        if self._fills or self._device.type == "cuda":
             lines.append(f" stream = {self._constant(current_stream)}({self._constant(self._device.index)})")
         for draw, places in self._draws.items():  # a draw of several takes little longer than one
             names, (function, *source) = ", ".join(self._names[place] for place in places), draw

@@ -254,7 +254,7 @@ def test_attention_of_transformers(implementation):
     with fmtsim.observe(model, recipe="fa3_code") as stats:
         assert torch.equal(model(tokens, attention_mask=padding).logits, plain)
     assert {layer: list(operands) for layer, operands in stats.layers.items()} == {
-        "model.layers.0.self_attn": ["q", "k", "v", "p"]
+        "model.layers.0.self_attn": [*"qkvp", *"so"]
     }
 
 

@@ -45,7 +45,7 @@ def test_a_recipe_of_attention_alone(tmp_path, text, capsys):
     said = capsys.readouterr().out
     assert "softmax weights, attention" in said and "queries, attention" in said
     record = json.loads((out / "record.json").read_text())["simulated"]
-    assert list(record["layers"]["blocks.1.attention"]) == ["q", "k", "v", "p"]
+    assert list(record["layers"]["blocks.1.attention"]) == [*"qkvp", *"so"]
     assert "attention: q and k Hadamard all, random signs, e4m3" in (out / "layers.txt").read_text()
 
 
