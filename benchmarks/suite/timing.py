@@ -19,7 +19,8 @@ from fmtsim.lab.cli import output
 from fmtsim.lab.cli.machine import processor_facts, processor_name
 from fmtsim.support.errors import ArgumentError
 
-Action, Clock = Callable[[], Any], Callable[[], float]
+Action = Callable[[], Any]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

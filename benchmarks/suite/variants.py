@@ -18,7 +18,7 @@ import fmtsim
 from benchmarks.suite import layers
 from benchmarks.suite.timing import Action, Clock, clock_of, in_turns
 from fmtsim import cpu, torch_engine
-from fmtsim.distributed import collective, get_reduction
+from fmtsim.distributed import arithmetic, collective, get_reduction
 from fmtsim.gemm.layers import compile as lowering
 from fmtsim.lab.training.run import bounded_threads
 from fmtsim.support.replay.programs import Programs
@@ -68,12 +68,19 @@ def _step(name: str) -> tuple[Action, Action]:
     rule, _, scheme = name.rpartition(":")
     step = _waiting(getattr(fmtsim.optim, rule or "AdamW")([p], lr=1 / 1024, state=scheme).step)
     engine: Any = cpu if DEVICE == "cpu" else fmtsim.cuda
-    none = {"supports_optimizer": lambda rule, scheme: False, "optimizer_steps": lambda rule, steps, *_: steps}
+    none: dict[str, Any] = {
+        "supports_optimizer": lambda rule, scheme: False,
+        "optimizer_steps": lambda rule, steps, *_: steps,
+    }
     return step, _under(lambda: patch.multiple(engine, **none), step)
 
 
 def _waiting(action: Action) -> Action:
-    return lambda: (action(), layers.wait(DEVICE))
+    def run() -> None:
+        action()
+        layers.wait(DEVICE)
+
+    return run
 
 
 def _model(mode: str, recipe: str) -> layers.Step:
@@ -85,7 +92,12 @@ def _model(mode: str, recipe: str) -> layers.Step:
 
 def _replay(recipe: str) -> tuple[Action, Action]:
     step = _model("eager", recipe).round
-    return step, _under(lambda: patch.object(Programs, "run", lambda self, key, tensors, function: function()), step)
+    return step, _under(lambda: patch.object(Programs, "run", _decided), step)
+
+
+def _decided(programs: Programs, key: Any, tensors: Any, function: Callable[[], Any], alike: int = 0) -> Any:
+    """Run a function as ``Programs.run`` does, never from a recording."""
+    return function(), None
 
 
 @contextmanager
@@ -115,13 +127,18 @@ def _compiled(recipe: str) -> tuple[Action, Action]:
 
 def _reduction(megabytes: int) -> tuple[Action, Action]:
     """Return the work that one rank of eight does for a sum over a ring, without messages."""
-    from benchmarks.collectives import Alone, Batch, normal, reduce_batch
+    from benchmarks.collectives import Alone, normal
 
     x = normal(megabytes, 0, torch.device(DEVICE))
-    batch, ring = Batch(x.unsqueeze(0), (x.numel(),)), replace(get_reduction("msamp"), algorithm="ring")
-    reduce: Any = partial(reduce_batch, batch, ring, None, 0, Alone(8), torch.empty_like(x), scatter=False)
+    ranks: Any = Alone(8)
+    batch, ring = arithmetic.Batch(x.unsqueeze(0), (x.numel(),)), replace(get_reduction("msamp"), algorithm="ring")
+    reduce: Any = partial(collective.reduce_batch, batch, ring, None, 0, ranks, torch.empty_like(x), scatter=False)
     action = _waiting(reduce)
-    return action, _under(lambda: patch.object(collective, "stages_of", collective.Stages), action)
+
+    def stages(*how: Any) -> collective.Stages:
+        return collective.Stages(*how[:5])
+
+    return action, _under(lambda: patch.object(collective, "stages_of", stages), action)
 
 
 def _mistyped() -> tuple[Action, Action]:

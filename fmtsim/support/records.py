@@ -25,7 +25,10 @@ READERS: dict[Any, Callable[[Any, str], Any]] = {}
 
 
 def lists_fields(cls: type[R]) -> type[R]:
-    """Make a dataclass list its fields where it is called with a keyword that it lacks, or with too many arguments."""
+    """Make a dataclass list its fields where it is called with a keyword that it lacks, or with too many arguments.
+
+    Its ``repr`` shows those fields alone that do not hold their default, unless it has one that is written out.
+    """
     init, fields = cls.__init__, [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
     needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     names, first = [field.name for field in fields], [field.name for field in fields if not field.kw_only]
@@ -47,7 +50,13 @@ def lists_fields(cls: type[R]) -> type[R]:
                 raise TypeError(f"{cls.__name__}() needs {needs} (it takes {', '.join(names)})") from None
             raise
 
+    def __repr__(self: Any) -> str:
+        values = ((field, getattr(self, field.name)) for field in fields)
+        return f"{cls.__name__}({', '.join(f'{field.name}={x!r}' for field, x in values if x != field.default)})"
+
     cls.__init__ = __init__  # type: ignore[method-assign]
+    if hasattr(cls.__repr__, "__wrapped__"):  # the one that dataclass makes
+        cls.__repr__ = __repr__  # type: ignore[method-assign]
     return cls
 
 

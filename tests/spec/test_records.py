@@ -15,6 +15,7 @@ import torch
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import History, Scaling, TensorScale, block_scaling
+from fmtsim.gemm.layers.config import Gemm
 from fmtsim.rounding.modes import Rounding
 from fmtsim.spec.call import LARGE_BLOCKS, UNIT_SCALES, GemmCall, scale_kind
 from fmtsim.spec.cast import CastSpec, block_counts, matrix_shape, spec_from_json
@@ -389,3 +390,11 @@ def test_products_as_json():
         assert back.stochastic == spec.stochastic == (path is paths[0]) and back.sum_dtype == spec.sum_dtype
         assert record_from_dict(record_to_dict(path)) == path
     assert record_to_dict(GemmPlan(split=1)) == {"kind": "plan"}
+
+
+def test_reprs_show_what_differs_from_defaults():
+    assert repr(Quantizer()) == "Quantizer()" and repr(Gemm()) == "Gemm()"
+    quantizer = Quantizer(format=get_format("e4m3"), rounding=STOCHASTIC)
+    assert repr(quantizer) == f"Quantizer(format={get_format('e4m3')!r}, rounding=Rounding(mode='stochastic'))"
+    assert repr(Datapath(block=None, fraction_bits=25)) == "Datapath(block=None)"
+    assert repr(get_format("e4m3")).startswith("FloatFormat('e4m3': 8 bits")  # written out

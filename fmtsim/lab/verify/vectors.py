@@ -40,6 +40,10 @@ class Vectors(NamedTuple):
     groups: dict[str, list[int]]
     tensors: dict[str, Tensor]
 
+    def __repr__(self) -> str:
+        groups = ", ".join(f"{last - first + 1:,} {name}" for name, (first, last) in self.groups.items())
+        return f"Vectors({self.format.name}, {self.options}: {groups}; tensors {', '.join(self.tensors)})"
+
 
 def make_vectors(fmt: Format, options: dict[str, Any]) -> tuple[Vectors, dict[str, Content]]:
     """Return vectors and their files by name; the same format and options of ``encode`` give the same bytes."""

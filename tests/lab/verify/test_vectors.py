@@ -291,3 +291,8 @@ def test_nonsense_gets_our_errors(folder, tmp_path, capsys):
     assert "it is corrupt, write it again" in refused(*check, "--encode", short)
     fmtsim.encode(torch.ones(4), "e2m1").save(folder / "vectors.safetensors")
     assert "holds no vectors" in refused(*check, "--encode", short)
+
+
+def test_vectors_at_the_prompt_are_counts_and_names():
+    text = repr(fmtsim.vectors("e2m1"))
+    assert text.startswith("Vectors(e2m1, {'generator': 0}: 15 values, 42 ties, ") and text.endswith("codes, decoded)")
