@@ -149,7 +149,7 @@ REFUSED = [
     (lambda: block("e2m1", **E4M3_SCALE | {"candidates": (1.0, 1.5)}),
      "candidates alone; choose TensorScale(order='fouroversix'), or pass a Quantizer"),
     (lambda: block("e2m1", **E4M3_SCALE | {"tensor": TensorScale(block=(1, 40))}),
-     "TensorScale(top=None, order='te', block=(1, 40)) with block=(1, 32) is not allowed; choose a TensorScale"),
+     "TensorScale(block=(1, 40)) with block=(1, 32) is not allowed; choose a TensorScale"),
     (lambda: TensorScale(block=(0, 1)), "TensorScale block=(0, 1) is not allowed; choose (outer, inner) sizes of 1"),
     (lambda: block("e2m1", rule="floor", arithmetic="encode", tensor=TensorScale()), NO_PLACE),
     (lambda: block("e4m3", zero_point=True), NO_ZERO_POINT),
