@@ -105,13 +105,13 @@ def test_a_run_of_new_tests_leaves_the_others_out(tmp_path, monkeypatch):
 
 def test_new_tests_take_half_of_the_places_of_a_function(tmp_path, monkeypatch):
     monkeypatch.setattr(seen, "MAP", tmp_path / "seen.txt")
-    old = {"a.py:f": [f"t::{i}" for i in range(8)], "a.py:g": ["t::0"]}
+    old = {"a.py:f": [f"t::{i}" for i in range(8)], "a.py:g": ["t::0"], "a.py:gone": []}
     lines = {("a.py", "f"): {f"u::{i}": 9 - i for i in range(6)}, ("a.py", "h"): {"u::0": 1}}
     new_seconds, old_seconds = (dict.fromkeys((f"{file}::{i}" for i in range(8)), 0.5 + (file == "u")) for file in "ut")
     seen._write(lines, new_seconds, old, old_seconds)
     places, seconds = read_map()
     assert places["a.py:f"] == [*(f"u::{i}" for i in range(4)), *(f"t::{i}" for i in range(4))]
-    assert places["a.py:g"] == ["t::0"] and places["a.py:h"] == ["u::0"]
+    assert places["a.py:g"] == ["t::0"] and places["a.py:h"] == ["u::0"] and "a.py:gone" not in places
     assert seconds["t::0"] == 0.5 and seconds["u::6"] == 1.5  # also one that is among the first of no function
 
 

@@ -173,7 +173,8 @@ def _write(
         new = chosen.get((file, function), [])
         chosen[file, function] = list(dict.fromkeys([*new[: limit // 2], *tests, *new]))[:limit]
     skipped = {test: spent for test, spent in old_seconds.items() if seconds.get(test, 0.0) < 0.05}
-    MAP.write_text(_text(dict(sorted(chosen.items())), {**seconds, **skipped}))
+    chosen = {place: tests for place, tests in sorted(chosen.items()) if tests}  # of some all tests are gone
+    MAP.write_text(_text(chosen, {**seconds, **skipped}))
     return len(chosen)
 
 
