@@ -98,13 +98,17 @@ def bisect_compiled(model: nn.Module, compiled: Callable[..., Any], batch: Batch
         states = _generator_states(model)
         eager = _tensors(model_copy(*arguments, **options))
         random = any(map(_changed, states, _generator_states(model)))
+        # compiled code runs on the model itself: statistics of BatchNorm are put back
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         actual = _tensors(compiled(*arguments, **options))
+        for buffer, value in buffers:
+            buffer.copy_(value)
         elements, different = sum(x.numel() for x in eager), sum(map(_changed, actual, eager))
         if not different:  # another backend than Inductor's may be equal by design
             return CompiledBisection(rows=(), different=0, elements=elements, faithful=True, random=random)
         for casts in (False, True):
             begins[casts] = []
-            code = torch.compile(copy.deepcopy(model_copy), backend=_backend(begins[casts], casts))
+            code = torch.compile(copy.deepcopy(model), backend=_backend(begins[casts], casts))
             outputs[casts] = _tensors(code(*arguments, **options))
     cured = {row.operation for row in begins[False]} - {row.operation for row in begins[True]}
     return CompiledBisection(

@@ -406,6 +406,25 @@ def test_compiled_dropout_is_bisected_with_the_numbers_of_eager_code():
     assert not [row for row in found.rows if "rand" in row.operation or "gt" in row.operation]
 
 
+class Counter(nn.Module):
+    """Its output depends on how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return torch.softmax(x * self.calls, -1)
+
+
+def test_compiled_models_keep_their_buffers_in_a_bisection():
+    torch._dynamo.reset()
+    model, x = Counter(), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    found = bisect(model, torch.compile(model), x)
+    assert model.calls == 0 and found.faithful and not found.equal and found.rows
+
+
 def test_results_of_an_operation_that_has_several_are_named_by_it():
     torch._dynamo.reset()
     model, x = nn.LayerNorm(64), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
