@@ -70,7 +70,13 @@ def _recipe_of(record: Any, path: str) -> Any:
 
 
 def save_recipe(recipe: Recipe | PtqRecipe | Quantizer, path: str | Path) -> None:
-    """Write a recipe to a JSON file, which is accepted wherever a recipe's name is; a Quantizer is of all operands."""
+    """Write a recipe to a JSON file, which is accepted wherever a recipe's name is; a Quantizer is of all operands.
+
+    Raises:
+        ArgumentError: It is none of these.
+    """
+    if not isinstance(recipe, Recipe | PtqRecipe | Quantizer):
+        raise ArgumentError(f"recipe is {shown(recipe)}; pass a Recipe, a PtqRecipe, or fmtsim.Quantizer(format=...)")
     write_file(path, json.dumps(recipe_to_dict(recipe), indent=2) + "\n")
 
 

@@ -13,7 +13,7 @@ from operator import index
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fmtsim.support.errors import ArgumentError, FmtsimError, keyword_error, shown
+from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, keyword_error, shown
 
 R = TypeVar("R")
 
@@ -108,7 +108,8 @@ def parse_record(text: str, record: type, option: str) -> Any:
     for item in filter(None, text.split(",")):
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in field_names:
-            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; fields are {', '.join(field_names)}")
+            fields = f"fields are {', '.join(field_names)}{did_you_mean(name, field_names)}"
+            raise ArgumentError(f"{option} {item.strip()!r} is not FIELD=VALUE; {fields}")
         values[name] = read_value(value)
     return record(**values)
 

@@ -290,3 +290,10 @@ def test_a_recipe_from_a_file_runs_the_same_bits(tmp_path):
         results.append(step(convert(net(blocks=1), recipe=recipe, generator=4), 0))
     for y, grads in results[1:]:
         assert torch.equal(y, results[0][0]) and all(map(torch.equal, grads, results[0][1]))
+
+
+@pytest.mark.parametrize("recipe", ["e4m3", fmtsim.get_format("e4m3")])
+def test_what_is_no_recipe_is_not_saved(recipe, tmp_path):
+    with pytest.raises(ArgumentError, match=r"recipe is .*e4m3.*; pass a Recipe, a PtqRecipe, or fmtsim.Quant"):
+        fmtsim.recipes.save_recipe(recipe, tmp_path / "q.json")
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 """bisect of eager and compiled code: the operations of the graph of torch.compile that begin a difference of bits."""
 
 import copy
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,12 +50,15 @@ class CompiledBisection(Result):
         different, elements: Of the outputs: how many elements differ, and of how many.
         faithful: Whether the code that was looked into, which stores all that lies between, has the outputs' bits of
             the compiled model. If not, the rows are of other code.
+        random: Whether the model draws random numbers: the compiled model draws others than the eager one, the code
+            that was looked into the same.
     """
 
     rows: tuple[FusedDifference, ...]
     different: int
     elements: int
     faithful: bool
+    random: bool
 
     @property
     def equal(self) -> bool:
@@ -63,7 +67,9 @@ class CompiledBisection(Result):
 
     def _content(self) -> tuple[Facts, Rows]:
         facts = [("outputs", f"{self.different:,} of {self.elements:,} elements differ")]
-        if not self.faithful:
+        if self.random:
+            facts.append(("note", "compiled code draws other random numbers; in the rows, both runs draw the same"))
+        elif not self.faithful:
             facts.append(("note", "this is of other code: storing what lies between changes bits of the outputs, too"))
         return Facts(facts), table_of(_COLUMNS, self.rows)
 
@@ -82,26 +88,44 @@ def bisect_compiled(model: nn.Module, compiled: Callable[..., Any], batch: Batch
 
     Inductor compiles each graph again with all of its values as outputs; the same graph runs eagerly beside it.
     """
+    from torch._dynamo import config
+
     arguments, options = batch
     begins, outputs = dict[bool, list[FusedDifference]](), dict[bool, list[Tensor]]()
-    with torch.no_grad(), unchanged(model) as model_copy:
-        eager, actual = (_tensors(run(*arguments, **options)) for run in (model_copy, compiled))
+    # dynamo counts compilations per line of code, whatever the model, and beyond its limit runs eager code silently
+    limits = config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
+    with torch.no_grad(), limits, unchanged(model) as model_copy:
+        states = _generator_states(model)
+        eager = _tensors(model_copy(*arguments, **options))
+        random = any(map(_changed, states, _generator_states(model)))
+        # compiled code runs on the model itself: statistics of BatchNorm are put back
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        actual = _tensors(compiled(*arguments, **options))
+        for buffer, value in buffers:
+            buffer.copy_(value)
         elements, different = sum(x.numel() for x in eager), sum(map(_changed, actual, eager))
         if not different:  # another backend than Inductor's may be equal by design
-            return CompiledBisection(rows=(), different=0, elements=elements, faithful=True)
+            return CompiledBisection(rows=(), different=0, elements=elements, faithful=True, random=random)
         for casts in (False, True):
             begins[casts] = []
-            code = torch.compile(copy.deepcopy(model_copy), backend=_backend(begins[casts], casts))
+            code = torch.compile(copy.deepcopy(model), backend=_backend(begins[casts], casts))
             outputs[casts] = _tensors(code(*arguments, **options))
     cured = {row.operation for row in begins[False]} - {row.operation for row in begins[True]}
     return CompiledBisection(
         rows=tuple(row._replace(rounding=row.operation in cured) for row in begins[False]),
         different=different, elements=elements, faithful=not any(map(_changed, outputs[False], actual)),
+        random=random,
     )  # fmt: skip
 
 
 def _tensors(output: Any) -> list[Tensor]:
     return [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+
+
+def _generator_states(model: nn.Module) -> list[Tensor]:
+    """Return the states of the generators that a model draws from."""
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _changed(x: Tensor, y: Tensor) -> int:
@@ -123,12 +147,15 @@ def _backend(begins: list[FusedDifference], casts: bool) -> Any:
         results = len(end.args[0])  # type: ignore[arg-type]
         end.args = ((*end.args[0], *nodes),)  # type: ignore[misc]
         graph.recompile()
-        with config.patch(emulate_precision_casts=casts):
+        # dropout calls torch's own generator, as eager code does
+        with config.patch(emulate_precision_casts=casts, fallback_random=True):
             code = compile_fx_inner(graph, inputs)
 
         def run(inputs: list[Any]) -> Any:
             eager = dict[str, Any]()
-            _Recording(plain, eager).run(*inputs)
+            devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
+            with torch.random.fork_rng(devices):
+                _Recording(plain, eager).run(*inputs)
             outputs = code(list(inputs))  # type: ignore[operator]
             # 2. an operation begins a difference where its result differs and no input does
             changed: dict[str, int] = {}
@@ -156,7 +183,9 @@ def _differs(node: Node, changed: dict[str, int]) -> bool:
 def _row(node: Node, different: int, y: Tensor) -> FusedDifference:
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     code = next((line for line in reversed(lines) if line and set(line) - set("^~ ")), "")
-    name = f"{node.name}: {node.target}"
+    # the result of an operation that has several is named by the operation
+    of = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
+    name = f"{node.name}: {of}"
     return FusedDifference(name, code, str(y.dtype).removeprefix("torch."), different, y.numel(), False)
 
 

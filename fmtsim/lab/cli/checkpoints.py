@@ -40,6 +40,8 @@ def run_convert_checkpoint(arguments: argparse.Namespace) -> int:
     """Write the checkpoint in another format; its folder appears complete or not at all."""
     target = block_format("to", arguments.to)
     if arguments.out is None:
+        if arguments.weights is not None or arguments.ignore is not None:
+            raise ArgumentError("--weights and --ignore choose what is written; pass --out DIR, or leave them out")
         # Print what is lost, and where; the exit code is 1 where it is anything.
         result = check_recode(arguments.folder, target, scales=arguments.scales)
         answer(arguments, result.to_dict() | {"lossless": result.lossless}, lambda: str(result))

@@ -378,6 +378,60 @@ class Chain(nn.Module):
         return {"z": z.tanh(), "y": -y}
 
 
+class Softmax(nn.Module):
+    """Compiled code has another exp."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return torch.softmax(self.dropout(x), -1)
+
+
+def test_compiled_code_of_many_models_of_a_class_is_bisected():
+    torch._dynamo.reset()
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for _ in range(5):  # three compilations each: beyond the 8 of torch._dynamo.config.recompile_limit
+        model = Softmax()
+        found = bisect(model, torch.compile(model), x)
+        assert found.faithful and not found.random and (found.equal or found.rows)
+
+
+def test_compiled_dropout_is_bisected_with_the_numbers_of_eager_code():
+    torch._dynamo.reset()
+    model, x = Softmax(0.5), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    found = bisect(model, torch.compile(model), x)
+    assert found.random and "draws other random numbers" in str(found) and "other code" not in str(found)
+    assert not [row for row in found.rows if "rand" in row.operation or "gt" in row.operation]
+
+
+class Counter(nn.Module):
+    """Its output depends on how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return torch.softmax(x * self.calls, -1)
+
+
+def test_compiled_models_keep_their_buffers_in_a_bisection():
+    torch._dynamo.reset()
+    model, x = Counter(), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    found = bisect(model, torch.compile(model), x)
+    assert model.calls == 0 and found.faithful and not found.equal and found.rows
+
+
+def test_results_of_an_operation_that_has_several_are_named_by_it():
+    torch._dynamo.reset()
+    model, x = nn.LayerNorm(64), torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    found = bisect(model, torch.compile(model), x)
+    assert any("var_mean" in row.operation for row in found.rows) and "built-in" not in str(found)
+
+
 def test_compiled_code_is_bisected_by_the_operations_of_its_graph():
     torch._dynamo.reset()
     model, x = Chain(), torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -117,6 +117,9 @@ def test_what_cannot_be_converted_leaves_no_folder(folder, capsys):
         assert main(words) == 2
         assert message in capsys.readouterr().err
         assert sorted(path.name for path in folder.parent.iterdir()) == ["m", "plain"]
+    for option in ("--weights", "--ignore"):
+        assert main(["convert-checkpoint", str(folder), "--to", "mxfp4", option, "a"]) == 2
+        assert "choose what is written; pass --out DIR, or leave them out" in capsys.readouterr().err
     assert main(["convert-checkpoint", str(folder), "--to", "mxfp4", "--out", str(folder)]) == 2
     assert f"--out {folder} is there already; name a folder that does not exist yet" in capsys.readouterr().err
 

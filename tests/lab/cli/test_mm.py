@@ -138,6 +138,8 @@ def test_records_on_the_command_line():
         read_target(Namespace(target="logarithms,block", plan=None))
     with pytest.raises(ArgumentError, match="--target 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
         read_target(Namespace(target="bits=3", plan=None))
+    with pytest.raises(ArgumentError, match="'fracton_bits=8' is not FIELD=VALUE; .*; did you mean 'fraction_bits'"):
+        read_target(Namespace(target="block=32,fracton_bits=8", plan=None))
     # target= in Python takes the same text
     x = torch.arange(64, dtype=torch.int8).view(2, 32)
     for text, record in (("integers,accumulator_bits=9", IntegerDatapath(accumulator_bits=9)),
