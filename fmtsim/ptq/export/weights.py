@@ -210,9 +210,7 @@ def _coded(name: str, module: Any, rounded: RoundedWeight | None) -> CodedWeight
         elif rounded.scale is None:
             operand = quantize_operand(w, replace(rounded.w, transforms=()))
         else:
-            scales = StoredScale(
-                rounded.scale.to(w.device), None if rounded.tensor_scale is None else rounded.tensor_scale
-            )
+            scales = StoredScale(rounded.scale.to(w.device), rounded.tensor_scale)
             operand = quantize_operand(w, quantizer, state=scales.to(w.device))
         if not torch.equal(_with_codes(name, operand).values(torch.float32).to(w.dtype), w):
             raise ArgumentError(
