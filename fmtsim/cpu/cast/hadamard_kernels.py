@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hadamard transforms by Sylvester's matrices (fmtsim/scaling/hadamard.py defines every bit).
 
-Along rows 64 neighbours are a vector: the partner of a lane is another lane of it. Down columns a panel of 64 columns
+Along rows neighbours are a vector: the partner of a lane is another lane of it. Down columns a panel of 64 columns
 is transformed row by row in a buffer, from which it is stored row by row or transposed.
 """
 
@@ -13,12 +13,11 @@ from fmtsim.cpu.runtime import pool, simd
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel
 from fmtsim.cpu.runtime.pool import array_of, scratch
 
-_LANES = simd.LANES
+_LANES, _COLUMNS = simd.LANES, simd.COLUMNS
 _LARGEST = 4096  # elements of a group
 _SIGN, _INF, _NAN = int32(-(1 << 31)), int32(0x7F800000), int32(0x7FC00000)
-_DISTANCES = (1, 2, 4, 8, 16, 32)
 # The sign of lanes whose partner comes before them: they take the difference.
-_UPPER = np.array([[_SIGN if lane & h else 0 for lane in range(_LANES)] for h in _DISTANCES], np.int32).reshape(-1)
+_UPPER = np.array([[_SIGN if lane & h else 0 for lane in range(_LANES)] for h in (1, 2, 4, 8, 16, 32)], np.int32).reshape(-1)
 
 
 def hadamard(x: torch.Tensor, size: int, dim: int, flips: torch.Tensor | None, inverse: bool) -> torch.Tensor | None:
@@ -44,7 +43,7 @@ def hadamard(x: torch.Tensor, size: int, dim: int, flips: torch.Tensor | None, i
     out = x.new_empty(x.shape, dtype=torch.float32)
     transposed = not x.is_contiguous() and x.mT.is_contiguous()
     source = (x.mT if transposed else x).float().contiguous()
-    signs = np.zeros(max(size, _LANES), np.int32)
+    signs = np.zeros(max(size, _COLUMNS), np.int32)
     if flips is not None:
         signs[:] = np.where(np.resize(flips.numpy(), signs.size), _SIGN, 0)
     none = np.zeros_like(signs)
@@ -57,20 +56,20 @@ def hadamard(x: torch.Tensor, size: int, dim: int, flips: torch.Tensor | None, i
         pool.run(lambda *ends: _rows(*rows, size, before, after, _UPPER, factor, *ends), groups, 1, width)
         return out if not transposed else out.copy_(torch.from_numpy(rows[1].reshape(source.shape)).mT)
 
-    height = max(size, _LANES)  # of a panel: a transposed one is then stored in whole cache lines
+    height = max(size, _COLUMNS)  # of a panel: a transposed one is then stored in whole cache lines
 
     def part(start: int, stop: int) -> None:
-        panel = scratch("panel", height * _LANES, np.float32)
+        panel = scratch("panel", height * _COLUMNS, np.float32)
         _columns(*arrays, transposed, size, height, before, after, panel, factor, start, stop)
 
-    panels = -(-source.shape[0] // height) * -(-source.shape[1] // _LANES)
-    pool.run(part, panels, 1, height * _LANES)
+    panels = -(-source.shape[0] // height) * -(-source.shape[1] // _COLUMNS)
+    pool.run(part, panels, 1, height * _COLUMNS)
     return out
 
 
 @kernel
 def _rows(x, y, size, before, after, upper, factor, start, stop):
-    """Transform pieces of 64 elements, or of a group where that is longer."""
+    """Transform pieces of a vector, or of a group where that is longer."""
     width = max(size, _LANES)
     source, result = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
     for piece in range(start, stop):
@@ -93,7 +92,7 @@ def _rows(x, y, size, before, after, upper, factor, start, stop):
 
 @device
 def _in_vector(x, first, size, before, place, upper):
-    """Return 64 elements after the additions whose distance is below 64."""
+    """Return a vector after the additions within it."""
     v = simd.as_f32(simd.xor(simd.as_i32(simd.load(x, first)), simd.load(before, place)))  # signs
     v = _pair(simd.swap1(v), v, upper, 0)
     if size > 2:
@@ -102,9 +101,9 @@ def _in_vector(x, first, size, before, place, upper):
         v = _pair(simd.swap4(v), v, upper, 2)
     if size > 8:
         v = _pair(simd.swap8(v), v, upper, 3)
-    if size > 16:
+    if size > 16 and _LANES > 16:
         v = _pair(simd.swap16(v), v, upper, 4)
-    if size > 32:
+    if size > 32 and _LANES > 32:
         v = _pair(simd.swap32(v), v, upper, 5)
     return v
 
@@ -112,16 +111,16 @@ def _in_vector(x, first, size, before, place, upper):
 @device
 def _pair(partner, v, upper, step):
     """Return sums in lower lanes and differences in upper ones: a partner plus the negative."""
-    return simd.fadd(partner, simd.as_f32(simd.xor(simd.as_i32(v), simd.load(upper, step * 64))))
+    return simd.fadd(partner, simd.as_f32(simd.xor(simd.as_i32(v), simd.load(upper, step * _LANES))))
 
 
 @device
 def _far(y, size):
-    """Do the additions whose distance is 64 or more."""
-    distance = 64
+    """Do the additions between vectors."""
+    distance = _LANES
     while distance < size:
         for i in range(0, size, 2 * distance):
-            for j in range(i, i + distance, 64):
+            for j in range(i, i + distance, _LANES):
                 a, b = simd.load(y, j), simd.load(y, j + distance)
                 simd.store(y, j, simd.fadd(a, b))
                 simd.store(y, j + distance, simd.fsub(a, b))
@@ -130,7 +129,7 @@ def _far(y, size):
 
 @device
 def _finished(y, first, v, after, place, factor):
-    """Write 64 elements times the factor, with their signs; NaN is the canonical one."""
+    """Write a vector times the factor, with their signs; NaN is the canonical one."""
     v = simd.fmul(v, simd.splat(factor))
     bits = simd.xor(simd.as_i32(v), simd.load(after, place))
     nan = simd.splat(_NAN)
@@ -155,10 +154,10 @@ def _columns(x, y, transposed, size, height, before, after, panel, factor, start
         distance = 1
         while distance < size:
             for i in range(0, rows, 2 * distance):
-                for k in range(i, i + distance):
-                    a, b = simd.load(panel, 64 * k), simd.load(panel, 64 * (k + distance))
-                    simd.store(panel, 64 * k, simd.fadd(a, b))
-                    simd.store(panel, 64 * (k + distance), simd.fsub(a, b))
+                for j in range(64 * i, 64 * (i + distance), _LANES):
+                    a, b = simd.load(panel, j), simd.load(panel, j + 64 * distance)
+                    simd.store(panel, j, simd.fadd(a, b))
+                    simd.store(panel, j + 64 * distance, simd.fsub(a, b))
             distance *= 2
         # 3. times 1 / sqrt(size), the signs of an inverse transform, canonical NaN
         for k in range(rows):

@@ -8,6 +8,7 @@ from numba import types
 
 from fmtsim.cpu.runtime.jit import device, kernel, overload
 from fmtsim.cpu.runtime.simd import (
+    COLUMNS,
     LANES,
     and_,
     as_f64,
@@ -236,7 +237,7 @@ def _wide(vector):  # type: ignore[no-untyped-def]
 
 @overload
 def _clear(sums, at):  # type: ignore[no-untyped-def]
-    """Write 64 zeros of the array's dtype."""
+    """Write zeros of the array's dtype."""
     if sums.dtype == types.float32:
         return lambda sums, at: store(sums, at, splat(np.float32(0)))
     return lambda sums, at: store(sums, at, splat(np.float64(0)))
@@ -251,9 +252,11 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
     """
     part, chain = order.parts[index], order.chains[index]
     scaled = sums.row_scales.size > 0
-    columns = load(sums.column_scales, chain * LANES) if scaled else splat(np.float32(0))
-    for row in range(rows):
-        at = row * LANES
+    columns = splat(np.float32(0))
+    for at in range(0, rows * COLUMNS, LANES):
+        row = at // COLUMNS
+        if scaled:
+            columns = load(sums.column_scales, chain * COLUMNS + at % COLUMNS)
         # 1. a chain ends: it joins the outer sum where something promotes
         total = _wide(load(acc, at))
         if sums.promotion.active:
@@ -263,7 +266,7 @@ def end_block(acc, order, index, rows, sums):  # type: ignore[no-untyped-def]
         _clear(acc, at)
         # 2. a part ends: its sum is stored, and the outer sum restarts
         if order.ends[index] == PART_END:
-            store(sums.parts, part * rows * LANES + at, total)
+            store(sums.parts, part * rows * COLUMNS + at, total)
             _clear(sums.total, at)
 
 
@@ -279,7 +282,7 @@ def add_on_stack(sums, top, additions, like):  # type: ignore[no-untyped-def]
 @kernel
 def reduce_parts(parts, count, rows, how, out):  # type: ignore[no-untyped-def]
     """Add the parts [count][rows][64] as a Reduction says; in place, to what ``out`` holds. Parts are overwritten."""
-    size = rows * LANES
+    size = rows * COLUMNS
     single = Grid(np.int64(0), np.int64(0), np.float64(0), np.int64(64 if how.wide else 32))
     half = (count + 1) // 2
     terms = half if how.pairwise and count > 1 else 0 if how.pairwise else count

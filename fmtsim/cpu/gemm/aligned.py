@@ -27,11 +27,13 @@ from numba import types
 
 from fmtsim.cpu.cast.grid import fill64
 from fmtsim.cpu.gemm.accumulate import FIELD, STOCHASTIC, Grid, end_block, round_lanes
-from fmtsim.cpu.gemm.operand_layouts import TOP_BYTE, pitch_of
+from fmtsim.cpu.gemm.operand_layouts import GROUP, TOP_BYTE, pitch_of
 from fmtsim.cpu.runtime.jit import device, overload, subroutine
 from fmtsim.cpu.runtime.simd import (
+    COLUMNS,
     LANES,
     NEAREST_EVEN,
+    PARTS,
     TOWARD_ZERO,
     and_,
     as_f32,
@@ -87,7 +89,7 @@ def negatives_of(signs_a, signs_b, a, b, step, words):  # type: ignore[no-untype
     """Count the negative products of a block in each column."""
     count = popcount(xor(broadcast(signs_a, a), load(signs_b, b)))
     for w in range(1, words):
-        count = iadd(count, popcount(xor(broadcast(signs_a, a + w * step), load(signs_b, b + w * LANES))))
+        count = iadd(count, popcount(xor(broadcast(signs_a, a + w * step), load(signs_b, b + w * COLUMNS))))
     return count
 
 
@@ -116,7 +118,7 @@ def finish64(s, mask):  # type: ignore[no-untyped-def]
 @device
 def place_of(index, pitch, rows):  # type: ignore[no-untyped-def]
     """Return the place of block ``index`` of row 0 in the layout of the first operand, and the step between rows."""
-    group = max(pitch, LANES)
+    group = max(pitch, GROUP)
     slot = index * pitch
     return slot // group * rows * group + slot % group, group
 
@@ -175,15 +177,16 @@ class Nearby(NamedTuple):
 def draw_words(draw, index, rows, column, words):  # type: ignore[no-untyped-def]
     """Write the random words of 64 outputs of all rows in block ``index`` to words [rows][64]; 128 more are scratch."""
     o0, o1, k0, k1 = draw.key
-    beyond = rows * LANES
+    beyond = rows * COLUMNS
     for m in range(rows):
         place = ((draw.block + index) * draw.rows + draw.row + m) * draw.columns + column
         if place & 63 == 0:
-            fill64(words, m * LANES, place >> 6, o0, o1, k0, k1)
+            fill64(words, m * COLUMNS, place >> 6, o0, o1, k0, k1)
         else:
             fill64(words, beyond, place >> 6, o0, o1, k0, k1)
-            fill64(words, beyond + LANES, (place >> 6) + 1, o0, o1, k0, k1)
-            store(words, m * LANES, load(words, beyond + (place & 63)))
+            fill64(words, beyond + COLUMNS, (place >> 6) + 1, o0, o1, k0, k1)
+            for n in range(0, COLUMNS, LANES):
+                store(words, m * COLUMNS + n, load(words, beyond + (place & 63) + n))
 
 
 @subroutine
@@ -203,36 +206,41 @@ def truncate64(  # type: ignore[no-untyped-def]
     base = b.top - np.int32(2 * TOP_BYTE) + np.int32(1023)
     set_rounding(TOWARD_ZERO)
     for index in range(order.ends.size):
-        first, y = index * pitch * LANES, index * words * LANES
         place, step = place_of(index, pitch, rows)
         _draw(rounding, draw, index, rows, column, buffer)
         e0, e1 = splat(floor_byte), splat(floor_byte)
         for j in range(block):
-            e = load(b.exponents, first + j * LANES)
+            e = load(b.exponents, index * pitch * COLUMNS + j * COLUMNS)
             e0 = _larger(e0, e, a.exponents, place + j)
             e1 = _larger(e1, e, a.exponents, place + step + j)
-        for m in range(0, rows, 2):
-            p, x = place + m * step, index * words * rows + m
-            q, after = p + step, place + min(m + 2, rows - 2) * step
+        for part in range(rows // 2 * PARTS):
+            # two rows of a vector of columns, and those that are next
+            m, n = part // PARTS * 2, part % PARTS * LANES
+            p, x, y = place + m * step, index * words * rows + m, index * words * COLUMNS + n
+            q, first, at = p + step, index * pitch * COLUMNS + n, m * COLUMNS + n
+            after, first_after = (
+                place + min((part + 1) // PARTS * 2, rows - 2) * step,
+                first - n + (part + 1) % PARTS * LANES,
+            )
             # 1. M of the largest product exponents, the count of negative products, and the truncated addend
             n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
             n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
-            s0 = start64(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps, True)
-            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps, True)
+            s0 = start64(load(acc, at), e0, n0, (a.top[m] + base) << np.int32(20), shift, eps, True)
+            s1 = start64(load(acc, at + COLUMNS), e1, n1, (a.top[m + 1] + base) << np.int32(20), shift, eps, True)
             e0, e1 = splat(floor_byte), splat(floor_byte)
             for j in range(block):
                 # 2. floors of the products, one fused multiply-add each
-                v = load(b.values, first + j * LANES)
+                v = load(b.values, first + j * COLUMNS)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
-                # 3. beside them, in other units of the processor, the largest product exponents of the next two rows,
+                # 3. beside them, in other units of the processor, the largest product exponents of those that are next,
                 # as bytes below the largest of both operands
-                e = load(b.exponents, first + j * LANES)
+                e = load(b.exponents, first_after + j * COLUMNS)
                 e0 = _larger(e0, e, a.exponents, after + j)
                 e1 = _larger(e1, e, a.exponents, after + step + j)
             # 4. M away, and the accumulator's rounding
-            store(acc, m * LANES, _end64(s0, mask, rounding, buffer, m * LANES))
-            store(acc, (m + 1) * LANES, _end64(s1, mask, rounding, buffer, (m + 1) * LANES))
+            store(acc, at, _end64(s0, mask, rounding, buffer, at))
+            store(acc, at + COLUMNS, _end64(s1, mask, rounding, buffer, at + COLUMNS))
         if order.ends[index]:
             set_rounding(NEAREST_EVEN)
             end_block(acc, order, index, rows, sums)
@@ -269,47 +277,52 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
     nothing = splat(floor_byte)
     set_rounding(TOWARD_ZERO)
     for index in range(order.ends.size):
-        first, y = index * pitch * LANES, index * words * LANES
         place, step = place_of(index, pitch, rows)
         e0 = e1 = e2 = e3 = nothing
         for j in range(block):
-            e = load(b.exponents, first + j * LANES)
+            e = load(b.exponents, index * pitch * COLUMNS + j * COLUMNS)
             e0 = _larger(e0, e, a.exponents, place + j)
             e1 = _larger(e1, e, a.exponents, place + step + j)
             e2 = _larger(e2, e, a.exponents, place + 2 * step + j)
             e3 = _larger(e3, e, a.exponents, place + 3 * step + j)
-        for m in range(0, rows, 4):
-            p, x = place + m * step, index * words * rows + m
+        for part in range(rows // 4 * PARTS):
+            # four rows of a vector of columns, and those that are next
+            m, n = part // PARTS * 4, part % PARTS * LANES
+            p, x, y = place + m * step, index * words * rows + m, index * words * COLUMNS + n
             q, r, t = p + step, p + 2 * step, p + 3 * step
-            after = place + min(m + 4, rows - 4) * step
+            first, at = index * pitch * COLUMNS + n, m * COLUMNS + n
+            after, first_after = (
+                place + min((part + 1) // PARTS * 4, rows - 4) * step,
+                first - n + (part + 1) % PARTS * LANES,
+            )
             # 1. M of the largest product exponents, the count of negative products, and the truncated addend
             n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
-            s0 = _start32(load(acc, m * LANES), e0, n0, (a.top[m] + base) << np.int32(23), shift, eps)
+            s0 = _start32(load(acc, at), e0, n0, (a.top[m] + base) << np.int32(23), shift, eps)
             n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
-            s1 = _start32(load(acc, (m + 1) * LANES), e1, n1, (a.top[m + 1] + base) << np.int32(23), shift, eps)
+            s1 = _start32(load(acc, at + COLUMNS), e1, n1, (a.top[m + 1] + base) << np.int32(23), shift, eps)
             n2 = negatives_of(a.signs, b.signs, x + 2, y, rows, words)
-            s2 = _start32(load(acc, (m + 2) * LANES), e2, n2, (a.top[m + 2] + base) << np.int32(23), shift, eps)
+            s2 = _start32(load(acc, at + 2 * COLUMNS), e2, n2, (a.top[m + 2] + base) << np.int32(23), shift, eps)
             n3 = negatives_of(a.signs, b.signs, x + 3, y, rows, words)
-            s3 = _start32(load(acc, (m + 3) * LANES), e3, n3, (a.top[m + 3] + base) << np.int32(23), shift, eps)
+            s3 = _start32(load(acc, at + 3 * COLUMNS), e3, n3, (a.top[m + 3] + base) << np.int32(23), shift, eps)
             e0 = e1 = e2 = e3 = nothing
             for j in range(block):
                 # 2. floors of the products, one fused multiply-add each
-                v = load(b.values, first + j * LANES)
+                v = load(b.values, first + j * COLUMNS)
                 s0 = fma(broadcast(a.values, p + j), v, s0)
                 s1 = fma(broadcast(a.values, q + j), v, s1)
                 s2 = fma(broadcast(a.values, r + j), v, s2)
                 s3 = fma(broadcast(a.values, t + j), v, s3)
-                # 3. beside them the largest product exponents of the next four rows
-                e = load(b.exponents, first + j * LANES)
+                # 3. beside them the next largest product exponents
+                e = load(b.exponents, first_after + j * COLUMNS)
                 e0 = _larger(e0, e, a.exponents, after + j)
                 e1 = _larger(e1, e, a.exponents, after + step + j)
                 e2 = _larger(e2, e, a.exponents, after + 2 * step + j)
                 e3 = _larger(e3, e, a.exponents, after + 3 * step + j)
             # 4. M away, truncated to the accumulator's bits
-            store(acc, m * LANES, _finish32(s0, mask))
-            store(acc, (m + 1) * LANES, _finish32(s1, mask))
-            store(acc, (m + 2) * LANES, _finish32(s2, mask))
-            store(acc, (m + 3) * LANES, _finish32(s3, mask))
+            store(acc, at, _finish32(s0, mask))
+            store(acc, at + COLUMNS, _finish32(s1, mask))
+            store(acc, at + 2 * COLUMNS, _finish32(s2, mask))
+            store(acc, at + 3 * COLUMNS, _finish32(s3, mask))
         if order.ends[index]:
             set_rounding(NEAREST_EVEN)
             end_block(acc, order, index, rows, sums)
@@ -349,7 +362,7 @@ def constant_of(c, e, unit):  # type: ignore[no-untyped-def]
 def _exponents(a, b, p, first, block):  # type: ignore[no-untyped-def]
     largest = splat(np.int16(-32768))
     for j in range(block):
-        e = iadd(load(b.exponents, first + j * LANES), broadcast_halves(a.exponents, p + j))
+        e = iadd(load(b.exponents, first + j * COLUMNS), broadcast_halves(a.exponents, p + j))
         largest = smax(largest, e)
     return sext32(largest)
 
@@ -368,12 +381,12 @@ def _negatives(a, b, c, x, y, words, unit):  # type: ignore[no-untyped-def]
 def _floors(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-def]
     """Write the sums of block ``index``, terms truncated or floored, to out [rows][64]."""
     words, rows, eps, none = (block + 31) // 32, a.top.size, splat(unit.factor), splat(np.int32(0))
-    first, y = index * pitch_of(block) * LANES, index * words * LANES
     place, step = place_of(index, pitch_of(block), rows)
-    for m in range(0, rows, 2):
-        p, x = place + m * step, index * words * rows + m
-        q = p + step
-        c0, c1 = load(acc, m * LANES), load(acc, (m + 1) * LANES)
+    for part in range(rows // 2 * PARTS):
+        m, n = part // PARTS * 2, part % PARTS * LANES
+        p, x, y = place + m * step, index * words * rows + m, index * words * COLUMNS + n
+        q, first, at = p + step, index * pitch_of(block) * COLUMNS + n, m * COLUMNS + n
+        c0, c1 = load(acc, at), load(acc, at + COLUMNS)
         # 1. M, plus the count of negative terms in its low word, plus the floor of the addend
         h0 = constant_of(c0, _exponents(a, b, p, first, block), unit)
         h1 = constant_of(c1, _exponents(a, b, q, first, block), unit)
@@ -381,51 +394,50 @@ def _floors(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-def]
         s1 = fma(c1, eps, join_words(_negatives(a, b, c1, x + 1, y, words, unit), h1))
         # 2. floors of the products, one fused multiply-add each
         for j in range(block):
-            v = load(b.values, first + j * LANES)
+            v = load(b.values, first + j * COLUMNS)
             s0 = fma(broadcast(a.values, p + j), v, s0)
             s1 = fma(broadcast(a.values, q + j), v, s1)
         # 3. M away: exact
-        store(out, m * LANES, fsub(s0, join_words(none, h0)))
-        store(out, (m + 1) * LANES, fsub(s1, join_words(none, h1)))
+        store(out, at, fsub(s0, join_words(none, h0)))
+        store(out, at + COLUMNS, fsub(s1, join_words(none, h1)))
 
 
 @device
 def _nearests(a, b, index, acc, block, unit, out):  # type: ignore[no-untyped-def]
     """Write the sums of block ``index``, each term rounded to nearest, to out [rows][64]."""
     rows, eps = a.top.size, splat(unit.factor)
-    first = index * pitch_of(block) * LANES
     place, step = place_of(index, pitch_of(block), rows)
-    for m in range(rows):
-        p = place + m * step
-        c = load(acc, m * LANES)
+    for at in range(0, rows * COLUMNS, LANES):
+        p, first = place + at // COLUMNS * step, index * pitch_of(block) * COLUMNS + at % COLUMNS
+        c = load(acc, at)
         # 1. M, of which adding and taking away rounds to the grid: first the addend
         constant = join_words(splat(np.int32(0)), constant_of(c, _exponents(a, b, p, first, block), unit))
         s = fsub(fma(c, eps, constant), constant)
         # 2. then every product, one fused multiply-add each
         for j in range(block):
-            v = load(b.values, first + j * LANES)
+            v = load(b.values, first + j * COLUMNS)
             s = fadd(s, fsub(fma(broadcast(a.values, p + j), v, constant), constant))
-        store(out, m * LANES, s)
+        store(out, at, s)
 
 
 @device
 def words_of(rows, unit):  # type: ignore[no-untyped-def]
     """Return a buffer for the random words of a block's outputs."""
-    return np.empty((rows + 2) * LANES if unit.mode == STOCHASTIC else 0, np.int32)
+    return np.empty((rows + 2) * COLUMNS if unit.mode == STOCHASTIC else 0, np.int32)
 
 
 @device
 def round_rows(sums, index, acc, unit, draw, column, drawn):  # type: ignore[no-untyped-def]
     """Round the sums of all rows to the accumulator; Inf stays Inf. ``drawn`` is a buffer of ``words_of``."""
-    words, infinity, rows = splat(np.int64(0)), splat(np.float64(np.inf)), sums.size // LANES
+    words, infinity = splat(np.int64(0)), splat(np.float64(np.inf))
     if unit.mode == STOCHASTIC:
-        draw_words(draw, index, rows, column, drawn)
-    for m in range(rows):
+        draw_words(draw, index, sums.size // COLUMNS, column, drawn)
+    for at in range(0, sums.size, LANES):
         if unit.mode == STOCHASTIC:
-            words = zext64(lshr(load(drawn, m * LANES), splat(np.int32(32 - draw.bits))))
-        c = load(acc, m * LANES)
-        rounded = round_lanes(load(sums, m * LANES), unit.mode, unit.grid, words, draw.bits)
-        store(acc, m * LANES, where_less(fabs(c), infinity, rounded, c))
+            words = zext64(lshr(load(drawn, at), splat(np.int32(32 - draw.bits))))
+        c = load(acc, at)
+        rounded = round_lanes(load(sums, at), unit.mode, unit.grid, words, draw.bits)
+        store(acc, at, where_less(fabs(c), infinity, rounded, c))
 
 
 @subroutine
@@ -436,7 +448,7 @@ def round_blocks(a, b, order, sums, acc, block, unit, draw, column):  # type: ig
     ``column`` is the product's column of lane 0.
     """
     rows = a.top.size
-    raw, drawn = np.empty(rows * LANES, np.float64), words_of(rows, unit)
+    raw, drawn = np.empty(rows * COLUMNS, np.float64), words_of(rows, unit)
     for index in range(order.ends.size):
         if unit.terms == NEAREST:
             _nearests(a, b, index, acc, block, unit, raw)

@@ -14,7 +14,7 @@ from fmtsim.cpu.gemm.ieee_chains import Scales, Step, run_chains
 from fmtsim.cpu.gemm.operand_layouts import pitch_of
 from fmtsim.cpu.gemm.panels import Slabs
 from fmtsim.cpu.runtime.jit import bits32, device, float64_of, fma32, kernel
-from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.cpu.runtime.simd import COLUMNS
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import RandomKey
@@ -83,10 +83,10 @@ def _power(e):  # type: ignore[no-untyped-def]
 @kernel
 def two_stage(rows, panel, slots, block, order, sums, acc, lowest, bits, parity):  # type: ignore[no-untyped-def]
     """Run all blocks of a tile through a two-stage unit: acc float32 [height][64], the running chains."""
-    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
+    height, k, pitch = acc.size // COLUMNS, panel.size // COLUMNS, pitch_of(block)
     ea, eb = _exponents(rows, lowest[0]), _exponents(panel, lowest[1])
     # one row a half: largest exponent, sum; and what is not finite
-    tops, totals, special = np.empty((2, LANES), np.int32), np.empty((2, LANES)), np.empty(LANES)
+    tops, totals, special = np.empty((2, COLUMNS), np.int32), np.empty((2, COLUMNS)), np.empty(COLUMNS)
     limit = np.inf if parity else 2.0**128
     for index in range(order.ends.size):
         here = slots[index * pitch : index * pitch + block]
@@ -95,24 +95,24 @@ def two_stage(rows, panel, slots, block, order, sums, acc, lowest, bits, parity)
             tops[:], totals[:], special[:] = -2048, 0, 0
             for j in range(block):
                 if here[j] >= 0:
-                    _raise(tops[j & 1 if parity else 0], ea[m * k + here[j]], eb[here[j] * LANES :])
+                    _raise(tops[j & 1 if parity else 0], ea[m * k + here[j]], eb[here[j] * COLUMNS :])
             if not parity or block == 1 or here[1] < 0:
                 tops[1] = tops[0]
             # 2. products truncated to the grid of that exponent, added exactly
             for j in range(block):
                 if here[j] >= 0:
                     half = j & 1 if parity else 0
-                    x, column = np.float64(rows[m * k + here[j]]), panel[here[j] * LANES :]
+                    x, column = np.float64(rows[m * k + here[j]]), panel[here[j] * COLUMNS :]
                     _cut(totals[half], special, x, column, tops[half], bits[0], limit)
             # 3. both sums and the addend on one grid, rounded to float32
-            _with_addend(acc[m * LANES : (m + 1) * LANES], tops, totals, special, bits, parity)
+            _with_addend(acc[m * COLUMNS : (m + 1) * COLUMNS], tops, totals, special, bits, parity)
         if order.ends[index]:
             end_block(acc, order, index, height, sums)
 
 
 @device
 def _raise(top, e, column):  # type: ignore[no-untyped-def]
-    for n in range(LANES):
+    for n in range(COLUMNS):
         both = e + column[n]
         top[n] = max(top[n], both if both > -700 else np.int32(_ZERO))
 
@@ -120,7 +120,7 @@ def _raise(top, e, column):  # type: ignore[no-untyped-def]
 @device
 def _cut(total, special, x, column, top, fraction_bits, limit):  # type: ignore[no-untyped-def]
     """Add x times a column, truncated, to the totals, and what counts as Inf or NaN to ``special``."""
-    for n in range(LANES):
+    for n in range(COLUMNS):
         p = x * np.float64(column[n])
         total[n] += np.trunc(p * _power(fraction_bits - top[n]))
         special[n] += 0.0 if abs(p) < limit else p * np.inf
@@ -131,7 +131,7 @@ def _with_addend(acc, tops, totals, special, bits, parity):  # type: ignore[no-u
     """Add the sum of the products to 64 running sums (step 2) and round to float32 (step 3)."""
     fraction_bits, sum_bits = bits
     of_c = _exponents(acc, np.int32(_ZERO))
-    for n in range(LANES):
+    for n in range(COLUMNS):
         c, top = np.float64(acc[n]), max(tops[0, n], tops[1, n])
         # 1. both sums on the grid of the larger exponent
         total = np.floor(totals[0, n] * _power(tops[0, n] - top)) + np.floor(totals[1, n] * _power(tops[1, n] - top))
@@ -163,8 +163,8 @@ def _flushed(x):  # type: ignore[no-untyped-def]
 @kernel
 def pairwise(rows, panel, slots, block, length, order, sums, acc, smallest):  # type: ignore[no-untyped-def]
     """Run all blocks of a tile through a pairwise unit that adds ``length`` products; see two_stage."""
-    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
-    level = np.empty((length, LANES), np.float32)
+    height, k, pitch = acc.size // COLUMNS, panel.size // COLUMNS, pitch_of(block)
+    level = np.empty((length, COLUMNS), np.float32)
     least_a, least_b = np.float32(smallest[0]), np.float32(smallest[1])
     for index in range(order.ends.size):
         here = slots[index * pitch : index * pitch + block]
@@ -173,50 +173,50 @@ def pairwise(rows, panel, slots, block, length, order, sums, acc, smallest):  # 
             for j in range(block):
                 if here[j] >= 0:
                     x = _without(rows[m * k + here[j]], least_a)
-                    _multiply(level[j], x, panel[here[j] * LANES :], least_b)
+                    _multiply(level[j], x, panel[here[j] * COLUMNS :], least_b)
             # sums of neighbours, level by level, each flushed
             count = length
             while count > 1:
                 count //= 2
                 for j in range(count):
                     _add(level[j], level[2 * j], level[2 * j + 1])
-            for n in range(LANES):
-                acc[m * LANES + n] = _flushed(_without(acc[m * LANES + n], _NORMAL) + level[0, n])
+            for n in range(COLUMNS):
+                acc[m * COLUMNS + n] = _flushed(_without(acc[m * COLUMNS + n], _NORMAL) + level[0, n])
         if order.ends[index]:
             end_block(acc, order, index, height, sums)
 
 
 @device
 def _multiply(out, x, column, least):  # type: ignore[no-untyped-def]
-    for n in range(LANES):
+    for n in range(COLUMNS):
         out[n] = _flushed(x * _without(column[n], least))
 
 
 @device
 def _add(out, x, y):  # type: ignore[no-untyped-def]
-    for n in range(LANES):
+    for n in range(COLUMNS):
         out[n] = _flushed(x[n] + y[n])
 
 
 @kernel
 def multiply_add_pairs(rows, panel, slots, block, unit, order, sums, acc):  # type: ignore[no-untyped-def]
     """Run all blocks of a tile through an FmaDatapath of ``unit = (block, parity)``; see two_stage."""
-    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
-    nothing, halves = np.zeros(LANES, np.float32), np.empty((2, LANES), np.float32)
+    height, k, pitch = acc.size // COLUMNS, panel.size // COLUMNS, pitch_of(block)
+    nothing, halves = np.zeros(COLUMNS, np.float32), np.empty((2, COLUMNS), np.float32)
     for numbers in (rows, panel, acc):
         for i in range(numbers.size):
             numbers[i] = _flushed(numbers[i])
     for index in range(order.ends.size):
         here = slots[index * pitch : index * pitch + block]
         for m in range(height):
-            running = acc[m * LANES : (m + 1) * LANES]
+            running = acc[m * COLUMNS : (m + 1) * COLUMNS]
             halves[:] = 0
             # 1. products in pairs, the odd one first; those that a block lacks are +0 times +0
             for i in range(unit[0]):
                 j = i ^ 1
                 slot = here[j] if j < block else -1
                 x = rows[m * k + slot] if slot >= 0 else np.float32(0)
-                column = panel[slot * LANES : (slot + 1) * LANES] if slot >= 0 else nothing
+                column = panel[slot * COLUMNS : (slot + 1) * COLUMNS] if slot >= 0 else nothing
                 _multiply_add(halves[j & 1] if unit[1] else running, x, column)
             # 2. the sums of even and odd products, and that to the running sum
             if unit[1]:
@@ -229,7 +229,7 @@ def multiply_add_pairs(rows, panel, slots, block, unit, order, sums, acc):  # ty
 @device
 def _multiply_add(sums, x, column):  # type: ignore[no-untyped-def]
     """Add x times a column to 64 sums, each rounded once; one that 24 bits leave below 2^-126 becomes zero."""
-    for n in range(LANES):
+    for n in range(COLUMNS):
         y = fma32(x, column[n], sums[n])
         # 2^64 times as large it is rounded to 24 bits as if exponents had no lower bound; Inf and NaN are not tiny
         lifted = fma32(x * _LIFT, column[n] * _LIFT, sums[n] * _LIFTED[0])

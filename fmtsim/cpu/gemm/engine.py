@@ -23,7 +23,7 @@ from fmtsim.cpu.gemm.panels import SLOTS, Constants, Slabs, chain_scales, slabs_
 from fmtsim.cpu.gemm.scaled_groups import Groups, groups_of
 from fmtsim.cpu.gemm.tiles import Job, is_small, run_batch, run_tiles
 from fmtsim.cpu.runtime.pool import get_num_threads
-from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.cpu.runtime.simd import COLUMNS
 from fmtsim.formats.element import FloatFormat
 from fmtsim.formats.representable import is_representable
 from fmtsim.rounding.modes import CODES
@@ -302,7 +302,7 @@ def _fused(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpe
         out=out.numpy(),
         c=None if c is None else c.numpy(),
         row_marks=np.zeros(out.shape[0], np.int32),
-        column_marks=np.zeros(-(-out.shape[1] // LANES) * LANES, np.int32),
+        column_marks=np.zeros(-(-out.shape[1] // COLUMNS) * COLUMNS, np.int32),
     )
     run_tiles(job)
     if job.c is not None:

@@ -16,7 +16,7 @@ from fmtsim.cpu.gemm.ieee_chains import Scales, Step, Tile, run_chains
 from fmtsim.cpu.gemm.operand_layouts import pitch_of
 from fmtsim.cpu.gemm.panels import Slabs
 from fmtsim.cpu.runtime.jit import bits64, device, float64_of, kernel, subroutine
-from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.cpu.runtime.simd import COLUMNS
 from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import CODES
 from fmtsim.spec.cast import RandomKey
@@ -300,8 +300,8 @@ def add_exactly(rows, panel, scales, place, slots, block, order, sums, acc, t, d
     scales: float32, inside the unit [R, .] and [C, .], or empty. place: the row and the column of the whole product for
     each row and column here, for random words. draw: the product's columns and rows, and the words of the key.
     """
-    height, k, pitch = acc.size // LANES, panel.size // LANES, pitch_of(block)
-    a, b = rows.reshape(height, k), panel.reshape(k, LANES)
+    height, k, pitch = acc.size // COLUMNS, panel.size // COLUMNS, pitch_of(block)
+    a, b = rows.reshape(height, k), panel.reshape(k, COLUMNS)
     work, limbs = np.zeros((block + 1, 5), np.int64), np.zeros(_LIMBS, np.int64)
     for index in range(order.ends.size):
         here = slots[index * pitch : index * pitch + block]
@@ -311,8 +311,8 @@ def add_exactly(rows, panel, scales, place, slots, block, order, sums, acc, t, d
                 if t.rounding == STOCHASTIC:
                     element = (index * draw[1] + place[0][m]) * draw[0] + place[1][n]
                     w = integer_at(element, t.random_bits, False, draw[2], draw[3], draw[4], draw[5])
-                c = acc[m * LANES + n]
-                acc[m * LANES + n] = _block(a, b, scales[0], scales[1], c, m, n, here, t, w, work, limbs)
+                c = acc[m * COLUMNS + n]
+                acc[m * COLUMNS + n] = _block(a, b, scales[0], scales[1], c, m, n, here, t, w, work, limbs)
         if order.ends[index]:
             end_block(acc, order, index, height, sums)
 

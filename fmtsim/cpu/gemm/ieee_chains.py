@@ -26,7 +26,7 @@ from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import kernel, overload
 from fmtsim.cpu.runtime.kernel_numbers import number
 from fmtsim.cpu.runtime.pool import scratch
-from fmtsim.cpu.runtime.simd import LANES, broadcast, fma, load, store
+from fmtsim.cpu.runtime.simd import COLUMNS, LANES, PARTS, broadcast, fma, load, store
 from fmtsim.formats.representable import is_representable
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.datapath import FP32, Datapath
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 
     def part_of(self, sums: np.ndarray) -> np.ndarray:
         """Return the part of a tile's sums [height][64] that lies in the result."""
-        return sums.reshape(self.height, LANES)[
+        return sums.reshape(self.height, COLUMNS)[
             : self.row.stop - self.row.start, : self.column.stop - self.column.start
         ]
 
@@ -71,34 +71,34 @@ def each_tile(
     """
     (m, k), n = a.shape, b.shape[0]
     (a_array, a_table), (b_array, b_table) = read_array(a, wide=True), read_array(b, wide=True)
-    panels, threads = -(-n // LANES), pool.get_num_threads()
+    panels, threads = -(-n // COLUMNS), pool.get_num_threads()
     step = min(_ROW_BYTES // (k * np.dtype(dtype).itemsize), _ROWS, -(-m * min(panels, threads) // threads))
     step = max(-(-step // 4) * 4, 4)
 
     def tiles(start: int, stop: int) -> None:
         height = min(step, -(-m // 4) * 4)
-        rows, panel = scratch("rows", height * k, dtype), scratch("panel", k * LANES, dtype)
+        rows, panel = scratch("rows", height * k, dtype), scratch("panel", k * COLUMNS, dtype)
         for index in range(start, stop):
-            first, column = index // panels * step, index % panels * LANES
+            first, column = index // panels * step, index % panels * COLUMNS
             row = slice(first, min(first + step, m))
             if index == start or column == 0:
                 convert_rows(a_array[row], a_table, rows)
-            convert_panel(b_array[column : column + LANES], b_table, panel)
+            convert_panel(b_array[column : column + COLUMNS], b_table, panel)
             padded = -(-(row.stop - first) // 4) * 4
-            columns = slice(column, min(column + LANES, n))
+            columns = slice(column, min(column + COLUMNS, n))
             tile = Tile(rows[: padded * k], panel, padded, row, columns)
             compute(tile if slots is None else _in_slots(tile, slots))
 
-    pool.run(tiles, -(-m // step) * panels, 1, int(step * LANES * k * weight))
+    pool.run(tiles, -(-m // step) * panels, 1, int(step * COLUMNS * k * weight))
 
 
 def _in_slots(tile: Tile, slots: np.ndarray) -> Tile:
     """Return a tile with its products in the order of ``slots``."""
-    rows, panel = tile.rows.reshape(tile.height, -1), tile.panel.reshape(-1, LANES)
+    rows, panel = tile.rows.reshape(tile.height, -1), tile.panel.reshape(-1, COLUMNS)
     zeros, places = np.flatnonzero(slots < 0), np.maximum(slots, 0)
     kind = rows.dtype.type
     rows_in_slots = scratch("rows in slots", tile.height * slots.size, kind).reshape(-1, slots.size)
-    panel_in_slots = scratch("panel in slots", slots.size * LANES, kind).reshape(-1, LANES)
+    panel_in_slots = scratch("panel in slots", slots.size * COLUMNS, kind).reshape(-1, COLUMNS)
     np.take(rows, places, 1, rows_in_slots, "clip")  # the other modes need a copy
     np.take(panel, places, 0, panel_in_slots, "clip")
     rows_in_slots[:, zeros], panel_in_slots[zeros] = 0, 0
@@ -129,20 +129,20 @@ def convert_rows(source, table, out):  # type: ignore[no-untyped-def]
 def convert_panel(source, table, out):  # type: ignore[no-untyped-def]
     """Write at most 64 rows [R, K] to out [K][64], flat, transposed; columns without a row are zeros."""
     rows, k = source.shape
-    if rows < LANES:
+    if rows < COLUMNS:
         out[:] = 0
     if source.strides[0] < source.strides[1]:
         for i in range(k):
-            line = out[i * LANES : i * LANES + rows]
+            line = out[i * COLUMNS : i * COLUMNS + rows]
             for row in range(rows):
                 line[row] = lane(source[row, i], out[0], table)
         return
     for start in range(0, k, _GATHERED):
         stop = min(start + _GATHERED, k)
         for row in range(rows):
-            column = out[start * LANES + row :]
+            column = out[start * COLUMNS + row :]
             for i in range(stop - start):
-                column[i * LANES] = lane(source[row, start + i], out[0], table)
+                column[i * COLUMNS] = lane(source[row, start + i], out[0], table)
 
 
 # Chains of any unit, accumulated, promoted and reduced in the order of a plan.
@@ -177,7 +177,7 @@ def run_chains(
 
 
 def _tile(chains: Chains, tile: Tile, add: Step) -> None:
-    size = tile.height * LANES
+    size = tile.height * COLUMNS
     acc = scratch("chains", size, tile.rows.dtype.type)
     total, parts = scratch("totals", size, np.float64), scratch("parts", chains.slots * size, np.float64)
     acc[:], total[:] = 0, 0
@@ -188,7 +188,7 @@ def _tile(chains: Chains, tile: Tile, add: Step) -> None:
         tile.part_of(total if promotion.active else acc)[:] = addend
     row_scales, column_scales = (
         _padded(scales, place, width)
-        for scales, place, width in zip(chains.scales, (tile.row, tile.column), (tile.height, LANES), strict=True)
+        for scales, place, width in zip(chains.scales, (tile.row, tile.column), (tile.height, COLUMNS), strict=True)
     )
     add(tile, acc, chains.order, Sums(total, parts, promotion, row_scales, column_scales))
     if reduction.in_place:
@@ -229,7 +229,7 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, scales: Scales, spec: GemmSpec,
     """
     assert isinstance(spec.datapath, Datapath)
     dtype = np.float64 if grid_of(spec.datapath.accumulator).kind == 64 else np.float32
-    length = RUN_BYTES // (LANES * np.dtype(dtype).itemsize)
+    length = RUN_BYTES // (COLUMNS * np.dtype(dtype).itemsize)
     if not adds_in_order(spec.plan):  # sums are added on a stack: lanes, and folded parts
         stack = stacked(a.shape[1], spec.datapath, spec.plan)
         stack_runs = _runs(np.arange(stack.slots.size), stack.order.ends, stack.additions, length)
@@ -261,18 +261,19 @@ def _runs(slots: np.ndarray, ends: np.ndarray, additions: np.ndarray, length: in
 @kernel
 def multiply_add(rows, panel, runs, order, sums, acc):  # type: ignore[no-untyped-def]
     """Add the products of all runs to the running sums acc [height][64], of the operands' type."""
-    height, k = acc.size // LANES, panel.size // LANES
+    height, k = acc.size // COLUMNS, panel.size // COLUMNS
     for run in range(len(runs)):
         # 1. a run of products for two rows at a time, one fused multiply-add each
-        for m in range(0, height, 2):
-            p, q = m * k, (m + 1) * k
-            s0, s1 = load(acc, m * LANES), load(acc, (m + 1) * LANES)
+        for part in range(height // 2 * PARTS):
+            m, n = part // PARTS * 2, part % PARTS * LANES
+            p, q, at = m * k, (m + 1) * k, m * COLUMNS + n
+            s0, s1 = load(acc, at), load(acc, at + COLUMNS)
             for i in range(runs[run, 0], runs[run, 1]):
-                v = load(panel, i * LANES)
+                v = load(panel, i * COLUMNS + n)
                 s0 = fma(broadcast(rows, p + i), v, s0)
                 s1 = fma(broadcast(rows, q + i), v, s1)
-            store(acc, m * LANES, s0)
-            store(acc, (m + 1) * LANES, s1)
+            store(acc, at, s0)
+            store(acc, at + COLUMNS, s1)
         # 2. what follows the run: the end of a chain or part, or sums on the stack
         if order.ends[runs[run, 2]]:
             end_block(acc, order, runs[run, 2], height, sums)

@@ -15,7 +15,9 @@ from fmtsim.cpu.gemm.panels import slabs_of
 from fmtsim.cpu.runtime.jit import device, kernel
 from fmtsim.cpu.runtime.pool import scratch
 from fmtsim.cpu.runtime.simd import (
+    COLUMNS,
     LANES,
+    PARTS,
     and_,
     as_i32,
     ashr,
@@ -58,7 +60,7 @@ def gemm(a: Tensor, b: Tensor, c: Tensor | None, _: Scales, spec: GemmSpec, __: 
     limits, unused = np.array(unit.limits, np.int32), 32 - unit.accumulator_bits
 
     def compute(tile: Tile) -> None:
-        size = tile.height * LANES
+        size = tile.height * COLUMNS
         acc, total = scratch("chains", size, np.int32), scratch("totals", size, np.int32)
         sums = scratch("parts", parts * size, np.int32)
         acc[:], total[:] = 0, 0
@@ -124,26 +126,27 @@ def add_integers(rows, panel, blocks, saturate, limits, promote, acc, total, par
 
     rows [height][K] and panel [K][64] are float32. With ``promote`` chains join ``total``.
     """
-    height, k = acc.size // LANES, panel.size // LANES
+    height, k = acc.size // COLUMNS, panel.size // COLUMNS
     magic, magic_bits = splat(np.float32(_MAGIC)), splat(np.int32(_MAGIC_BITS))
     for index in range(len(blocks)):
-        for m in range(0, height, 2):
-            p, q = m * k, (m + 1) * k
+        for part in range(height // 2 * PARTS):
+            m, n = part // PARTS * 2, part % PARTS * LANES
+            p, q, at = m * k, (m + 1) * k, m * COLUMNS + n
             sum0 = splat(np.int32(0))
             sum1 = sum0
             for start in range(blocks[index, 0], blocks[index, 1], _RUN):
                 # 1. up to 128 products onto M, which stay in its binade: exact
                 s0, s1 = magic, magic
                 for i in range(start, min(start + _RUN, blocks[index, 1])):
-                    v = load(panel, i * LANES)
+                    v = load(panel, i * COLUMNS + n)
                     s0 = fma(broadcast(rows, p + i), v, s0)
                     s1 = fma(broadcast(rows, q + i), v, s1)
                 # 2. the bits above M's are the sum as an int32
                 sum0 = iadd(sum0, isub(as_i32(s0), magic_bits))
                 sum1 = iadd(sum1, isub(as_i32(s1), magic_bits))
             # 3. joined to the running sum, wrapping or saturating
-            store(acc, m * LANES, _plus(load(acc, m * LANES), sum0, saturate, limits))
-            store(acc, (m + 1) * LANES, _plus(load(acc, (m + 1) * LANES), sum1, saturate, limits))
+            store(acc, at, _plus(load(acc, at), sum0, saturate, limits))
+            store(acc, at + COLUMNS, _plus(load(acc, at + COLUMNS), sum1, saturate, limits))
         if blocks[index, 2]:
             place, keep = blocks[index, 3] * acc.size, blocks[index, 2] == PART_END
             _end(acc, total, parts, place, keep, saturate, limits, promote)

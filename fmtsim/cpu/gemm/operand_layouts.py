@@ -3,7 +3,7 @@
 
 A *slot* is a place in the order of products that a plan gives; ``order[slot]`` is its index along K, or -1 where
 zeros fill up. Block b begins at slot ``b * pitch_of(block)``. Rows of the first operand lie as ``[group][row][slot]``
-with groups of 64 slots, or of a block where that is longer; the second operand comes in panels of 64 columns,
+with GROUPs of 64 slots, or of a block where that is longer; the second operand comes in panels of 64 columns,
 ``[slot][column]``.
 
 Packing goes slab by slab: values, exponents and signs, as the kernels of aligned sums want them. Where terms are
@@ -23,7 +23,9 @@ from fmtsim.cpu.runtime.jit import device, kernel, overload, subroutine
 from fmtsim.cpu.runtime.kernel_numbers import number
 from fmtsim.cpu.runtime.pool import array_of
 from fmtsim.cpu.runtime.simd import (
+    COLUMNS,
     LANES,
+    PARTS,
     and_,
     any_bits,
     as_f32,
@@ -186,6 +188,7 @@ class Grouped(NamedTuple):
 
 TINY64, TINY32 = 2.0**-900, 2.0**-100
 HAS_NAN, HAS_INF = 1, 2
+GROUP = 64  # slots of a row that lie side by side, unless a block is longer
 _TILE = 32
 
 
@@ -218,14 +221,14 @@ def _scale_at(scales, at):  # type: ignore[no-untyped-def]
 
 
 @device
-def _range(raw, raw_scales, start, count, emin, scale_emin, seen):  # type: ignore[no-untyped-def]
-    """Return largest and smallest exponent of raw[start : start + count], and the marks of each of the 64 lanes.
+def _range(raw, raw_scales, start, stop, step, emin, scale_emin, seen):  # type: ignore[no-untyped-def]
+    """Return largest and smallest exponent of the vectors of raw at range(start, stop, step), and marks of lanes.
 
-    ``count`` is a multiple of 64; marks are added to the lanes of ``seen``.
+    Marks are added to those of ``seen``.
     """
     tops, lows = splat(np.int32(EMPTY)), splat(np.int32(-EMPTY))
     infinity, nothing = splat(np.int32(0x7F800000)), splat(np.int32(0))
-    for at in range(start, start + count, LANES):
+    for at in range(start, stop, step):
         numbers = load(raw, at)
         e = _scaled_exponents(numbers, raw_scales, at, emin, scale_emin)
         tops = smax(tops, e)
@@ -291,7 +294,7 @@ def _join_slots(values, at):  # type: ignore[no-untyped-def]
     """Put integers of the vectors at ``at`` and behind it together as halves, in the first."""
     if values.dtype != types.int32:
         return lambda values, at: None
-    return lambda values, at: store(values, at, _halves(load(values, at), load(values, at + LANES)))
+    return lambda values, at: store(values, at, _halves(load(values, at), load(values, at + COLUMNS)))
 
 
 @device
@@ -319,23 +322,25 @@ def _put_exponents(exponents, at, e, top, woven):  # type: ignore[no-untyped-def
 @device
 def _spread_row(raw, scales, start, row, at, block, source, factor, narrow, rows):  # type: ignore[no-untyped-def]
     """Write 64 numbers of a row, raw[start:] of slots ``at`` ... ``at + 63``, to the layout of the first operand."""
-    numbers = load(raw, start)
     count, pitch = rows.top.size, pitch_of(block)
-    group = max(pitch, LANES)
+    group, signs = max(pitch, GROUP), np.uint64(0)
     # 1. values and exponents
     place = (at // group * count + row) * group + at % group
-    e = _scaled_exponents(numbers, scales, start, source.emin, source.scale_emin)
-    _put_values(rows.values, place, numbers, _scale_at(scales, start), e, factor, factor > 1)
-    _join_lanes(rows.values, place)
-    store(rows.exponents, place, _byte_copies(e, rows.top[row]) if narrow else _half_copies(e))
+    for n in range(0, GROUP, LANES):
+        numbers = load(raw, start + n)
+        e = _scaled_exponents(numbers, scales, start + n, source.emin, source.scale_emin)
+        _put_values(rows.values, place + n, numbers, _scale_at(scales, start + n), e, factor, factor > 1)
+        _join_lanes(rows.values, place + n)
+        store(rows.exponents, place + n, _byte_copies(e, rows.top[row]) if narrow else _half_copies(e))
+        signs |= sign_bits(as_i32(numbers)) << np.uint64(n)
     # 2. signs, a bit a slot, in words of 32 slots of a block
-    signs, words = np.uint64(sign_bits(as_i32(numbers))), (block + 31) // 32
-    if pitch > LANES:  # two words of one block
+    words = (block + 31) // 32
+    if pitch > GROUP:  # two words of one block
         first = at // pitch * words + at % pitch // 32
         for w in range(min(2, words - at % pitch // 32)):
             rows.signs[(first + w) * count + row] = np.int32(signs >> np.uint64(32 * w))
         return
-    for b in range(at // pitch, min((at + LANES) // pitch, rows.signs.size // (words * count))):
+    for b in range(at // pitch, min((at + GROUP) // pitch, rows.signs.size // (words * count))):
         for w in range(words):
             taken = np.uint64((1 << min(32, block - w * 32)) - 1)
             word = (signs >> np.uint64(b * pitch - at + w * 32)) & taken
@@ -407,7 +412,7 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
     returned, and nothing packed, where those of a row lie too far apart for that.
     """
     slots = order.size
-    padded = (slots + LANES - 1) // LANES * LANES
+    padded = (slots + GROUP - 1) // GROUP * GROUP
     run, scaled = contiguous(order), source.scales.size > 0
     for row in range(start, stop):
         first = row * padded
@@ -419,12 +424,13 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
             if scaled:
                 scales[slot] = np.float32(0)
         # exponents of a row, and whether bytes can hold them
-        top, low[row], mark = _range(raw, scales, first, padded, source.emin, source.scale_emin, splat(np.int32(0)))
+        none, end = splat(np.int32(0)), first + padded
+        top, low[row], mark = _range(raw, scales, first, end, LANES, source.emin, source.scale_emin, none)
         rows.top[row] = max(top, source.emin) if given == EMPTY else given
         marks[row] |= any_bits(mark)
         if narrow and rows.top[row] - low[row] > TOP_BYTE // 2:
             return False
-    for at in range(0, padded, LANES):  # 64 slots of all rows, then the next: memory is written in order
+    for at in range(0, padded, GROUP):  # 64 slots of all rows, then the next: memory is written in order
         for row in range(start, stop):
             _spread_row(raw, scales, row * padded + at, row, at, block, source, factor, narrow, rows)
     return True
@@ -442,51 +448,52 @@ def contiguous(order):  # type: ignore[no-untyped-def]
 @device
 def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-untyped-def]
     """Write 64 rows of an array [N, K] from first on to out, float32 [slots][64]; ``every`` slots share an element."""
-    rows = min(LANES, array.shape[0] - first)
+    rows = min(COLUMNS, array.shape[0] - first)
     across = array.strides[0] < array.strides[1]  # neighbours along N are nearer in memory
-    if rows < LANES:
-        for at in range(0, order.size * LANES, LANES):
+    if rows < COLUMNS:
+        for at in range(0, order.size * COLUMNS, LANES):
             store(out, at, splat(np.float32(0)))
     if across:
         for slot in range(order.size):
             k = order[slot]
             for row in range(rows):
-                out[slot * LANES + row] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
+                out[slot * COLUMNS + row] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
         return
     run = every == 1 and contiguous(order)
     for start in range(0, order.size, _TILE):
         count = min(_TILE, order.size - start)
         for row in range(rows):
-            at = np.uint64(start * LANES + row)  # unsigned: numba then does not look for negative indices
+            at = np.uint64(start * COLUMNS + row)  # unsigned: numba then does not look for negative indices
             if run:
                 line, source = array[first + row], np.uint64(order[start])
                 for slot in range(count):
                     out[at] = number(line[source + np.uint64(slot)], table)
-                    at += np.uint64(LANES)
+                    at += np.uint64(COLUMNS)
                 continue
             for slot in range(start, start + count):
                 k = order[slot]
                 out[at] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
-                at += np.uint64(LANES)
+                at += np.uint64(COLUMNS)
 
 
 @device
 def _spread_panel(raw, scales, slots, block, source, top, factor, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
     words, pitch = (block + 31) // 32, pitch_of(block)
     woven = values.itemsize == 8 and exponents.itemsize == 1  # as ``truncate64`` takes them
-    for b in range(slots // pitch):
-        for w in range(words):
-            word = splat(np.int32(0))
-            for j in range(w * 32, min(block, w * 32 + 32)):
-                at = (b * pitch + j) * LANES
-                numbers = load(raw, at)
-                e = _scaled_exponents(numbers, scales, at, source.emin, source.scale_emin)
-                _put_values(values, at, numbers, _scale_at(scales, at), e, factor, tiny)
-                if j % 2:
-                    _join_slots(values, at - LANES)
-                _put_exponents(exponents, at, e, top, woven)
-                word = or_(word, shl(lshr(as_i32(numbers), splat(np.int32(31))), splat(np.int32(j & 31))))
-            store(signs, (b * words + w) * LANES, weave(word) if woven else word)
+    for part in range(slots // pitch * words * PARTS):
+        # a word of signs in each lane: 32 slots of a block, a vector of columns
+        n, w = part % PARTS * LANES, part // PARTS
+        first, word = w // words * pitch, splat(np.int32(0))
+        for j in range(w % words * 32, min(block, w % words * 32 + 32)):
+            at = (first + j) * COLUMNS + n
+            numbers = load(raw, at)
+            e = _scaled_exponents(numbers, scales, at, source.emin, source.scale_emin)
+            _put_values(values, at, numbers, _scale_at(scales, at), e, factor, tiny)
+            if j % 2:
+                _join_slots(values, at - COLUMNS)
+            _put_exponents(exponents, at, e, top, woven)
+            word = or_(word, shl(lshr(as_i32(numbers), splat(np.int32(31))), splat(np.int32(j & 31))))
+        store(signs, w * COLUMNS + n, weave(word) if woven else word)
 
 
 @subroutine
@@ -502,10 +509,12 @@ def pack_panel(source, first, order, block, given, factor, tiny, raw, scales, va
     _gather_panel(source.array, source.table, first, order, 1, raw)
     if scales.size:
         _gather_panel(source.scales, source.table, first, order, source.every, scales)
-    size = order.size * LANES
-    top, low, seen = _range(raw, scales, 0, size, source.emin, source.scale_emin, load(marks, 0))
-    store(marks, 0, seen)
-    top = max(top, np.int32(source.emin))
+    top, low = np.int32(source.emin), np.int32(-EMPTY)
+    for n in range(0, COLUMNS, LANES):
+        end, seen = order.size * COLUMNS, load(marks, n)
+        most, least, seen = _range(raw, scales, n, end, COLUMNS, source.emin, source.scale_emin, seen)
+        store(marks, n, seen)
+        top, low = max(top, most), min(low, least)
     if given != EMPTY:
         top = np.int32(given)
     if exponents.itemsize == 2 or top - low <= TOP_BYTE // 2:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fmtsim.cpu.gemm.accumulate import CHAIN_END, PART_END, Order, Promotion, Sums
 from fmtsim.cpu.gemm.aligned import Nearby, Unit, round_blocks, truncate32, truncate64
-from fmtsim.cpu.gemm.operand_layouts import EMPTY, TOP_BYTE, Grouped, Panel, Rows, pack_panel, pitch_of
+from fmtsim.cpu.gemm.operand_layouts import EMPTY, GROUP, TOP_BYTE, Grouped, Panel, Rows, pack_panel, pitch_of
 from fmtsim.cpu.gemm.scaled_groups import grouped, grouped_integers
 from fmtsim.cpu.runtime.jit import device, kernel, overload
 from fmtsim.cpu.runtime.pool import scratch
-from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.cpu.runtime.simd import COLUMNS
 from fmtsim.spec.datapath import Arithmetic, Datapath
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.spec.schedule import ZERO, combination, schedule
@@ -176,18 +176,18 @@ def buffers_of(
 ) -> Buffers:
     """Return this thread's buffers for a panel of ``slots`` slots, ``words`` words of signs, and rows that draw."""
     return Buffers(
-        scratch("panel numbers", slots * LANES, np.float32),
-        scratch("panel scales", slots * LANES if scaled else 0, np.float32),
-        scratch("panel values", slots * LANES, dtype),
-        scratch("panel exponents", slots * LANES, exponents),
-        scratch("panel signs", words * LANES, np.int32),
-        scratch("panel words", (drawing_rows + 2) * LANES if drawing_rows else 0, np.int32),
+        scratch("panel numbers", slots * COLUMNS, np.float32),
+        scratch("panel scales", slots * COLUMNS if scaled else 0, np.float32),
+        scratch("panel values", slots * COLUMNS, dtype),
+        scratch("panel exponents", slots * COLUMNS, exponents),
+        scratch("panel signs", words * COLUMNS, np.int32),
+        scratch("panel words", (drawing_rows + 2) * COLUMNS if drawing_rows else 0, np.int32),
     )
 
 
 def rows_of(name: str, slots: int, words: int, count: int, dtype: type) -> Rows:
     """Return this thread's buffers for ``count`` rows of ``slots`` slots, padded to whole vectors."""
-    size = (slots + LANES) * count
+    size = (slots + GROUP) * count
     return Rows(
         scratch(f"{name} values", size, dtype),
         scratch(f"{name} exponents", size, np.int32),
@@ -241,7 +241,7 @@ def truncate_panels(a, low, source, base, start, stop, slots, order, how, draw, 
     """
     top_a = _largest(a.top)
     for p in range(start, stop):
-        first, marks = (base + p) * LANES, state.marks[p]
+        first, marks = (base + p) * COLUMNS, state.marks[p]
         top, least = pack_panel(
             source, first, slots, how.block, how.tops[1], 1.0, True, buffers.raw, buffers.scales, buffers.values,
             buffers.exponents, buffers.signs, marks,
@@ -267,7 +267,7 @@ def round_panels(a, low, source, base, start, stop, slots, order, tiny, block, u
     for p in range(start, stop):
         if done[p]:
             continue
-        first, marks = (base + p) * LANES, state.marks[p]
+        first, marks = (base + p) * COLUMNS, state.marks[p]
         top, least = pack_panel(
             source, first, slots, block, EMPTY, 1.0, tiny, buffers.raw, buffers.scales, buffers.values,
             buffers.exponents, buffers.signs, marks,
@@ -310,11 +310,11 @@ def block_scaled_panels(a, scales, exponents, source, base, start, stop, slots, 
     a: Grouped; ``scales`` float64 and ``exponents`` [panels][groups * 64] are those of the columns, ``how`` a Grouping.
     """
     for p in range(start, stop):
-        first, marks = (base + p) * LANES, state.marks[p]
+        first, marks = (base + p) * COLUMNS, state.marks[p]
         pack_panel(
             source, first, slots, how.block, EMPTY, how.number, False, buffers.raw, buffers.scales, buffers.values,
             buffers.exponents, buffers.signs, marks,
         )  # fmt: skip
-        b = Grouped(buffers.values, scales[p], exponents[p], LANES)
+        b = Grouped(buffers.values, scales[p], exponents[p], COLUMNS)
         sums = Sums(state.total[p], state.parts[p], state.promotion, state.row_scales, state.column_scales[p])
         _add_groups(a, b, order, sums, state.acc[p], how, draw, first)

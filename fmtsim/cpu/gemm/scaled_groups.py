@@ -15,8 +15,10 @@ from fmtsim.cpu.gemm.aligned import constant_of, finish64, place_of, round_rows,
 from fmtsim.cpu.gemm.operand_layouts import EMPTY, HAS_INF, HAS_NAN, TINY64, TOP_BYTE, Source, limits_of, pitch_of
 from fmtsim.cpu.runtime.jit import device, subroutine
 from fmtsim.cpu.runtime.simd import (
+    COLUMNS,
     LANES,
     NEAREST_EVEN,
+    PARTS,
     TOWARD_ZERO,
     add_products,
     as_f64,
@@ -143,9 +145,9 @@ def _add_groups(a, b, p, m, first, group, size, count, s, c):  # type: ignore[no
         # 1. the exact sum of a group; 2. times its scales it is one term, floored onto M
         total = splat(np.float32(0))
         for j in range(g * size, (g + 1) * size):
-            total = fma(broadcast(a.values, p + j), load(b.values, first + j * LANES), total)
+            total = fma(broadcast(a.values, p + j), load(b.values, first + j * COLUMNS), total)
         negatives = iadd(negatives, lshr(as_i32(total), splat(np.int32(31))))
-        scaled = fmul(to_f64(total), load(b.scales, (group + g) * LANES))
+        scaled = fmul(to_f64(total), load(b.scales, (group + g) * COLUMNS + first % COLUMNS))
         s = fma(scaled, broadcast(a.scales, (group + g) * rows + m), s)
     return as_f64(iadd(as_i64(s), zext64(negatives)))
 
@@ -159,21 +161,23 @@ def grouped(a, b, order, sums, acc, block, size, factor, unit, draw, column):  #
     ``column`` the product's column of lane 0.
     """
     rows, pitch, count = a.rows, pitch_of(block), block // size
-    raw, drawn = np.empty(rows * LANES, np.float64), words_of(rows, unit)
+    raw, drawn = np.empty(rows * COLUMNS, np.float64), words_of(rows, unit)
     eps = splat(factor)
     for index in range(order.ends.size):
-        first, group = index * pitch * LANES, index * pitch // size
+        group = index * pitch // size
         place, step = place_of(index, pitch, rows)
         set_rounding(TOWARD_ZERO)
-        for m in range(rows):
+        for at in range(0, rows * COLUMNS, LANES):
+            m, n = at // COLUMNS, at % COLUMNS
+            first = index * pitch * COLUMNS + n
             # 1. M of the largest exponent of a group's two scales, or of the addend
-            c, e = load(acc, m * LANES), splat(np.int32(EMPTY))
+            c, e = load(acc, at), splat(np.int32(EMPTY))
             for g in range(group, group + count):
-                e = smax(e, iadd(load(b.exponents, g * LANES), broadcast(a.exponents, g * rows + m)))
+                e = smax(e, iadd(load(b.exponents, g * COLUMNS + n), broadcast(a.exponents, g * rows + m)))
             constant = join_words(splat(np.int32(0)), constant_of(c, e, unit))
             # 2. floors of addend and groups, and the count of negative ones
             s = _add_groups(a, b, place + m * step, m, first, group, size, count, fma(c, eps, constant), c)
-            store(raw, m * LANES, fsub(s, constant))
+            store(raw, at, fsub(s, constant))
         set_rounding(NEAREST_EVEN)
         round_rows(raw, index, acc, unit, draw, column, drawn)
         if order.ends[index]:
@@ -194,37 +198,39 @@ def grouped_integers(a, b, order, sums, acc, block, size, factor, base, fraction
     shift = np.int32(((52 - fraction_bits) << 20) | (1 << 19))
     set_rounding(TOWARD_ZERO)
     for index in range(order.ends.size):
-        first, group = index * pitch * LANES, index * pitch // size
+        group = index * pitch // size
         place, step = place_of(index, pitch, rows)
-        for m in range(0, rows, 2):
+        for part in range(rows // 2 * PARTS):
+            m, n = part // PARTS * 2, part % PARTS * LANES
+            first, here = index * pitch * COLUMNS + n, m * COLUMNS + n
             p, at = place + m * step, group * rows + m
             # 1. by groups: the exponent of the scales, the exact sum of products of integers, its sign
             e0, n0 = splat(np.int8(0)), zero
             e1, n1 = e0, n0
             for g in range(count):
-                e = load(b.exponents, (group + g) * LANES)
+                e = load(b.exponents, (group + g) * COLUMNS + n)
                 e0 = umax(e0, iadd(e, broadcast_bytes(a.exponents, at + g * rows)))
                 e1 = umax(e1, iadd(e, broadcast_bytes(a.exponents, at + g * rows + 1)))
                 t0, t1 = zero, zero
                 for j in range(g * size, (g + 1) * size, 2):
-                    v = load(b.values, first + j * LANES)
+                    v = load(b.values, first + j * COLUMNS)
                     t0 = add_products(t0, v, broadcast(a.values, p + j))
                     t1 = add_products(t1, v, broadcast(a.values, p + step + j))
                 n0, n1 = iadd(n0, lshr(t0, sign)), iadd(n1, lshr(t1, sign))
                 store(totals, 2 * g * LANES, t0)
                 store(totals, (2 * g + 1) * LANES, t1)
             # 2. M, the count of negative terms, and the truncated addend
-            s0 = start64(load(acc, m * LANES), e0, n0, base, shift, eps, False)
-            s1 = start64(load(acc, (m + 1) * LANES), e1, n1, base, shift, eps, False)
+            s0 = start64(load(acc, here), e0, n0, base, shift, eps, False)
+            s1 = start64(load(acc, here + COLUMNS), e1, n1, base, shift, eps, False)
             for g in range(count):
                 # 3. sums times scales, floored onto M
-                w = load(b.scales, (group + g) * LANES)
+                w = load(b.scales, (group + g) * COLUMNS + n)
                 t0, t1 = load(totals, 2 * g * LANES), load(totals, (2 * g + 1) * LANES)
                 s0 = fma(fmul(int_to_f64(t0), w), broadcast(a.scales, at + g * rows), s0)
                 s1 = fma(fmul(int_to_f64(t1), w), broadcast(a.scales, at + g * rows + 1), s1)
             # 4. M away, truncated to the accumulator's bits
-            store(acc, m * LANES, finish64(s0, mask))
-            store(acc, (m + 1) * LANES, finish64(s1, mask))
+            store(acc, here, finish64(s0, mask))
+            store(acc, here + COLUMNS, finish64(s1, mask))
         if order.ends[index]:
             set_rounding(NEAREST_EVEN)
             end_block(acc, order, index, rows, sums)

@@ -10,7 +10,17 @@ import numpy as np
 
 from fmtsim.cpu.gemm.accumulate import Order, Promotion, Reduction, begin_output, reduce_parts
 from fmtsim.cpu.gemm.aligned import TRUNCATE, Draw, Unit
-from fmtsim.cpu.gemm.operand_layouts import EMPTY, HAS_INF, TOP_BYTE, Grouped, Rows, Source, pack_rows, without_scales
+from fmtsim.cpu.gemm.operand_layouts import (
+    EMPTY,
+    GROUP,
+    HAS_INF,
+    TOP_BYTE,
+    Grouped,
+    Rows,
+    Source,
+    pack_rows,
+    without_scales,
+)
 from fmtsim.cpu.gemm.panels import (
     Buffers,
     Constants,
@@ -28,7 +38,7 @@ from fmtsim.cpu.gemm.scaled_groups import Groups, exponent_bytes, group_scales
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, kernel, subroutine
 from fmtsim.cpu.runtime.pool import scratch
-from fmtsim.cpu.runtime.simd import LANES
+from fmtsim.cpu.runtime.simd import COLUMNS, PACKED
 
 _SMALL_STATE = 4 << 20  # bytes of the sums of a product that is small: as many as a second-level cache may hold
 _SLOTS = 2048  # of a small product
@@ -62,7 +72,7 @@ class Sequence(NamedTuple):
 
 def is_small(count: int, m: int, n: int, k: int, slabs: Slabs) -> bool:
     """Return True if the kernels here take so many products [M, N] of K terms."""
-    state = 8 * LANES * -(-n // LANES) * (m + 3) * (slabs.parts + 2)
+    state = 8 * COLUMNS * -(-n // COLUMNS) * (m + 3) * (slabs.parts + 2)
     light = m * n * k <= _WORK or count >= _MANY * pool.get_num_threads()
     return state <= _SMALL_STATE and slabs.whole.slots.size <= _SLOTS and light
 
@@ -102,11 +112,11 @@ def _pack(source, sequence, given, factor, narrow, work):  # type: ignore[no-unt
 def _begin(c, work):  # type: ignore[no-untyped-def]
     """Write an addend [M, N] where sums begin, and its exponents where those of carried sums are noted."""
     for p in range(work.done.size):
-        lowest, highest, first = np.int64(-EMPTY), np.int64(EMPTY), p * LANES
+        lowest, highest, first = np.int64(-EMPTY), np.int64(EMPTY), p * COLUMNS
         for row in range(c.shape[0]):
-            for column in range(min(LANES, c.shape[1] - first)):
+            for column in range(min(COLUMNS, c.shape[1] - first)):
                 number = c[row, first + column] + np.float32(0)  # -0 would count as a negative term
-                place = row * LANES + column
+                place = row * COLUMNS + column
                 if work.state.promotion.active:
                     work.state.total[p, place] = number
                 else:
@@ -129,7 +139,7 @@ def _write(work, sequence, out):  # type: ignore[no-untyped-def]
     done = True
     for p in range(work.done.size):
         done &= work.done[p]
-        for column in range(LANES):
+        for column in range(COLUMNS):
             marks |= work.state.marks[p, column]
     if marks or not done:
         return NONFINITE if marks else LEFT
@@ -139,10 +149,10 @@ def _write(work, sequence, out):  # type: ignore[no-untyped-def]
         if sequence.parts > 1 or how.in_place or how.partial:
             total = work.state.total[p]  # cleared where its last part ended: parts are added in place to zeros
             _reduce_parts(work.state.parts[p], sequence.parts, work.low.size, how, total)
-        first = p * LANES
+        first = p * COLUMNS
         for row in range(out.shape[0]):
-            for column in range(min(LANES, out.shape[1] - first)):
-                out[row, first + column] = total[row * LANES + column]
+            for column in range(min(COLUMNS, out.shape[1] - first)):
+                out[row, first + column] = total[row * COLUMNS + column]
     return DONE
 
 
@@ -218,17 +228,17 @@ def run_batch(
                 addend = c[part] if c.size else c
                 run(rows, columns, addend, sequence, how, draw, keys[part], work, out[part], outcome[part])
 
-    pool.run(task, count, 1, m * -(-n // LANES) * LANES * sequence.slots.size >> 4)
+    pool.run(task, count, 1, m * -(-n // COLUMNS) * COLUMNS * sequence.slots.size >> 4)
     return outcome == DONE
 
 
 def _work(m: int, n: int, sequence: Sequence, how: Constants | Unit, promotion: Promotion) -> Work:
     """Return this thread's memory for a product [M, N]."""
-    rows, panels, slots = -(-m // 4) * 4, -(-n // LANES), sequence.slots.size
+    rows, panels, slots = -(-m // 4) * 4, -(-n // COLUMNS), sequence.slots.size
     narrow = isinstance(how, Constants)
     dtype = np.float32 if isinstance(how, Constants) and how.mask.itemsize == 4 else np.float64
     words = sequence.order.ends.size * ((sequence.block + 31) // 32)
-    size, sums, none = (slots + LANES) * rows, rows * LANES, np.zeros((panels, 0), np.float32)
+    size, sums, none = (slots + GROUP) * rows, rows * COLUMNS, np.zeros((panels, 0), np.float32)
     return Work(
         rows=rows_of("narrow", slots, words, rows, dtype),
         low=np.empty(rows, np.int32),
@@ -239,7 +249,7 @@ def _work(m: int, n: int, sequence: Sequence, how: Constants | Unit, promotion: 
             scratch("chains", panels * sums, dtype).reshape(panels, sums),
             scratch("totals", panels * sums, np.float64).reshape(panels, sums),
             scratch("parts", panels * sums * sequence.parts, np.float64).reshape(panels, -1),
-            np.empty((panels, LANES), np.int32),
+            np.empty((panels, COLUMNS), np.int32),
             np.empty(panels, np.int64),
             np.empty(panels, np.int64),
             none[0],
@@ -293,8 +303,8 @@ class Job:
 def run_tiles(job: Job) -> None:
     """Compute a product: by rows and groups of panels, threads sharing the panels, or the rows where panels are few."""
     m, n = job.out.shape
-    panels, threads = -(-n // LANES), pool.threads_for(m * n * job.k >> 4)
-    row_bytes = 8 * LANES * (job.slabs.parts + 2)  # bytes of state for a row of a panel
+    panels, threads = -(-n // COLUMNS), pool.threads_for(m * n * job.k >> 4)
+    row_bytes = 8 * COLUMNS * (job.slabs.parts + 2)  # bytes of state for a row of a panel
     rows = min(_ROWS, max(_STATE // (row_bytes * 4) // 4 * 4, 32))
     group = max(_STATE // (row_bytes * rows), 1)
     if panels < threads:
@@ -329,7 +339,7 @@ class Tile:
     def __init__(self, job: Job, first: int, count: int, base: int, panels: int, share: Share) -> None:
         self.job, self.first, self.count, self.base, self.panels, self.share = job, first, count, base, panels, share
         self.padded = -(-count // 4) * 4
-        self.weight = count * LANES * min(job.k, 256) >> 4
+        self.weight = count * COLUMNS * min(job.k, 256) >> 4
         self.marks = np.zeros(self.padded, np.int32)
         whole = count == len(job.a.array) and job.a.array.flags.c_contiguous
         self.source = job.a if whole else job.a.part(first, count)
@@ -338,7 +348,7 @@ class Tile:
     def run(self) -> None:
         """Compute the tile and write it."""
         job = self.job
-        small = (self.padded + LANES) * job.slabs.whole.slots.size <= _SLAB
+        small = (self.padded + COLUMNS) * job.slabs.whole.slots.size <= _SLAB
         for slab in (job.slabs.whole,) if small else job.slabs.slabs:
             done = np.zeros(self.panels, np.bool_)
             if job.groups is not None:
@@ -357,7 +367,7 @@ class Tile:
         self.share(task, self.panels, self.weight)
 
     def _state(self) -> State:
-        job, panels, size = self.job, self.panels, self.padded * LANES
+        job, panels, size = self.job, self.panels, self.padded * COLUMNS
         dtype = np.float32 if job.single else np.float64
         acc = scratch("chains", panels * size, dtype).reshape(panels, size)
         total = scratch("totals", panels * size, np.float64).reshape(panels, size)
@@ -370,14 +380,14 @@ class Tile:
                 self._tile((total if job.promotion.active else acc)[p], p)[:] = job.c[self._place(p)]
         row_scales, column_scales = job.scales
         rows = np.zeros((len(row_scales), self.padded), np.float32)
-        columns = np.zeros((panels, len(row_scales), LANES), np.float32)
+        columns = np.zeros((panels, len(row_scales), COLUMNS), np.float32)
         if row_scales.size:
             rows[:, : self.count] = row_scales[:, self.first : self.first + self.count]
             for p in range(panels):
                 panel_scales = column_scales[:, self._place(p)[1]]
                 columns[p, :, : panel_scales.shape[1]] = panel_scales
         return State(
-            acc, total, parts, np.zeros((panels, LANES), np.int32), np.full(panels, -EMPTY, np.int64),
+            acc, total, parts, np.zeros((panels, COLUMNS), np.int32), np.full(panels, -EMPTY, np.int64),
             np.full(panels, EMPTY, np.int64), rows.reshape(-1), columns.reshape(panels, -1), job.promotion,
         )  # fmt: skip
 
@@ -386,7 +396,7 @@ class Tile:
     ) -> tuple[Rows, int] | None:
         """Return the rows of a slab and their smallest exponent; None where bytes cannot hold the exponents."""
         block, count = self.job.slabs.block, self.padded
-        size = (slab.slots.size + LANES) * count  # whole vectors
+        size = (slab.slots.size + GROUP) * count  # whole vectors
         rows = rows_of(name, slab.slots.size, slab.order.ends.size * ((block + 31) // 32), count, dtype)
         low = np.empty(count, np.int32)
         source = self.source if self.job.groups is None else without_scales(self.source)
@@ -447,14 +457,14 @@ class Tile:
         if tops is not None:
             exponents = exponent_bytes(exponents, tops[0]) * np.int32(0x01010101)
         a = Grouped(packed[0].values, scales.reshape(-1), exponents.reshape(-1), self.padded)
-        columns = job.b.part(self.base * LANES, panels * LANES)
-        scales, exponents, seen = group_scales(columns, slab.slots, groups.size, np.float64(1), panels * LANES)
-        np.bitwise_or(self.state.marks, seen.reshape(panels, LANES), out=self.state.marks)
+        columns = job.b.part(self.base * COLUMNS, panels * COLUMNS)
+        scales, exponents, seen = group_scales(columns, slab.slots, groups.size, np.float64(1), panels * COLUMNS)
+        np.bitwise_or(self.state.marks, seen.reshape(panels, COLUMNS), out=self.state.marks)
         if tops is not None:  # in the order of pack_bytes
             exponents = exponent_bytes(exponents, tops[1]).astype(np.int8)
-            exponents = exponents.reshape(-1, panels, 4, LANES // 4).swapaxes(2, 3).reshape(-1, panels * LANES)
+            exponents = exponents.reshape(-1, panels, COLUMNS)[:, :, PACKED].reshape(-1, panels * COLUMNS)
         by_panel = [
-            np.ascontiguousarray(x.reshape(-1, panels, LANES).swapaxes(0, 1)).reshape(panels, -1)
+            np.ascontiguousarray(x.reshape(-1, panels, COLUMNS).swapaxes(0, 1)).reshape(panels, -1)
             for x in (scales, exponents)
         ]
         base = np.int32(sum(tops or ()) - 2 * TOP_BYTE)
@@ -486,14 +496,14 @@ class Tile:
                     begin_output(total, self._tile(total, p), None if job.c is None else job.c[place])
                 reduce_parts(self.state.parts[p], job.slabs.parts, self.padded, job.reduction, total)
             job.out[place] = self._tile(total, p)
-            columns = slice((self.base + p) * LANES, (self.base + p + 1) * LANES)
+            columns = slice((self.base + p) * COLUMNS, (self.base + p + 1) * COLUMNS)
             job.column_marks[columns] |= self.state.marks[p]
 
     def _place(self, p: int) -> tuple[slice, slice]:
-        first = (self.base + p) * LANES
-        columns = slice(first, min(first + LANES, self.job.out.shape[1]))
+        first = (self.base + p) * COLUMNS
+        columns = slice(first, min(first + COLUMNS, self.job.out.shape[1]))
         return slice(self.first, self.first + self.count), columns
 
     def _tile(self, numbers: np.ndarray, p: int) -> np.ndarray:
         columns = self._place(p)[1]
-        return numbers.reshape(self.padded, LANES)[: self.count, : columns.stop - columns.start]
+        return numbers.reshape(self.padded, COLUMNS)[: self.count, : columns.stop - columns.start]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors as values inside numba kernels: 64 lanes that LLVM keeps in registers of whatever width the machine has.
+"""Vectors as values inside numba kernels: lanes that LLVM keeps in registers of whatever width the machine has.
 
-numba's own loops over small arrays keep sums in memory. A value of type ``Vector`` is an LLVM vector instead, so a row
-of 64 running sums stays in registers from the first product to the last, and every operation below is one LLVM
-instruction, which the compiler splits into as many machine instructions as the registers ask for.
+numba's own loops over small arrays keep sums in memory. A value of type ``Vector`` is an LLVM vector instead, so
+running sums stay in registers from the first product to the last, and every operation below is one LLVM instruction,
+which the compiler splits into as many machine instructions as the registers ask for. A vector has as many lanes as two
+or four of which the registers hold beside what else a loop needs: 64 where there are 32 registers of 512 bits, else 16.
 
 The lanes also hold vectors of bytes and of pairs of 16 bits. Strips are 16 numbers of 32 bits, a cache line: stores
 that LLVM's own vectors of loops do not have, and maxima.
@@ -15,6 +16,7 @@ from typing import Any
 import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 from numba.np import arrayobj
 
@@ -100,7 +102,9 @@ def fence(typing_context):  # type: ignore[no-untyped-def]
     return types.void(), generate
 
 
-LANES = 64
+LANES = 64 if "+avx512bw" in cpu_target.target_context.codegen()._tm_features else 16
+COLUMNS = 64  # of a panel of a product
+PARTS = COLUMNS // LANES  # vectors of a row of a panel
 TOWARD_ZERO, NEAREST_EVEN = 0, 1  # what set_rounding takes
 
 _LLVM = {
@@ -138,7 +142,7 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 @intrinsic
 def load(typing_context, array, index):  # type: ignore[no-untyped-def]
-    """Return the 64 numbers from array[index] on, of a contiguous one-dimensional array; nothing is checked."""
+    """Return the numbers from array[index] on, of a contiguous one-dimensional array; nothing is checked."""
     vector = Vector(array.dtype, LANES)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -162,7 +166,7 @@ def store(typing_context, array, index, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def gather(typing_context, array, indices):  # type: ignore[no-untyped-def]
-    """Return array[index] for 64 non-negative int32 indices; nothing is checked."""
+    """Return array[index] for non-negative int32 indices; nothing is checked."""
     vector = Vector(array.dtype, LANES)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -189,7 +193,7 @@ def _splat(builder: Any, scalar: Any, vector: ir.VectorType) -> Any:
 
 @intrinsic
 def splat(typing_context, number):  # type: ignore[no-untyped-def]
-    """Return a number in all 64 lanes."""
+    """Return a number in all lanes."""
     vector = Vector(number, LANES)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -200,7 +204,7 @@ def splat(typing_context, number):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def broadcast(typing_context, array, index):  # type: ignore[no-untyped-def]
-    """Return array[index] in all 64 lanes; unlike ``splat(array[index])`` it does not look for negative indices."""
+    """Return array[index] in all lanes; unlike ``splat(array[index])`` it does not look for negative indices."""
     vector = Vector(array.dtype, LANES)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -348,18 +352,20 @@ largest, smallest, any_bits = _reduction("smax"), _reduction("smin"), _reduction
 
 @intrinsic
 def sign_bits(typing_context, a):  # type: ignore[no-untyped-def]
-    """Return the signs of 64 integer lanes as the bits of one int64, the first lane lowest."""
+    """Return the signs of integer lanes as the lower bits of a uint64, the first lane lowest."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         zeros = ir.Constant(args[0].type, [0] * LANES)
-        return builder.bitcast(builder.icmp_signed("<", args[0], zeros), ir.IntType(64))
+        signs = builder.bitcast(builder.icmp_signed("<", args[0], zeros), ir.IntType(LANES))
+        return signs if LANES == 64 else builder.zext(signs, ir.IntType(64))
 
-    return types.int64(a), generate
+    return types.uint64(a), generate
 
 
 # The order of 32-bit lanes beside float64 lanes in which a half of every 64-bit lane needs no move across 128 bits:
-# lanes of the first eight columns and of the next eight, in turns of two.
-WOVEN = [16 * (i // 16) + i % 16 // 4 * 2 + i % 2 + i % 4 // 2 * 8 for i in range(LANES)]
+# lanes of a register of columns and of the next one, in turns of two.
+_TWO = 16 if LANES == 64 else 8  # float64 in two registers
+WOVEN = [_TWO * (i // _TWO) + i % _TWO // 4 * 2 + i % 2 + i % 4 // 2 * (_TWO // 2) for i in range(LANES)]
 
 
 def _halves(columns: list[int]) -> tuple[Callable, Callable]:
@@ -401,7 +407,7 @@ def _swapping(distance: int) -> Callable:
     @intrinsic
     def swap(typing_context, a):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            order = [lane ^ distance for lane in range(a.lanes)]
+            order = [(lane ^ distance) % a.lanes for lane in range(a.lanes)]
             undefined = ir.Constant(args[0].type, ir.Undefined)
             return builder.shuffle_vector(
                 args[0], undefined, ir.Constant(ir.VectorType(ir.IntType(32), a.lanes), order)
@@ -431,12 +437,18 @@ def set_rounding(typing_context, mode):  # type: ignore[no-untyped-def]
     return types.void(types.int64), generate
 
 
+# The columns of a panel whose bytes ``pack_bytes`` puts side by side
+PACKED = [i % 4 * 16 + i // 4 for i in range(COLUMNS)] if LANES == 64 else list(range(COLUMNS))
+
+
 @intrinsic
 def pack_bytes(typing_context, numbers):  # type: ignore[no-untyped-def]
     """Return numbers of 0 to 255 in int32 lanes as bytes, in the order that ``bytes_shifted`` reads."""
     vector = Vector(types.int8, LANES)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        if LANES == 16:
+            return builder.trunc(args[0], vector.llvm)
         kind, undefined = ir.VectorType(ir.IntType(32), LANES // 4), ir.Constant(args[0].type, ir.Undefined)
         packed = None
         for part in range(4):
@@ -454,8 +466,10 @@ def weave(typing_context, a):  # type: ignore[no-untyped-def]
     """Return int32 lanes, or bytes in the order of ``pack_bytes``, in the order of ``woven_high_words``."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        words = ir.VectorType(ir.IntType(32), LANES // 4 if a.dtype == types.int8 else LANES)
-        order = ir.Constant(words, WOVEN[: words.count])  # the same in each 16 lanes, so of words of four bytes
+        packed = a.dtype == types.int8 and LANES == 64
+        words = ir.VectorType(ir.IntType(32), LANES // 4) if packed else a.llvm
+        # the same in each 16 lanes, so of words of four bytes
+        order = ir.Constant(ir.VectorType(ir.IntType(32), words.count), WOVEN[: words.count])
         woven = builder.shuffle_vector(builder.bitcast(args[0], words), ir.Constant(words, ir.Undefined), order)
         return builder.bitcast(woven, a.llvm)
 
@@ -463,13 +477,19 @@ def weave(typing_context, a):  # type: ignore[no-untyped-def]
 
 
 def _bytes_shifted(shift: int) -> Callable:
-    """Return what makes int32 lanes of packed bytes, unsigned and shifted to the left: two instructions a register."""
+    """Return what makes int32 lanes of packed bytes, unsigned and shifted to the left: two instructions a register.
+
+    16 bytes lie in order; 64 lie so that words shifted by 0, 8, 16 and 24 have them in order, four registers of words.
+    """
 
     @intrinsic
     def widen(typing_context, a):  # type: ignore[no-untyped-def]
         vector = Vector(types.int32, LANES)
 
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            if LANES == 16:
+                wide = builder.zext(args[0], vector.llvm)
+                return builder.shl(wide, ir.Constant(vector.llvm, [shift] * LANES))
             kind = ir.VectorType(ir.IntType(32), LANES // 4)
             words, quarters = builder.bitcast(args[0], kind), []
             for part in range(4):
