@@ -17,7 +17,9 @@ _LANES, _COLUMNS = simd.LANES, simd.COLUMNS
 _LARGEST = 4096  # elements of a group
 _SIGN, _INF, _NAN = int32(-(1 << 31)), int32(0x7F800000), int32(0x7FC00000)
 # The sign of lanes whose partner comes before them: they take the difference.
-_UPPER = np.array([[_SIGN if lane & h else 0 for lane in range(_LANES)] for h in (1, 2, 4, 8, 16, 32)], np.int32).reshape(-1)
+_UPPER = np.array(
+    [[_SIGN if lane & h else 0 for lane in range(_LANES)] for h in (1, 2, 4, 8, 16, 32)], np.int32
+).reshape(-1)
 
 
 def hadamard(x: torch.Tensor, size: int, dim: int, flips: torch.Tensor | None, inverse: bool) -> torch.Tensor | None:

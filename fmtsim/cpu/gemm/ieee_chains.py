@@ -36,7 +36,7 @@ from fmtsim.spec.schedule import adds_in_order
 RUN_BYTES = 32 << 10  # of a panel, between two visits of a running sum: they stay in the first-level cache
 _ROW_BYTES = 8 << 20  # converted rows that are kept at a time
 _ROWS = 512
-_GATHERED = 32
+_GATHERED = 64
 _NO_FLOATS = np.zeros(0, np.float32)
 Scales = tuple[Tensor | None, Tensor | None]
 
@@ -261,21 +261,50 @@ def _runs(slots: np.ndarray, ends: np.ndarray, additions: np.ndarray, length: in
 @kernel
 def multiply_add(rows, panel, runs, order, sums, acc):  # type: ignore[no-untyped-def]
     """Add the products of all runs to the running sums acc [height][64], of the operands' type."""
-    height, k = acc.size // COLUMNS, panel.size // COLUMNS
+    height = acc.size // COLUMNS
     for run in range(len(runs)):
-        # 1. a run of products for two rows at a time, one fused multiply-add each
-        for part in range(height // 2 * PARTS):
-            m, n = part // PARTS * 2, part % PARTS * LANES
-            p, q, at = m * k, (m + 1) * k, m * COLUMNS + n
-            s0, s1 = load(acc, at), load(acc, at + COLUMNS)
-            for i in range(runs[run, 0], runs[run, 1]):
-                v = load(panel, i * COLUMNS + n)
-                s0 = fma(broadcast(rows, p + i), v, s0)
-                s1 = fma(broadcast(rows, q + i), v, s1)
-            store(acc, at, s0)
-            store(acc, at + COLUMNS, s1)
+        # 1. a run of products
+        _multiply_run(rows, panel, runs[run, 0], runs[run, 1], acc)
         # 2. what follows the run: the end of a chain or part, or sums on the stack
         if order.ends[runs[run, 2]]:
             end_block(acc, order, runs[run, 2], height, sums)
         if runs[run, 3]:
             add_on_stack(sums.parts, order.parts[runs[run, 2]], runs[run, 3], acc)
+
+
+@overload
+def _multiply_run(rows, panel, start, stop, acc):  # type: ignore[no-untyped-def]
+    """Add products start ... stop - 1, one fused multiply-add each: as many rows at a time as registers hold."""
+
+    def two_rows(rows, panel, start, stop, acc):  # type: ignore[no-untyped-def]
+        k = panel.size // COLUMNS
+        for part in range(acc.size // COLUMNS // 2 * PARTS):
+            m, n = part // PARTS * 2, part % PARTS * LANES
+            p, at = m * k, m * COLUMNS + n
+            s0, s1 = load(acc, at), load(acc, at + COLUMNS)
+            for i in range(start, stop):
+                v = load(panel, i * COLUMNS + n)
+                s0 = fma(broadcast(rows, p + i), v, s0)
+                s1 = fma(broadcast(rows, p + k + i), v, s1)
+            store(acc, at, s0)
+            store(acc, at + COLUMNS, s1)
+
+    def four_rows(rows, panel, start, stop, acc):  # type: ignore[no-untyped-def]
+        k = panel.size // COLUMNS
+        for part in range(acc.size // COLUMNS // 4 * PARTS):
+            m, n = part // PARTS * 4, part % PARTS * LANES
+            p, at = m * k, m * COLUMNS + n
+            s0, s1 = load(acc, at), load(acc, at + COLUMNS)
+            s2, s3 = load(acc, at + 2 * COLUMNS), load(acc, at + 3 * COLUMNS)
+            for i in range(start, stop):
+                v = load(panel, i * COLUMNS + n)
+                s0 = fma(broadcast(rows, p + i), v, s0)
+                s1 = fma(broadcast(rows, p + k + i), v, s1)
+                s2 = fma(broadcast(rows, p + 2 * k + i), v, s2)
+                s3 = fma(broadcast(rows, p + 3 * k + i), v, s3)
+            store(acc, at, s0)
+            store(acc, at + COLUMNS, s1)
+            store(acc, at + 2 * COLUMNS, s2)
+            store(acc, at + 3 * COLUMNS, s3)
+
+    return four_rows if acc.dtype == types.float32 else two_rows

@@ -120,6 +120,12 @@ def _plus(a, b, saturate, limits):  # type: ignore[no-untyped-def]
     return where_below(s, low, low, where_below(high, s, high, s))
 
 
+@device
+def _join(acc, at, s, saturate, limits):  # type: ignore[no-untyped-def]
+    """Add to a running sum."""
+    store(acc, at, _plus(load(acc, at), s, saturate, limits))
+
+
 @kernel
 def add_integers(rows, panel, blocks, saturate, limits, promote, acc, total, parts):  # type: ignore[no-untyped-def]
     """Add the products of all blocks to the running chains acc, int32 [height][64], and keep the parts.
@@ -129,24 +135,28 @@ def add_integers(rows, panel, blocks, saturate, limits, promote, acc, total, par
     height, k = acc.size // COLUMNS, panel.size // COLUMNS
     magic, magic_bits = splat(np.float32(_MAGIC)), splat(np.int32(_MAGIC_BITS))
     for index in range(len(blocks)):
-        for part in range(height // 2 * PARTS):
-            m, n = part // PARTS * 2, part % PARTS * LANES
-            p, q, at = m * k, (m + 1) * k, m * COLUMNS + n
+        for part in range(height // 4 * PARTS):
+            m, n = part // PARTS * 4, part % PARTS * LANES
+            p, at = m * k, m * COLUMNS + n
             sum0 = splat(np.int32(0))
-            sum1 = sum0
+            sum1 = sum2 = sum3 = sum0
             for start in range(blocks[index, 0], blocks[index, 1], _RUN):
                 # 1. up to 128 products onto M, which stay in its binade: exact
-                s0, s1 = magic, magic
+                s0 = s1 = s2 = s3 = magic
                 for i in range(start, min(start + _RUN, blocks[index, 1])):
                     v = load(panel, i * COLUMNS + n)
                     s0 = fma(broadcast(rows, p + i), v, s0)
-                    s1 = fma(broadcast(rows, q + i), v, s1)
+                    s1 = fma(broadcast(rows, p + k + i), v, s1)
+                    s2 = fma(broadcast(rows, p + 2 * k + i), v, s2)
+                    s3 = fma(broadcast(rows, p + 3 * k + i), v, s3)
                 # 2. the bits above M's are the sum as an int32
-                sum0 = iadd(sum0, isub(as_i32(s0), magic_bits))
-                sum1 = iadd(sum1, isub(as_i32(s1), magic_bits))
+                sum0, sum1 = iadd(sum0, isub(as_i32(s0), magic_bits)), iadd(sum1, isub(as_i32(s1), magic_bits))
+                sum2, sum3 = iadd(sum2, isub(as_i32(s2), magic_bits)), iadd(sum3, isub(as_i32(s3), magic_bits))
             # 3. joined to the running sum, wrapping or saturating
-            store(acc, at, _plus(load(acc, at), sum0, saturate, limits))
-            store(acc, at + COLUMNS, _plus(load(acc, at + COLUMNS), sum1, saturate, limits))
+            _join(acc, at, sum0, saturate, limits)
+            _join(acc, at + COLUMNS, sum1, saturate, limits)
+            _join(acc, at + 2 * COLUMNS, sum2, saturate, limits)
+            _join(acc, at + 3 * COLUMNS, sum3, saturate, limits)
         if blocks[index, 2]:
             place, keep = blocks[index, 3] * acc.size, blocks[index, 2] == PART_END
             _end(acc, total, parts, place, keep, saturate, limits, promote)
