@@ -191,28 +191,45 @@ def test_what_stages_cover():
     check(a, b, gemm_spec(TwoStageDatapath(block=8, sum_bits=45), "fp32"))
 
 
-PAIRS = """
+ON_ANY_MACHINE = """
 import hashlib, torch, fmtsim
+from fmtsim.scaling.hadamard import hadamard
 codes = torch.arange(256, dtype=torch.uint8).repeat(6).roll(1).view(12, 128)
 a, b = codes.view(torch.float4_e2m1fn_x2), codes.roll(5, 1).view(torch.float4_e2m1fn_x2)
 scales = torch.full((12, 16), 56, dtype=torch.uint8).view(torch.float8_e4m3fn)
-y = fmtsim.scaled_mm(a, b.t(), scales, scales, target="blackwell.tcgen05.nvf4", scale_recipes="BlockWise1x16",
-                     swizzles="NO_SWIZZLE")
-print(hashlib.sha256(y.float().numpy().tobytes()).hexdigest())
+found = [fmtsim.scaled_mm(a, b.t(), scales, scales, target="blackwell.tcgen05.nvf4", scale_recipes="BlockWise1x16",
+                          swizzles="NO_SWIZZLE")]
+draw = torch.Generator().manual_seed(0)
+x, y = (torch.randn(rows, 300, generator=draw) * 2.0 ** torch.randint(-9, 9, (rows, 300), generator=draw)
+        for rows in (13, 70))
+x[3, 7], y[5, 9], x[:, 50] = torch.nan, torch.inf, 0
+stochastic = fmtsim.Datapath(accumulator=fmtsim.get_format("bf16"), rounding="stochastic")
+for target, dtype in (("hopper.wgmma", torch.bfloat16), ("hopper.wgmma", torch.float8_e4m3fn),
+                      ("fp32_fma", torch.float32), (fmtsim.Datapath(block=64, fraction_bits=20), torch.bfloat16)):
+    found.append(fmtsim.mm(x.to(dtype), y.to(dtype).t(), target=target, out_dtype=torch.float32))
+found.append(fmtsim.mm(x.half(), y.half().t(), target=stochastic, generator=3, out_dtype=torch.float32))
+found.append(fmtsim.mm(x, y.t(), target="hopper.wgmma", allow="tf32"))
+found.append(fmtsim.int_mm(*(t.nan_to_num().clamp(-99, 99).to(torch.int8) for t in (x, y.t())), target="int8"))
+found.append(hadamard(y[:, :256], 128))
+for t in found:
+    print(hashlib.sha256(t.float().nan_to_num(7e30).numpy().tobytes()).hexdigest())
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["generic", "haswell"])
-def test_pairs_of_products_are_added_alike_without_their_instruction(machine, tmp_path):
+def test_results_are_those_of_machines_with_other_vectors(machine, tmp_path):
     found = []
-    for settings in ({}, {"NUMBA_CPU_NAME": machine, "NUMBA_CPU_FEATURES": "+avx2" if machine == "haswell" else ""}):
+    for settings in (
+        {},
+        {"NUMBA_CPU_NAME": machine, "NUMBA_CPU_FEATURES": "+avx2,+fma" if machine == "haswell" else ""},
+    ):
         environment = {**os.environ, **settings, "FMTSIM_CACHE_DIR": str(tmp_path / str(len(settings)))}
-        run = [sys.executable, "-c", PAIRS]
-        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        run = [sys.executable, "-c", ON_ANY_MACHINE]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr
-        found.append(done.stdout)
-    assert found[0] == found[1]
+        found.append(done.stdout.split())
+    assert len(found[0]) == 9 and found[0] == found[1]
 
 
 @pytest.mark.parametrize("parity", [False, True])
