@@ -161,13 +161,13 @@ def binary_scales(amaxes, shifts, count, p, layout):
         # 2. its floor, or its ceiling where a mantissa bit is set, less the element's exponent (amax / m has lost it)
         exponent = int32((bits >> int32(23)) - int32(127))
         if (p.rule == RCEIL or p.rule == CEIL) and bits & _MANTISSA:
-            exponent += int32(1)
+            exponent = int32(exponent + int32(1))
         if p.rule != RCEIL:
-            exponent -= int32(p.max_exponent)
+            exponent = int32(exponent - int32(p.max_exponent))
         # 3. zeros are zeros under any scale; NaN, Inf, subnormal numbers and extreme scales are refused
         exponent = int32(0) if amaxes[b] == int32(0) else exponent
         strange = amaxes[b] >= _INF or (bits < _NORMAL and amaxes[b] != int32(0))
-        refused += int32(strange or exponent < layout.lowest or exponent > layout.highest)
+        refused = int32(refused + int32(strange or exponent < layout.lowest or exponent > layout.highest))
         shifts[b] = int32(exponent << int32(23))
     return refused
 
@@ -178,7 +178,7 @@ def real_scales(amaxes, scales, factors, count, p, sg):
     refused = int32(0)
     step = float32(p.encode_scale * p.reciprocal_max)
     for b in range(count):
-        refused += int32(amaxes[b] >= _INF)
+        refused = int32(refused + int32(amaxes[b] >= _INF))
         amax = float32_of(min32(amaxes[b], int32(_INF - int32(1))))
         factors[b] = amax
         # 1. the scale as a real number, each operation rounded to float32

@@ -206,22 +206,21 @@ def truncate64(  # type: ignore[no-untyped-def]
     base = b.top - np.int32(2 * TOP_BYTE) + np.int32(1023)
     set_rounding(TOWARD_ZERO)
     for index in range(order.ends.size):
+        begin = index * pitch * COLUMNS
         place, step = place_of(index, pitch, rows)
         _draw(rounding, draw, index, rows, column, buffer)
         e0, e1 = splat(floor_byte), splat(floor_byte)
         for j in range(block):
-            e = load(b.exponents, index * pitch * COLUMNS + j * COLUMNS)
+            e = load(b.exponents, begin + j * COLUMNS)
             e0 = _larger(e0, e, a.exponents, place + j)
             e1 = _larger(e1, e, a.exponents, place + step + j)
         for part in range(rows // 2 * PARTS):
             # two rows of a vector of columns, and those that are next
             m, n = part // PARTS * 2, part % PARTS * LANES
             p, x, y = place + m * step, index * words * rows + m, index * words * COLUMNS + n
-            q, first, at = p + step, index * pitch * COLUMNS + n, m * COLUMNS + n
-            after, first_after = (
-                place + min((part + 1) // PARTS * 2, rows - 2) * step,
-                first - n + (part + 1) % PARTS * LANES,
-            )
+            q, first, at = p + step, begin + n, m * COLUMNS + n
+            after = place + min((part + 1) // PARTS * 2, rows - 2) * step
+            first_after = begin + (part + 1) % PARTS * LANES
             # 1. M of the largest product exponents, the count of negative products, and the truncated addend
             n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
             n1 = negatives_of(a.signs, b.signs, x + 1, y, rows, words)
@@ -277,10 +276,11 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
     nothing = splat(floor_byte)
     set_rounding(TOWARD_ZERO)
     for index in range(order.ends.size):
+        begin = index * pitch * COLUMNS
         place, step = place_of(index, pitch, rows)
         e0 = e1 = e2 = e3 = nothing
         for j in range(block):
-            e = load(b.exponents, index * pitch * COLUMNS + j * COLUMNS)
+            e = load(b.exponents, begin + j * COLUMNS)
             e0 = _larger(e0, e, a.exponents, place + j)
             e1 = _larger(e1, e, a.exponents, place + step + j)
             e2 = _larger(e2, e, a.exponents, place + 2 * step + j)
@@ -290,11 +290,9 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
             m, n = part // PARTS * 4, part % PARTS * LANES
             p, x, y = place + m * step, index * words * rows + m, index * words * COLUMNS + n
             q, r, t = p + step, p + 2 * step, p + 3 * step
-            first, at = index * pitch * COLUMNS + n, m * COLUMNS + n
-            after, first_after = (
-                place + min((part + 1) // PARTS * 4, rows - 4) * step,
-                first - n + (part + 1) % PARTS * LANES,
-            )
+            first, at = begin + n, m * COLUMNS + n
+            after = place + min((part + 1) // PARTS * 4, rows - 4) * step
+            first_after = begin + (part + 1) % PARTS * LANES
             # 1. M of the largest product exponents, the count of negative products, and the truncated addend
             n0 = negatives_of(a.signs, b.signs, x, y, rows, words)
             s0 = _start32(load(acc, at), e0, n0, (a.top[m] + base) << np.int32(23), shift, eps)
@@ -312,7 +310,7 @@ def truncate32(a, b, order, sums, acc, block, factor, fraction_bits, mask, floor
                 s1 = fma(broadcast(a.values, q + j), v, s1)
                 s2 = fma(broadcast(a.values, r + j), v, s2)
                 s3 = fma(broadcast(a.values, t + j), v, s3)
-                # 3. beside them the next largest product exponents
+                # 3. beside them the largest product exponents of those that are next
                 e = load(b.exponents, first_after + j * COLUMNS)
                 e0 = _larger(e0, e, a.exponents, after + j)
                 e1 = _larger(e1, e, a.exponents, after + step + j)

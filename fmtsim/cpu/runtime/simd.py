@@ -21,6 +21,12 @@ from numba.extending import intrinsic, models, register_model
 from numba.np import arrayobj
 
 _STRIP = 16
+# Which lanes of two vectors of 8 meet where 2, 4 or 8 strips are folded, so that all but the last stay in 128 bits
+_PAIRINGS = {
+    2: [[0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]],
+    4: [[0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]],
+    8: [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]],
+}
 
 
 def _strip(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
@@ -74,18 +80,39 @@ def strip_amaxes(typing_context, x, first, amaxes, strip):  # type: ignore[no-un
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         source = builder.bitcast(_strip(context, builder, signature.args[0], *args[:2]), vector.as_pointer())
-        smax = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 2), "llvm.smax.v16i32")
+
+        def largest_of(both: tuple, orders: list) -> Any:
+            """Return the larger lanes of two selections of lanes from two vectors."""
+            kind = ir.VectorType(ir.IntType(32), len(orders[0]))
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(kind, [kind] * 2), f"llvm.smax.v{kind.count}i32"
+            )
+            return builder.call(function, [builder.shuffle_vector(*both, kind(order)) for order in orders])
+
+        def magnitudes(strip: int) -> Any:
+            bits = builder.load(builder.gep(source, [ir.IntType(64)(strip)]), align=4)
+            return builder.and_(bits, vector([0x7FFFFFFF] * _STRIP))
 
         def folded(start: int, count: int) -> Any:
             """Return ``count`` strips folded to 16 lanes, 16 / count of each, in order."""
             if count == 1:
-                bits = builder.load(builder.gep(source, [ir.IntType(64)(start)]), align=4)
-                return builder.and_(bits, vector([0x7FFFFFFF] * _STRIP))
+                return magnitudes(start)
             both = folded(start, count // 2), folded(start + count // 2, count // 2)
-            halves = (builder.shuffle_vector(*both, vector(list(range(odd, 2 * _STRIP, 2)))) for odd in (0, 1))
-            return builder.call(smax, list(halves))
+            return largest_of(both, [list(range(odd, 2 * _STRIP, 2)) for odd in (0, 1)])
 
-        builder.store(folded(0, _STRIP), _strip(context, builder, signature.args[2], *args[2:]), align=4)
+        def folded_within_128_bits(start: int, count: int) -> Any:
+            """Return 8 strips folded to 8 lanes: a strip to halves, pairs within 128 bits, then the two of these."""
+            if count == 1:
+                return largest_of((magnitudes(start),) * 2, [list(range(8)), list(range(8, 16))])
+            both = (folded_within_128_bits(first, count // 2) for first in (start, start + count // 2))
+            return largest_of(tuple(both), _PAIRINGS[count])
+
+        target = _strip(context, builder, signature.args[2], *args[2:])
+        if LANES == 64:
+            builder.store(folded(0, _STRIP), target, align=4)
+        else:
+            parts = [folded_within_128_bits(first, 8) for first in (0, 8)]
+            builder.store(builder.shuffle_vector(*parts, vector(list(range(16)))), target, align=4)
         return context.get_dummy_value()
 
     return types.void(x, types.int64, amaxes, types.int64), generate
