@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ggml's encoders: searches for the scales of 64 parts at once, each in a lane, with every operation in C's order.
+"""ggml's encoders: searches for the scales of many parts at once, each in a lane, with every operation in C's order.
 
 No operation is contracted: products and sums are rounded one by one, as ``-ffp-contract=off`` does.
 """
@@ -86,7 +86,7 @@ def fit_largest(x: Tensor, fmt: PackedFormat) -> tuple[Tensor, Tensor]:
 
 @device
 def _nearest(y, low, high):
-    """Return nearest_int of 64 numbers, clamped, as float32."""
+    """Return nearest_int of a vector, clamped, as float32."""
     bits = and_(as_i32(fadd(y, splat(_MAGIC))), splat(_MANTISSA))
     bits = smin(smax(bits, splat(int32(_ZERO + low))), splat(int32(_ZERO + high)))
     return fsub(as_f32(or_(bits, splat(_EXPONENT))), splat(_MAGIC))
@@ -101,7 +101,7 @@ def _nearest_small(y, low, high):
 
 @device
 def _columns(parts, group, x):
-    """Write a group of parts side by side, an element in every row of 64; parts beyond the last are zeros."""
+    """Write a group of parts side by side, an element in every row of lanes; parts beyond the last are zeros."""
     size = parts.shape[1]
     count = min(LANES, parts.shape[0] - group * LANES)
     if count < LANES:
