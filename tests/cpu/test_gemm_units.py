@@ -124,12 +124,12 @@ def test_integers_wrap_as_torch_does_and_saturate_in_order():
 
 
 def test_integers_of_parts_and_promotions():
-    a, b = operand("int8", 3, 90, "huge", 1), operand("int8", 66, 90, "huge", 2)
+    a, b = operand("int8", 6, 90, "huge", 1), operand("int8", 66, 90, "huge", 2)
     for reduce in ("serial", "pairwise"):
         for promote in (None, 16):
             plan = GemmPlan(k_tile=8, split=5, reduce=reduce, owner="interleaved", promote_every=promote)
             spec = gemm_spec(IntegerDatapath(saturate=True, block=4), "int8", plan=plan)
-            check(a, b, spec, c=torch.full((3, 66), (1 << 31) - 30000, dtype=torch.int32))
+            check(a, b, spec, c=torch.full((6, 66), (1 << 31) - 30000, dtype=torch.int32))
 
 
 def test_blocks_that_an_int32_does_not_hold_go_elsewhere():
