@@ -51,14 +51,6 @@ def test_what_nohup_starts_ignores_interrupts(importing):
     assert faults.run(command, kill=importing, number=signal.SIGINT).status == 7
 
 
-@pytest.fixture
-def heard():
-    """Give this process the usual handler, which a runner in the background has not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @SIGNALS
 def test_in_a_command(heard, monkeypatch, capsys, number, status, word):
     before = [signal.getsignal(each) for each in HANDLERS]

@@ -159,7 +159,7 @@ def test_a_loss_that_is_no_number_is_told(run):
     assert status == 0 and "\nthe loss became nan at step 3\n" in text
 
 
-def test_an_interrupt_leaves_the_report_of_the_steps_before_it(run, monkeypatch, tmp_path):
+def test_an_interrupt_leaves_the_report_of_the_steps_before_it(heard, run, monkeypatch, tmp_path):
     before, calls = model_commands.call, []
 
     def call(*arguments, **named):
