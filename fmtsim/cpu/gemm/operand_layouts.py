@@ -291,7 +291,7 @@ def _join_lanes(values, at):  # type: ignore[no-untyped-def]
 
 @overload
 def _join_slots(values, at):  # type: ignore[no-untyped-def]
-    """Put integers of the vectors at ``at`` and behind it together as halves, in the first."""
+    """Put integers of a vector of a slot and of the next slot together as halves, in the first."""
     if values.dtype != types.int32:
         return lambda values, at: None
     return lambda values, at: store(values, at, _halves(load(values, at), load(values, at + COLUMNS)))
