@@ -24,7 +24,7 @@ def take_for_gpu(device, monkeypatch):
         monkeypatch.setattr(module, "fused_engine", lambda t: load_engine("cuda"), raising=False)
         monkeypatch.setattr(module, "is_on_gpu", lambda t: t.dtype != torch.float64, raising=False)
     monkeypatch.setattr(programs, "_is_on_gpu", lambda t: t.dtype != torch.int64)  # keys are the host's
-    # torch's compiler keeps torch.mm for good as it finds it when it is loaded: load it before
+    # torch's compiler keeps torch.mm for good as it is when the compiler loads: let it load before
     importlib.import_module("torch._inductor.kernel.mm")
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype=None: mm(x.float(), y.float()) if out_dtype else mm(x, y))

@@ -22,19 +22,7 @@ from fmtsim.gemm.products import native
 from fmtsim.gemm.products.operands import fp4_of_fp8
 from fmtsim.lab.analysis.compare_native import compare_native
 from fmtsim.support.errors import DeviceError, NativeWarning
-
-F8, F5, F4 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-H200 = "NVIDIA H200 (132 multiprocessors), torch 2.11.0+cu130, cuBLASLt 13.1.0"
-
-
-def matrix(rows, columns, dtype=F8, seed=0):
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    return x.to(dtype)
-
-
-def ones(*shape):
-    return torch.ones(shape)
+from tests.cuda.native_operands import BF16, F4, F8, FP16, FP32, H200, matrix, ones
 
 
 def built(call, left, right, bias=None, **scales):
