@@ -71,8 +71,27 @@ def test_keywords_of_other_libraries_name_what_says_the_same():
         (fmtsim.Scaling, "block_size", "write block="), (partial(fmtsim.linear_config, "e4m3"), "grad", "write g="),
         (partial(fmtsim.observe, torch.ones(2)), "fmt", "write format="),
         (partial(fmtsim.compare, torch.ones(2), torch.ones(2)), "likes", "did you mean 'like'\\?"),
+        (partial(fmtsim.export, linear(), "folder"), "layouts", "did you mean 'layout'\\?"),
     ):  # fmt: skip
         refused(rf"unexpected keyword argument '{keyword}'; {hint} \(it takes", call, error=TypeError, **{keyword: 32})
+
+
+def test_arguments_by_position_are_told_their_keyword():
+    x = torch.ones(4, 4, dtype=torch.bfloat16)
+    for verb, first, word in (
+        (fmtsim.mm, "a, b", "h200"), (fmtsim.bmm, "a, b", "h200"), (fmtsim.linear, "x, w, bias", "h200"),
+        (fmtsim.int_mm, "a, b", "int8"), (fmtsim.mma, "a, b, c", "exact"), (fmtsim.explain_mm, "a, b", "h200"),
+        (fmtsim.convert, "model, recipe", "h200"),
+    ):  # fmt: skip
+        refused(rf"{verb.__name__}\(\) takes {first} by position; write target='{word}'$", verb,
+                *[x] * len(first.split()), word, error=TypeError)  # fmt: skip
+    refused("write out_dtype= target= plan= ", fmtsim.mm, x, x, torch.float32, error=TypeError)
+    refused("takes x, format, rounding by position; write overflow= ", fmtsim.encode, x, "e4m3", "up", "ieee",
+            error=TypeError)  # fmt: skip
+    refused(
+        "layout=None is unknown; choose one of compressed-tensors, torchao, gguf", fmtsim.export, linear(), "folder"
+    )
+    refused("layout=None is unknown", fmtsim.export, linear(), "gguf")
 
 
 def test_help_names_types_and_keywords():

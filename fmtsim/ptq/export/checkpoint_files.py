@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Never, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fmtsim.casts.arguments import check_module
+from fmtsim.casts.arguments import check_module, refuse_others, spelled
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors, read_tensors, stored_tensor, tensor_content
 from fmtsim.nn.coverage import Coverage
@@ -389,9 +389,10 @@ class Export:
         return "\n".join([*lines, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())])
 
 
+@spelled
 def export(
-    model: nn.Module, path: str | Path, layout: FileLayout, *, names: Mapping[str, str] | None = None,
-    allow_rescale: bool = False,
+    model: nn.Module, path: str | Path, layout: FileLayout | None = None, *more: Never,
+    names: Mapping[str, str] | None = None, allow_rescale: bool = False, **others: Never,
 ) -> Export:  # fmt: skip
     """Write a quantised model for another library: the codes and scales that its linear weights were rounded to.
 
@@ -429,10 +430,11 @@ def export(
     >>> found.coded, same
     ({'0': 'int4'}, True)
     """
+    refuse_others(export, more, others)
     check_module("export", model)
-    if layout not in get_args(FileLayout) and path in get_args(FileLayout):
+    if layout not in (None, *get_args(FileLayout)) and path in get_args(FileLayout):
         path, layout = layout, path  # type: ignore[assignment]  # the other way round
-    if layout not in get_args(FileLayout):
+    if layout is None or layout not in get_args(FileLayout):
         raise ArgumentError(f"layout={shown(layout)} is unknown; choose one of {', '.join(get_args(FileLayout))}")
     if names is not None and layout != "gguf":
         raise ArgumentError(f"names= with layout={layout!r}, whose names are the model's; leave names= out")
