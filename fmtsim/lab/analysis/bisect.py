@@ -9,10 +9,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Never, overload
 
 from torch import Tensor, nn
 
+from fmtsim.casts.arguments import refuse_others, spelled
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.bisect_compiled import CompiledBisection, bisect_compiled
 from fmtsim.lab.analysis.bisect_launches import LaunchBisection, bisect_launches
@@ -165,8 +166,9 @@ def bisect(run_a: Run, run_b: Run) -> Bisection: ...
 def bisect(
     run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None
 ) -> Bisection | CompiledBisection: ...
+@spelled
 def bisect(
-    run_a: Any, run_b: Any, batch: Any = None, loss: Any = None
+    run_a: Any, run_b: Any, batch: Any = None, loss: Any = None, *more: Never, **others: Never
 ) -> Bisection | LaunchBisection | CompiledBisection:
     """Find the first operation whose output bits differ between two runs of one model while its inputs are equal.
 
@@ -198,6 +200,7 @@ def bisect(
     >>> str(found.a), found.kind, found.alone
     ('(model) forward: Linear', 'operation', (0, 6))
     """
+    refuse_others(bisect, more, others)
     if isinstance(run_a, partial | Launch) or isinstance(run_b, partial | Launch):
         return bisect_launches(run_a, run_b)
     for model, compiled in ((run_a, run_b), (run_b, run_a)):
