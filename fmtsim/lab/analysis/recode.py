@@ -22,6 +22,7 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block
 from fmtsim.lab.analysis.stats import Counts
 from fmtsim.ptq.export import open_checkpoint
+from fmtsim.ptq.export.checkpoint_files import Checkpoint
 from fmtsim.ptq.export.layouts import Reordered
 from fmtsim.spec.cast import EncodedParts
 from fmtsim.support.errors import ArgumentError, FormatError, shown
@@ -240,7 +241,8 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
                 weights.append(recode(name, value, target, scales)[1])
             progress.step(number + 1)
     if not weights:
-        raise ArgumentError(f"{shown(a)} has no quantised weights; pass a checkpoint that has some")
+        what = repr(a) if isinstance(a, Checkpoint) else shown(a)
+        raise ArgumentError(f"{what} has no quantised weights; pass a checkpoint that has some")
     return Recode(source="", target=target.name, weights=tuple(weights))
 
 

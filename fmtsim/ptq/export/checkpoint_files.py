@@ -33,6 +33,7 @@ from fmtsim.support.files import TEMPORARY, write_folder
 from fmtsim.support.records import located, parse_json, read_json
 from fmtsim.support.table import some
 
+_OTHER = "other tensors"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -42,6 +43,7 @@ class Reader(NamedTuple):
     name: str
     read: Callable[[], Any]
     decode: Callable[[Any], Tensor] = lambda value: value.decode()
+    plain: str = _OTHER  # what tensors are called that no layout stores
 
 
 class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
@@ -83,10 +85,9 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
         return value if isinstance(value, Tensor) else self._readers[name].decode(value)
 
     def __repr__(self) -> str:
-        counts = Counter(reader.name for reader in self._readers.values())
-        plain = counts.pop("", 0)
-        coded = "".join(f"{count} weights of {layout}, " for layout, count in counts.items())
-        return f"Checkpoint({str(self.path)!r}: {coded}{plain} other tensors)"
+        counts = Counter(f"weights of {one.name}" if one.name else one.plain for one in self._readers.values())
+        counts[_OTHER] = counts.pop(_OTHER, 0)  # they come last
+        return f"Checkpoint({str(self.path)!r}: {', '.join(f'{n} {kind}' for kind, n in counts.items())})"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -149,7 +150,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             decode = partial(layout.decode, weight, config)
             readers[f"{weight.prefix}{layout.weight}"] = Reader(layout.name, read, decode)
         elif name not in taken:
-            readers[name] = Reader("", partial(read_tensor, name, place))
+            plain = f"tensors of {place.tag} without scales" if place.tag.startswith("F8") else _OTHER
+            readers[name] = Reader("", partial(read_tensor, name, place), plain=plain)
     if "tensor_names" in metadata:  # a list by torchao of all that belongs to a model
         try:
             names = parse_json(metadata["tensor_names"])
