@@ -2,8 +2,9 @@
 """What the verbs are called with: checks of tensors, formats and blocks, and what a cast is made of."""
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,8 +17,9 @@ from fmtsim.rounding.modes import Rounding, get_rounding
 from fmtsim.spec.cast import CastSpec, RandomKey
 from fmtsim.spec.quantizer import Quantizer
 from fmtsim.support.dispatch import PLAIN_TYPES, constant_in_graphs, is_readable
-from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, keyword_error, shown
+from fmtsim.support.errors import ArgumentError, DtypeError, FormatError, keyword_error, position_error, shown
 
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 Generator = int | torch.Generator | RandomKey | None
 _SEEDS = -(1 << 63), (1 << 63) - 1  # the least, and what lies above the largest
 NamedBlock = tuple[str, int | None, int | None] | None
@@ -108,17 +110,22 @@ def takes(function: Any, *arguments: Any) -> bool:
     return True
 
 
-def spelled(verb: Any, like: Any = None) -> inspect.Signature:
-    """Return the signature that help shows of a verb whose last parameter takes any keyword: with those of ``like``."""
-    *own, _ = inspect.signature(verb).parameters.values()
+def spelled(verb: Verb, like: Any = None) -> Verb:
+    """Give a verb that refuses other arguments itself the signature that help shows, with the keywords of ``like``."""
+    own = [p for p in inspect.signature(verb).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     more = [p for p in inspect.signature(like or len).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return inspect.signature(verb).replace(parameters=[*own, *more])
+    verb.__signature__ = inspect.signature(verb).replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    return verb
 
 
-def refuse_keywords(verb: Any, keywords: dict[str, Any]) -> None:
-    """Raise TypeError for keywords that a verb lacks, with what says the same here, or names that are close."""
+def refuse_others(verb: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Raise TypeError for arguments that a verb lacks, with the keyword that says the same here, or close names."""
     for name in keywords:
         raise keyword_error(verb.__name__, name, inspect.signature(verb).parameters)
+    for value in arguments:
+        parameters = inspect.signature(verb).parameters.values()
+        names = [[p.name for p in parameters if (p.kind is p.KEYWORD_ONLY) == keyword] for keyword in (False, True)]
+        raise position_error(verb.__name__, value, *names)
 
 
 def check_flags(**flags: Any) -> None:

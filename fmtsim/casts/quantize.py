@@ -4,7 +4,7 @@
 from __future__ import annotations  # help shows the names of types
 
 from importlib import import_module
-from typing import Any, TypeVar, overload
+from typing import Any, Never, TypeVar, overload
 
 import numpy
 import torch
@@ -20,7 +20,7 @@ from fmtsim.casts.arguments import (
     only_casts,
     prepare,
     randomness,
-    refuse_keywords,
+    refuse_others,
     spelled,
 )
 from fmtsim.casts.encoded import Encoded
@@ -44,7 +44,7 @@ def quantize(
     x: Numbers,
     format: str | Format | Quantizer | torch.dtype = None,  # type: ignore[assignment]  # fmt= is told its name
     rounding: RoundingName | Rounding = "nearest_even",
-    *,
+    *more: Never,
     overflow: Overflow | None = None,
     dim: int = -1,
     generator: Generator = None,
@@ -56,7 +56,7 @@ def quantize(
     out_dtype: torch.dtype | numpy.dtype[Any] | type | None = None,
     out: Numbers | None = None,
     like: str | None = None,
-    **others: Any,
+    **others: Never,
 ) -> Numbers:
     """Round a tensor, or a numpy array, to the values of a format.
 
@@ -109,7 +109,7 @@ def quantize(
     >>> quantize(torch.tensor([0.1, 500.0]), "e4m3", out_dtype=torch.float8_e4m3fn).view(torch.uint8).tolist()
     [29, 126]
     """
-    refuse_keywords(quantize, others)
+    refuse_others(quantize, more, others)
     # 1. arrays and float8 tensors go by float tensors
     if not (
         isinstance(x, torch.Tensor) and x.dtype in FLOAT_DTYPES
@@ -189,7 +189,7 @@ def encode(
     x: torch.Tensor | numpy.ndarray[Any, Any],
     format: str | Format | Quantizer | torch.dtype = None,  # type: ignore[assignment]  # fmt= is told its name
     rounding: RoundingName | Rounding = "nearest_even",
-    *,
+    *more: Never,
     overflow: Overflow | None = None,
     dim: int = -1,
     generator: Generator = None,
@@ -199,7 +199,7 @@ def encode(
     scale_rule: ScaleRule | None = None,
     pad: bool = False,
     like: str | None = None,
-    **others: Any,
+    **others: Never,
 ) -> Encoded:
     """Round a tensor and return its packed codes and scales; arguments and errors are those of ``quantize``.
 
@@ -210,7 +210,7 @@ def encode(
     >>> q.nbytes, q.decode().tolist()
     (4, [0.0, 1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
     """
-    refuse_keywords(encode, others)
+    refuse_others(encode, more, others)
     # 1. arguments become a cast
     tensor, integers = numpy_arrays.as_floats(x), numpy_arrays.as_words(random_words)
     check_input(tensor, float8=True)
@@ -241,7 +241,7 @@ def encode(
 
 
 for _verb in (quantize, encode):
-    _verb.__signature__ = spelled(_verb)  # type: ignore[union-attr]
+    spelled(_verb)
 cast = quantize
 """``quantize``, as the command line calls it."""
 

@@ -9,12 +9,12 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 from torch import nn
 
-from fmtsim.casts.arguments import check_module, refuse_keywords, spelled, takes
+from fmtsim.casts.arguments import check_module, refuse_others, spelled, takes
 from fmtsim.formats.block import Format
 from fmtsim.gemm.layers.config import LinearConfig
 from fmtsim.gemm.layers.keys import Generator
@@ -58,10 +58,11 @@ _FUSED = (
 )
 
 
+@spelled
 def convert(
     model: Model,
     recipe: str | Path | Recipe | LinearConfig | Configure | Format | None = None,
-    *,
+    *more: Never,
     format: str | Format | Quantizer | None = None,
     target: Any = None,
     plan: GemmPlan | None = None,
@@ -72,7 +73,7 @@ def convert(
     filter_fn: Filter | None = None,
     total_steps: int | None = None,
     attention: str | AttentionConfig | None = None,
-    **others: Any,
+    **others: Never,
 ) -> Model:
     """Give linear layers, convolutions (transposed, too) and nn.MultiheadAttention emulated matrix products, in place.
 
@@ -131,7 +132,7 @@ def convert(
     >>> print(report(model).summary)
     te_current: 100 % of weight multiply-adds simulated (forward and backward); estimated from shapes
     """
-    refuse_keywords(convert, others)
+    refuse_others(convert, more, others)
     check_module("convert", model)
     if filter_fn is not None and not takes(filter_fn, model, ""):
         raise ArgumentError(
@@ -221,9 +222,6 @@ def convert(
         )
         _warn_not_simulated(coverage, [row for row in coverage.raw if not is_meant(row.reason)], text)
     return model
-
-
-convert.__signature__ = spelled(convert)  # type: ignore[attr-defined]
 
 
 def _with_attention(recipe: Any, attention: Any, format: Any) -> Recipe:

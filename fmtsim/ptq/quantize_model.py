@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Never, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fmtsim.casts.arguments import refuse_others, spelled
 from fmtsim.casts.quantize import encode
 from fmtsim.formats.block import PackedFormat
 from fmtsim.formats.registry import get_format
@@ -57,11 +58,12 @@ Filter = Callable[[nn.Module, str], bool]
 HEAD: Final = "the head of a language model; ignore=[] quantises it"
 
 
+@spelled
 def ptq(
     model: Model,
     recipe: str | Path | PtqRecipe,
     calibration_data: Any = None,
-    *,
+    *more: Never,
     ignore: Sequence[str] | None = None,
     rules: Sequence[Rule] | str | Path = (),
     filter_fn: Filter | None = None,
@@ -69,6 +71,7 @@ def ptq(
     target: Any = None,
     plan: GemmPlan | None = None,
     native: bool | None = None,
+    **others: Never,
 ) -> Model:
     """Quantise a trained model's weights and activations, in place, from a few batches of data.
 
@@ -121,6 +124,7 @@ def ptq(
     >>> fmtsim.report(weights_alone).left_alone[0][0]
     '1'
     """
+    refuse_others(ptq, more, others)
     began = time.perf_counter()
     check_model("ptq", model)
     recipe = get_recipe(recipe, kind="ptq")

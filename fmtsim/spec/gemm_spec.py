@@ -158,6 +158,10 @@ def datapath_from_dict(record: dict[str, Any], path: str = "") -> Arithmetic:
     return datapath
 
 
+DATAPATHS: dict[str, type[Arithmetic]] = {"integers": IntegerDatapath, "logarithms": LogDatapath}
+"""Records by the first word of a datapath's text."""
+
+
 def datapath_from_text(text: str, option: str = "target") -> Arithmetic | None:
     """Build a datapath from fields: ``block=32,fraction_bits=10``, ``integers,accumulator_bits=24`` or ``logarithms``.
 
@@ -168,7 +172,7 @@ def datapath_from_text(text: str, option: str = "target") -> Arithmetic | None:
         ArgumentError, FormatError: A field is unknown or has a value that is not possible; ``option`` is named.
     """
     first, _, rest = text.partition(",")
-    record = {"integers": IntegerDatapath, "logarithms": LogDatapath}.get(first.strip())
+    record = DATAPATHS.get(first.strip())
     if record is None and ("=" not in text or text.endswith(".json") or text.lstrip().startswith("{")):
         return None
     return parse_record(text if record is None else rest, record or Datapath, option)  # type: ignore[no-any-return]

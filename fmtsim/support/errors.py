@@ -112,3 +112,11 @@ def keyword_error(what: str, name: str, names: Iterable[str]) -> TypeError:
     other = next((words for words in _OTHERS.get(name, ()) if words.partition("=")[0] in names), None)
     hint = f"; write {other}" if other else did_you_mean(name, names)
     return TypeError(f"{what}() got an unexpected keyword argument {name!r}{hint} (it takes {', '.join(names)})")
+
+
+def position_error(what: str, value: object, first: Iterable[str], keywords: Iterable[str]) -> TypeError:
+    """Return the error of one argument by position too many: a word is meant as the target of a verb that has one."""
+    keywords = [*keywords]
+    meant = f"target={shown(value)}" if isinstance(value, str) and "target" in keywords else "= ".join([*keywords, ""])
+    step = f"write {meant.strip()}" if meant else f"leave {shown(value)} out"
+    return TypeError(f"{what}() takes {', '.join(first) or 'nothing'} by position; {step}")

@@ -13,7 +13,7 @@ from operator import index
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, keyword_error, shown
+from fmtsim.support.errors import ArgumentError, FmtsimError, did_you_mean, keyword_error, position_error, shown
 
 R = TypeVar("R")
 
@@ -42,8 +42,8 @@ def lists_fields(cls: type[R]) -> type[R]:
             if unknown:
                 raise keyword_error(cls.__name__, unknown[0], names) from None
             if len(args) > len(first):
-                taken = f"{cls.__name__}() takes {', '.join(first) or 'nothing'} by position"
-                raise TypeError(f"{taken}; write {' '.join(f'{n}=' for n in names if n not in first)}") from error
+                keywords = [name for name in names if name not in first]
+                raise position_error(cls.__name__, args[len(first)], first, keywords) from error
             absent = [name for name in needed if name not in (*first[: len(args)], *values)]
             if absent:
                 needs = " and ".join(f"{name}=" for name in absent)

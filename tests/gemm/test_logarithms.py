@@ -179,7 +179,7 @@ A = torch.ones(2, 4)
 REFUSED = (
     (lambda: fmtsim.mm(A, A.T, target=LogDatapath()), FormatError,
      "LogDatapath does not multiply fp32 x fp32; choose logarithmic formats (formats='lns8_g8'; "
-     "recipe='lns'), or another datapath"),
+     "fmtsim mm --dtype lns8_g8; recipe='lns'), or another datapath"),
     (lambda: fmtsim.mm(0 * A, A.T, target=LogDatapath(), **FORMATS), ArgumentError,
      "a holds 0, which is not a value of lns8_g8; round it first with fmtsim.quantize(a, 'lns8_g8')"),
     (lambda: fmtsim.mm(A, torch.full((4, 2), float("nan")), target=LogDatapath(), **FORMATS), ArgumentError,

@@ -39,7 +39,7 @@ def scaled(*arguments, **options):
 
 REFUSED = {
     TypeError: [
-        (lambda: bmm(A, B, unit=WGMMA), r"bmm\(\) got an unexpected .* 'unit'; write target= \(it takes out_dtype, "),
+        (lambda: bmm(A, B, unit=WGMMA), r"bmm\(\) got an unexpected .* 'unit'; write target= \(it takes a, b, out"),
         (lambda: linear(A, A, target=WGMMA, target_="x"), "'target_'; did you mean 'target'"),
         (lambda: mm(A, B, dtype=torch.float32), r"mm\(\) got an .* 'dtype'; write out_dtype= \(it takes a, b, "),
     ],

@@ -21,6 +21,7 @@ from fmtsim.recipes.catalogue import RECIPES
 from fmtsim.recipes.ptq_catalogue import RECIPES as PTQ_RECIPES
 from fmtsim.recipes.recipe_registry import _WIDTHS as WIDTHS
 from fmtsim.recipes.system import OPTIMIZERS
+from fmtsim.spec.gemm_spec import DATAPATHS
 
 NAMES_FILE = Path(cli_names.__file__).with_name("names.json")
 
@@ -28,8 +29,9 @@ NAMES_FILE = Path(cli_names.__file__).with_name("names.json")
 def recorded_names() -> str:
     """Return the text of ``names.json``."""
     lists = {
-        "targets": list_targets(), "units": [unit.name for unit in units()], "simulated": TARGETS,
-        "recipes": [recipe.name for recipe in RECIPES], "schemes": [recipe.name for recipe in PTQ_RECIPES],
+        "targets": list_targets(), "units": [unit.name for unit in units()], "datapaths": DATAPATHS,
+        "simulated": TARGETS, "recipes": [recipe.name for recipe in RECIPES],
+        "schemes": [recipe.name for recipe in PTQ_RECIPES],
         "recipe_aliases": [alias for recipe in RECIPES for alias in recipe.aliases],
         "scheme_aliases": [alias for recipe in PTQ_RECIPES for alias in recipe.aliases], "widths": WIDTHS,
         "optimizers": OPTIMIZERS, "rules": RULES, "states": list_schemes(), "reductions": REDUCTIONS,

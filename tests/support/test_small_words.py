@@ -71,8 +71,33 @@ def test_keywords_of_other_libraries_name_what_says_the_same():
         (fmtsim.Scaling, "block_size", "write block="), (partial(fmtsim.linear_config, "e4m3"), "grad", "write g="),
         (partial(fmtsim.observe, torch.ones(2)), "fmt", "write format="),
         (partial(fmtsim.compare, torch.ones(2), torch.ones(2)), "likes", "did you mean 'like'\\?"),
+        (partial(fmtsim.explain, 1.0, "e4m3"), "roundin", "did you mean 'rounding'\\?"),
+        (partial(fmtsim.vectors, "e4m3"), "seed", "write generator="),
+        (partial(fmtsim.ptq, linear(), "int4_g32"), "unit", "write target="),
+        (partial(fmtsim.bisect, linear(), linear()), "batches", "did you mean 'batch'\\?"),
+        (partial(fmtsim.export, linear(), "folder"), "layouts", "did you mean 'layout'\\?"),
     ):  # fmt: skip
         refused(rf"unexpected keyword argument '{keyword}'; {hint} \(it takes", call, error=TypeError, **{keyword: 32})
+
+
+def test_arguments_by_position_are_told_their_keyword():
+    x = torch.ones(4, 4, dtype=torch.bfloat16)
+    for verb, first, word in (
+        (fmtsim.mm, "a, b", "h200"), (fmtsim.bmm, "a, b", "h200"), (fmtsim.linear, "x, w, bias", "h200"),
+        (fmtsim.int_mm, "a, b", "int8"), (fmtsim.mma, "a, b, c", "exact"), (fmtsim.explain_mm, "a, b", "h200"),
+        (fmtsim.convert, "model, recipe", "h200"), (fmtsim.ptq, "model, recipe, calibration_data", "h200"),
+    ):  # fmt: skip
+        refused(rf"{verb.__name__}\(\) takes {first} by position; write target='{word}'$", verb,
+                *[x] * len(first.split()), word, error=TypeError)  # fmt: skip
+    refused("write out_dtype= target= plan= ", fmtsim.mm, x, x, torch.float32, error=TypeError)
+    refused(r"takes run_a, run_b, batch, loss by position; leave 3 out$", fmtsim.bisect, x, x, x, x, 3, error=TypeError)
+    refused("takes x, format by position; write rounding= ", fmtsim.explain, 1.0, "e4m3", "up", error=TypeError)
+    refused("takes x, format, rounding by position; write overflow= ", fmtsim.encode, x, "e4m3", "up", "ieee",
+            error=TypeError)  # fmt: skip
+    refused(
+        "layout=None is unknown; choose one of compressed-tensors, torchao, gguf", fmtsim.export, linear(), "folder"
+    )
+    refused("layout=None is unknown", fmtsim.export, linear(), "gguf")
 
 
 def test_help_names_types_and_keywords():
@@ -136,7 +161,7 @@ def test_compiled_code_is_refused_with_what_tells_what_compiling_changes():
     compiled = torch.compile(model, backend="eager")
     found = fmtsim.bisect(model, compiled, x)
     assert found.equal and found.rows == ()  # and what Inductor would change is not said of another backend
-    refused("is compiled, .*fmtsim.bisect.*emulate_precision_casts", fmtsim.bisect, linear(), compiled, x)
+    refused("is compiled, .*fmtsim.bisect.*emulate_precision_casts", fmtsim.trace, compiled, x)
     match = "runs inside torch.compile, .*emulate_precision_casts"
     with pytest.raises(ArgumentError, match=match), fmtsim.trace(model):
         compiled(x)

@@ -6,11 +6,11 @@ from __future__ import annotations  # help shows the names of types
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import EllipsisType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Never
 
 import torch
 
-from fmtsim.casts.arguments import refuse_keywords, spelled
+from fmtsim.casts.arguments import refuse_others, spelled
 from fmtsim.casts.profile import get_profile
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat, scaled
 from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
@@ -429,9 +429,10 @@ def usual_scaling(fmt: Format) -> ScalingName | None:
     return "tensor" if fmt.bits <= 8 else "none"
 
 
+@spelled
 def linear_config(
     x: str | Format | Quantizer | None,
-    *,
+    *more: Never,
     w: str | Format | Quantizer | EllipsisType | None = ...,
     g: str | Format | Quantizer | EllipsisType | None = ...,
     scaling: ScalingName | None = "none",
@@ -441,7 +442,7 @@ def linear_config(
     target: Any = None,
     fast_accum: bool = False,
     native: bool | None = None,
-    **others: Any,
+    **others: Never,
 ) -> LinearConfig:
     """Build the common case: one format each for activations, weights and gradients, in every product they enter.
 
@@ -470,7 +471,7 @@ def linear_config(
     >>> print(linear_config(x="e4m3", w="e4m3", g="e5m2", grad_rounding="stochastic").wgrad.a)
     e5m2 stochastic
     """
-    refuse_keywords(linear_config, others)
+    refuse_others(linear_config, more, others)
     forward, backward = get_rounding(rounding), get_rounding(grad_rounding)
     if scaling is not None and (not isinstance(scaling, str) or scaling not in SCALINGS):
         raise ArgumentError(f"scaling={shown(scaling)} is unknown; choose one of {', '.join(SCALINGS)}")
@@ -484,9 +485,6 @@ def linear_config(
     machine: dict[str, Any] = {"target": target, "native": native}
     fprop, dgrad, wgrad = (Gemm(a=a, b=b, **machine) for a, b in ((xs, ws), (gs, ws), (gs, xs)))
     return LinearConfig(fprop=replace(fprop, fast_accum=fast_accum), dgrad=dgrad, wgrad=wgrad)
-
-
-linear_config.__signature__ = spelled(linear_config)  # type: ignore[attr-defined]
 
 
 def _format(name: str | Format | None, scaling: ScalingName | None, *, weight: bool = False) -> Format | None:

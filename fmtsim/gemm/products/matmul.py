@@ -3,12 +3,12 @@
 
 from __future__ import annotations  # help shows the names of types
 
-from typing import Any, TypedDict, Unpack
+from typing import Any, Never, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import check_flags, check_saved, refuse_keywords, spelled
+from fmtsim.casts.arguments import check_flags, check_saved, refuse_others, spelled
 from fmtsim.casts.lanes import once_only
 from fmtsim.casts.quantize import quantize
 from fmtsim.gemm.products.native import check_library
@@ -29,7 +29,7 @@ from fmtsim.spec.call import GemmCall, Operands, Operation
 from fmtsim.spec.cast import RandomKey
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.dispatch import is_bare
-from fmtsim.support.errors import ArgumentError, keyword_error
+from fmtsim.support.errors import ArgumentError
 
 # Offsets of the two backward products under one seed, which no batch reaches.
 _OFFSETS = (1 << 40, 1 << 41)
@@ -56,10 +56,11 @@ class Options(TypedDict, total=False):
 _DEFAULTS: dict[str, Any] = dict.fromkeys(Options.__annotations__) | {"strict": False}
 
 
+@spelled
 def mm(
     a: Tensor,
     b: Tensor,
-    *,
+    *more: Never,
     out_dtype: torch.dtype | None = None,
     target: Any = None,
     plan: GemmPlan | None = None,
@@ -69,7 +70,7 @@ def mm(
     generator: Any = None,
     formats: Any = None,
     native: bool | None = None,
-    **others: Any,
+    **others: Never,
 ) -> Tensor:
     """Multiply two matrices with the bits of a target's torch.mm, or of a unit.
 
@@ -116,7 +117,7 @@ def mm(
     tensor([[ 1.5000,  2.0000],
             [ 0.2500, -1.0000]])
     """
-    refuse_keywords(mm, others)
+    refuse_others(mm, more, others)
     options = {
         "out_dtype": out_dtype, "target": target, "plan": plan, "accumulate": accumulate, "allow": allow,
         "strict": strict, "formats": formats, "native": native,
@@ -124,7 +125,7 @@ def mm(
     return _multiply("mm", a, b, None, options, generator)
 
 
-def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
+def bmm(a: Tensor, b: Tensor, *more: Never, **options: Unpack[Options]) -> Tensor:
     """Multiply two stacks of matrices; options are those of ``mm``.
 
     Args:
@@ -145,10 +146,10 @@ def bmm(a: Tensor, b: Tensor, **options: Unpack[Options]) -> Tensor:
     >>> y.shape, y[0, 0, 0].item()
     (torch.Size([2, 3, 5]), 4.0)
     """
-    return _multiply("bmm", a, b, None, *_options("bmm", options))
+    return _multiply("bmm", a, b, None, *_options(bmm, options, more))
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, *more: Never, **options: Unpack[Options]) -> Tensor:
     """Compute ``x w^T + bias`` with the bits of a target's torch.nn.functional.linear; options are those of ``mm``.
 
     Args:
@@ -169,14 +170,13 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, **options: Unpack[O
     >>> fmtsim.linear(x, w, torch.ones(5, dtype=torch.bfloat16), target="h200")[0]
     tensor([5., 5., 5., 5., 5.], dtype=torch.bfloat16)
     """
-    return _multiply("linear", x, w, bias, *_options("linear", options))
+    return _multiply("linear", x, w, bias, *_options(linear, options, more))
 
 
-for _verb, _like in ((mm, None), (bmm, mm), (linear, mm)):
-    _verb.__signature__ = spelled(_verb, _like)  # type: ignore[union-attr]
-
-
-def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = None) -> Tensor:
+@spelled
+def int_mm(
+    a: Tensor, b: Tensor, *more: Never, target: Any = "int8", native: bool | None = None, **others: Never
+) -> Tensor:
     """Multiply two int8 matrices as torch._int_mm does.
 
     Args:
@@ -197,10 +197,14 @@ def int_mm(a: Tensor, b: Tensor, *, target: Any = "int8", native: bool | None = 
     >>> int_mm(torch.tensor([[1, -2]], dtype=torch.int8), torch.tensor([[3], [4]], dtype=torch.int8))
     tensor([[-5]], dtype=torch.int32)
     """
+    refuse_others(int_mm, more, others)
     dtype = integer_sums(target)
     options: Options = {"target": target, "accumulate": accumulate_name(dtype), "out_dtype": dtype, "native": native}
-    return _multiply("int_mm", a, b, None, *_options("int_mm", options))
+    return _multiply("int_mm", a, b, None, *_options(int_mm, options))
 
+
+for _verb in (bmm, linear):
+    spelled(_verb, mm)
 
 Checked = tuple[GemmCall, torch.dtype | None, bool]
 """What the checks of a verb return: the call, the dtype of the result (None: of the accumulator), and whether float32
@@ -209,12 +213,10 @@ _checked: dict[Any, Checked] = {}  # by dtypes, shapes, strides and devices of t
 _MOST = 4096
 
 
-def _options(verb: str, keywords: Any) -> tuple[dict[str, Any], Any]:
+def _options(verb: Any, keywords: Any, more: tuple[Any, ...] = ()) -> tuple[dict[str, Any], Any]:
     """Return all keywords of mm but the generator, with their defaults, and the generator."""
     # TypedDict keywords are not checked by Python
-    unknown = [name for name in keywords if name not in _DEFAULTS]
-    if unknown:
-        raise keyword_error(verb, unknown[0], _DEFAULTS)
+    refuse_others(verb, more, {name: value for name, value in keywords.items() if name not in _DEFAULTS})
     options = {**_DEFAULTS, **keywords}
     return options, options.pop("generator")
 

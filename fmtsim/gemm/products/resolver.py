@@ -317,8 +317,8 @@ def _resolved(call: GemmCall, record: Any) -> tuple[GemmSpec, GemmCall | None]:
 
 
 _TAKES: dict[type, tuple[type, str]] = {
-    IntegerDatapath: (IntFormat, "integer formats"),
-    LogDatapath: (LogFormat, "logarithmic formats (formats='lns8_g8'; recipe='lns')"),
+    IntegerDatapath: (IntFormat, "integer formats (formats='int8'; fmtsim mm --dtype int8)"),
+    LogDatapath: (LogFormat, "logarithmic formats (formats='lns8_g8'; fmtsim mm --dtype lns8_g8; recipe='lns')"),
 }
 
 

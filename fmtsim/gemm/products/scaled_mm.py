@@ -2,12 +2,12 @@
 """The verbs of products with scales of their own: scaled_mm, and mma for one matrix instruction."""
 
 import math
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import check_flags, check_together, random_keys
+from fmtsim.casts.arguments import check_flags, check_together, random_keys, refuse_others, spelled
 from fmtsim.casts.lanes import define_operator
 from fmtsim.casts.ops import quantize
 from fmtsim.formats.element import FloatFormat
@@ -52,6 +52,7 @@ from fmtsim.support.errors import ArgumentError, DtypeError, shown
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+@spelled
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -61,7 +62,7 @@ def scaled_mm(
     scale_result: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    *,
+    *more: Never,
     target: Any = None,
     plan: GemmPlan | None = None,
     scale_recipes: Any = None,
@@ -71,6 +72,7 @@ def scaled_mm(
     accumulate: str | None = None,
     strict: bool = False,
     generator: Any = None,
+    **others: Never,
 ) -> Tensor:
     """Multiply scaled matrices with the bits of a target's torch._scaled_mm, or of a unit.
 
@@ -109,6 +111,7 @@ def scaled_mm(
     >>> y[0, 0].item()
     64.0
     """
+    refuse_others(scaled_mm, more, others)
     target = check_target("scaled_mm", target, plan, accumulate)
     library = not is_unit(target)
     check_flags(use_fast_accum=use_fast_accum, strict=strict, native=native)
@@ -196,17 +199,19 @@ def _check_bias(bias: Tensor | None, n: int, dtype: torch.dtype, library: bool) 
         raise DtypeError(f"bias has dtype {bias.dtype}; a {dtype} output takes {' or '.join(map(str, allowed))}")
 
 
+@spelled
 def mma(
     a: Tensor,
     b: Tensor,
     c: Tensor | None = None,
-    *,
-    target: Any,
+    *more: Never,
+    target: Any = None,
     formats: Any = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     accumulate: str | None = None,
     generator: Any = None,
+    **others: Never,
 ) -> Tensor:
     """Compute ``a b^T + c`` as one matrix instruction of a unit does, for any number of matrices.
 
@@ -239,6 +244,7 @@ def mma(
     >>> mma(a, one, target="hopper.wgmma"), mma(16 * a.float(), one.float(), target="exact")
     (tensor([[1.]]), tensor([[16.]]))
     """
+    refuse_others(mma, more, others)
     for name, x in (("a", a), ("b", b)):
         check_tensor(name, x, "2+")
     for name, extra in (("c", c), ("scale_a", scale_a), ("scale_b", scale_b)):

@@ -29,7 +29,7 @@ from fmtsim.gemm.targets.question import (
 from fmtsim.gemm.units.unit import PLANS, Unit, get_unit, is_unit, list_units, units_that_take
 from fmtsim.spec.call import SCALE_KINDS, GemmCall, ScaleKind
 from fmtsim.spec.datapath import Arithmetic
-from fmtsim.spec.gemm_spec import Basis, GemmSpec, datapath_from_dict, datapath_from_text
+from fmtsim.spec.gemm_spec import DATAPATHS, Basis, GemmSpec, datapath_from_dict, datapath_from_text
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError, FmtsimError, PlanUnknownWarning, did_you_mean, shown
 from fmtsim.support.records import load_record, located, parse_json
@@ -347,7 +347,7 @@ def find_target(target: Any) -> Target | Unit | Arithmetic:
     if (path := datapath_from_text(text)) is not None:
         return path
     # 3. none of them
-    hint = did_you_mean(text, (*list_targets(), *list_units()))
+    hint = did_you_mean(text, (*list_targets(), *list_units(), *DATAPATHS))
     raise ArgumentError(sibling_hint(text) or f"unknown target {shown(text)}{hint} ({_kinds()})")
 
 

@@ -313,7 +313,7 @@ def _product_rows(args: list[Any], outputs: list[Any], target: str, rows: Tensor
     if bias is not None and bias.ndim != 1:
         return None
     # The plan is that of the whole product, resolved from shapes and layouts without numbers.
-    verb = mm if bias is None else linear
+    verb: Any = mm if bias is None else linear
     operands = (a, b) if bias is None else (a, b.t(), bias)
     shapes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands]
     try:

@@ -9,10 +9,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Never, overload
 
 from torch import Tensor, nn
 
+from fmtsim.casts.arguments import refuse_others, spelled
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.bisect_compiled import CompiledBisection, bisect_compiled
 from fmtsim.lab.analysis.bisect_launches import LaunchBisection, bisect_launches
@@ -165,8 +166,9 @@ def bisect(run_a: Run, run_b: Run) -> Bisection: ...
 def bisect(
     run_a: Run | nn.Module, run_b: Run | nn.Module, batch: Any = None, loss: Any = None
 ) -> Bisection | CompiledBisection: ...
+@spelled
 def bisect(
-    run_a: Any, run_b: Any, batch: Any = None, loss: Any = None
+    run_a: Any, run_b: Any, batch: Any = None, loss: Any = None, *more: Never, **others: Never
 ) -> Bisection | LaunchBisection | CompiledBisection:
     """Find the first operation whose output bits differ between two runs of one model while its inputs are equal.
 
@@ -198,12 +200,15 @@ def bisect(
     >>> str(found.a), found.kind, found.alone
     ('(model) forward: Linear', 'operation', (0, 6))
     """
+    refuse_others(bisect, more, others)
     if isinstance(run_a, partial | Launch) or isinstance(run_b, partial | Launch):
         return bisect_launches(run_a, run_b)
     for model, compiled in ((run_a, run_b), (run_b, run_a)):
         eager = getattr(compiled, "_orig_mod", None)  # what torch.compile was given
-        if isinstance(eager, nn.Module) and eager is model and batch is not None:
-            return bisect_compiled(eager, compiled, split_arguments(batch))
+        if isinstance(eager, nn.Module) and isinstance(model, nn.Module) and not hasattr(model, "_orig_mod"):
+            _check_compiled(model, eager)
+            if batch is not None:
+                return bisect_compiled(eager, compiled, split_arguments(batch))
     runs = _read("run_a", run_a, batch, loss), _read("run_b", run_b, batch, loss)
     result = _find(runs, "modules")
     if result.inside_modules or any(run.step is None for run in runs):
@@ -241,6 +246,23 @@ def assert_same_bits(a: Any, b: Any, batch: Any = None, loss: Any = None) -> Non
     result = bisect(a, b, batch, loss) if models else compare(a, b)
     if not result.equal:
         raise AssertionError(f"the {'models' if models else 'tensors'}' bits differ\n{result}")
+
+
+def _check_compiled(model: nn.Module, eager: nn.Module) -> None:
+    """Refuse a model that is not the one that torch.compile was given, and say whether their weights differ."""
+    if model is eager:
+        return
+    ours, theirs = dict(model.named_parameters()), dict(eager.named_parameters())
+    both = [(name, ours[name], theirs[name].to(ours[name].device)) for name in ours if name in theirs]
+    names = [
+        *sorted(ours.keys() ^ theirs.keys()),
+        *(name for name, x, y in both if x.dtype != y.dtype or not x.equal(y)),
+    ]
+    what = f"with other weights: {names[0]} differs" if names else "with equal weights"
+    raise ArgumentError(
+        f"torch.compile was given another {type(eager).__name__} than the model beside it, {what}; compile that very "
+        "model, so that the two share their weights: model = ...; bisect(model, torch.compile(model), batch)"
+    )
 
 
 class _Run(NamedTuple):

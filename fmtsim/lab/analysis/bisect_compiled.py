@@ -18,12 +18,13 @@ from fmtsim.support.table import Column, Facts, Result, Rows, table_of
 
 
 class FusedDifference(NamedTuple):
-    """An operation of a compiled graph whose inputs have equal bits, as both runs store them, and its result has not.
+    """An operation of a compiled graph whose result has other bits than eager code makes of the same stored inputs.
 
     operation: As Inductor gets it: gelu of 16 bits is erf and products in float32, for example.
     code: The line of the model that made it.
     dtype: Of its result.
     different, elements: How many elements differ, and of how many.
+    nan: How many of those that differ are NaN in both.
     rounding: Whether eager roundings in the compiled code (``emulate_precision_casts``) take the difference away.
     """
 
@@ -32,12 +33,16 @@ class FusedDifference(NamedTuple):
     dtype: str
     different: int
     elements: int
+    nan: int
     rounding: bool
 
     @property
     def why(self) -> str:
         """What is known of the cause."""
-        return "its inputs or it are not rounded" if self.rounding else "its function or order of sums is another one"
+        if self.nan == self.different:
+            return "both are NaN, with other bits"
+        cause = "its inputs or it are not rounded" if self.rounding else "its function or order of sums is another one"
+        return f"{cause}; {self.nan:,} are NaN in both" if self.nan else cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -46,8 +51,9 @@ class CompiledBisection(Result):
 
     Args:
         rows: Operations that begin a difference, in the order of the graph; none where the outputs are equal. Other
-            operations that differ have inputs that differ.
+            operations give what eager code makes of the inputs that they got.
         different, elements: Of the outputs: how many elements differ, and of how many.
+        nan: How many of those that differ are NaN in both.
         faithful: Whether the code that was looked into, which stores all that lies between, has the outputs' bits of
             the compiled model. If not, the rows are of other code.
         random: Whether the model draws random numbers: the compiled model draws others than the eager one, the code
@@ -57,6 +63,7 @@ class CompiledBisection(Result):
     rows: tuple[FusedDifference, ...]
     different: int
     elements: int
+    nan: int
     faithful: bool
     random: bool
 
@@ -66,7 +73,8 @@ class CompiledBisection(Result):
         return not self.different
 
     def _content(self) -> tuple[Facts, Rows]:
-        facts = [("outputs", f"{self.different:,} of {self.elements:,} elements differ")]
+        nan = f", {self.nan:,} are NaN in both" if self.nan else ""
+        facts = [("outputs", f"{self.different:,} of {self.elements:,} elements differ{nan}")]
         if self.random:
             facts.append(("note", "compiled code draws other random numbers; in the rows, both runs draw the same"))
         elif not self.faithful:
@@ -97,15 +105,16 @@ def bisect_compiled(model: nn.Module, compiled: Callable[..., Any], batch: Batch
     with torch.no_grad(), limits, unchanged(model) as model_copy:
         states = _generator_states(model)
         eager = _tensors(model_copy(*arguments, **options))
-        random = any(map(_changed, states, _generator_states(model)))
+        random = any(_changed(*pair)[0] for pair in zip(states, _generator_states(model), strict=True))
         # compiled code runs on the model itself: statistics of BatchNorm are put back
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         actual = _tensors(compiled(*arguments, **options))
         for buffer, value in buffers:
             buffer.copy_(value)
-        elements, different = sum(x.numel() for x in eager), sum(map(_changed, actual, eager))
+        counts, elements = list(map(_changed, actual, eager)), sum(x.numel() for x in eager)
+        different, nan = sum(count for count, _ in counts), sum(count for _, count in counts)
         if not different:  # another backend than Inductor's may be equal by design
-            return CompiledBisection(rows=(), different=0, elements=elements, faithful=True, random=random)
+            return CompiledBisection(rows=(), different=0, elements=elements, nan=0, faithful=True, random=random)
         for casts in (False, True):
             begins[casts] = []
             code = torch.compile(copy.deepcopy(model), backend=_backend(begins[casts], casts))
@@ -113,8 +122,8 @@ def bisect_compiled(model: nn.Module, compiled: Callable[..., Any], batch: Batch
     cured = {row.operation for row in begins[False]} - {row.operation for row in begins[True]}
     return CompiledBisection(
         rows=tuple(row._replace(rounding=row.operation in cured) for row in begins[False]),
-        different=different, elements=elements, faithful=not any(map(_changed, outputs[False], actual)),
-        random=random,
+        different=different, elements=elements, nan=nan, random=random,
+        faithful=not any(differ for differ, _ in map(_changed, outputs[False], actual)),
     )  # fmt: skip
 
 
@@ -128,9 +137,12 @@ def _generator_states(model: nn.Module) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
-def _changed(x: Tensor, y: Tensor) -> int:
-    """Return how many elements have other bits."""
-    return compare(x, y).mismatches if x.is_floating_point() else int((x != y).sum())
+def _changed(x: Tensor, y: Tensor) -> tuple[int, int]:
+    """Return how many elements have other bits, and how many of them are NaN in both."""
+    if not x.is_floating_point():
+        return int((x != y).sum()), 0
+    result = compare(x, y)
+    return result.mismatches, result.nan_payloads
 
 
 def _backend(begins: list[FusedDifference], casts: bool) -> Any:
@@ -152,17 +164,12 @@ def _backend(begins: list[FusedDifference], casts: bool) -> Any:
             code = compile_fx_inner(graph, inputs)
 
         def run(inputs: list[Any]) -> Any:
-            eager = dict[str, Any]()
             devices = {x.device for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"}
             with torch.random.fork_rng(devices):
-                _Recording(plain, eager).run(*inputs)
-            outputs = code(list(inputs))  # type: ignore[operator]
-            # 2. an operation begins a difference where its result differs and no input does
-            changed: dict[str, int] = {}
-            for node, y in zip(nodes, outputs[results:], strict=True):
-                changed[node.name] = _changed(y, eager[node.name])
-                if changed[node.name] and not any(_differs(one, changed) for one in node.all_input_nodes):
-                    begins.append(_row(node, changed[node.name], y))
+                outputs = code(list(inputs))  # type: ignore[operator]
+            # 2. an operation begins a difference where eager code makes another result of the inputs that it got
+            stored = dict(zip((node.name for node in nodes), outputs[results:], strict=True))
+            _Replay(plain, stored, begins).run(*inputs)
             return outputs[:results]
 
         run._boxed_call = True  # type: ignore[attr-defined]  # takes its inputs as one list
@@ -173,29 +180,29 @@ def _backend(begins: list[FusedDifference], casts: bool) -> Any:
     )
 
 
-def _differs(node: Node, changed: dict[str, int]) -> bool:
-    """Return whether a node has other bits; one of several tensors has where an input has."""
-    if node.name in changed:
-        return changed[node.name] > 0
-    return any(_differs(one, changed) for one in node.all_input_nodes)
-
-
-def _row(node: Node, different: int, y: Tensor) -> FusedDifference:
+def _row(node: Node, y: Tensor, different: int, nan: int) -> FusedDifference:
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     code = next((line for line in reversed(lines) if line and set(line) - set("^~ ")), "")
     # the result of an operation that has several is named by the operation
     of = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
     name = f"{node.name}: {of}"
-    return FusedDifference(name, code, str(y.dtype).removeprefix("torch."), different, y.numel(), False)
+    return FusedDifference(name, code, str(y.dtype).removeprefix("torch."), different, y.numel(), nan, False)
 
 
-class _Recording(Interpreter):
-    """Run a graph operation by operation and keep each value by name."""
+class _Replay(Interpreter):
+    """Run a graph operation by operation on the values that compiled code stored, and list where it gives others."""
 
-    def __init__(self, graph: GraphModule, values: dict[str, Any]) -> None:
+    def __init__(self, graph: GraphModule, stored: dict[str, Tensor], begins: list[FusedDifference]) -> None:
         super().__init__(graph)
-        self._values = values
+        self._stored, self._begins = stored, begins
 
     def run_node(self, n: Node) -> Any:
-        self._values[n.name] = super().run_node(n)
-        return self._values[n.name]
+        x = super().run_node(n)
+        if n.name not in self._stored:  # an operation of several results, which getitem takes apart
+            return x
+        y = self._stored[n.name]
+        different, nan = _changed(y, x)
+        if not different:
+            return x
+        self._begins.append(_row(n, y, different, nan))
+        return torch.empty_like(x).copy_(y)  # with eager strides, which views of the graph were made for

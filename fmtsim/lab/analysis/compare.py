@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Never, overload
 
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import refuse_keywords, spelled
+from fmtsim.casts.arguments import refuse_others, spelled
 from fmtsim.lab.analysis import ulp
 from fmtsim.lab.analysis.compare_ways import WaysComparison, compare_ways
 from fmtsim.support import table
@@ -210,8 +210,9 @@ _BINS = 1 << 16  # of one step of the search for the median
 def compare(actual: Any, expected: Any, *, like: None = ..., cast: bool = ...) -> Comparison: ...
 @overload
 def compare(actual: Callable[..., Any], expected: Sequence[Any], *, like: Sequence[str]) -> WaysComparison: ...
+@spelled
 def compare(
-    actual: Any, expected: Any, *, like: Any = None, cast: bool = False, **others: Any
+    actual: Any, expected: Any, *more: Never, like: Any = None, cast: bool = False, **others: Never
 ) -> Comparison | WaysComparison:
     """Compare two tensors bit for bit and measure how far apart they are.
 
@@ -254,7 +255,7 @@ def compare(
           0      2  66.7  ################
           1      1  33.3  ########
     """
-    refuse_keywords(compare, others)
+    refuse_others(compare, more, others)
     if like is not None:
         return compare_ways(actual, expected, like, compare)
     first, second = ulp.read_codes(actual, "actual"), ulp.read_codes(expected, "expected")
@@ -271,9 +272,6 @@ def compare(
         shapes = f"{list(first.raw.shape)}, expected {list(second.raw.shape)}"
         raise ArgumentError(f"actual has shape {shapes}; reshape or index one of them (nothing is broadcast)")
     return _Differences(first.raw, second.raw, first.kind).result()
-
-
-compare.__signature__ = spelled(compare)  # type: ignore[attr-defined]
 
 
 class _Differences:

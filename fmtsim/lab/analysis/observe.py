@@ -8,14 +8,14 @@ from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Never, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from fmtsim.casts.arguments import check_input, check_module, check_readable, refuse_keywords, spelled
+from fmtsim.casts.arguments import check_input, check_module, check_readable, refuse_others, spelled
 from fmtsim.casts.quantize import quantize
 from fmtsim.formats.block import Format
 from fmtsim.formats.registry import get_format
@@ -275,9 +275,10 @@ def observe(
     model: nn.Module, format: str | Format | Quantizer | None = None, *,
     recipe: str | Path | Recipe | LinearConfig | None = None, rules: Sequence[Rule] | str | Path = (), every: int = 1,
 ) -> ModelObservation: ...  # fmt: skip
+@spelled
 def observe(
-    model: Any, format: Any = None, *, recipe: str | Path | Recipe | LinearConfig | None = None,
-    rules: Sequence[Rule] | str | Path = (), every: int = 1, **others: Any,
+    model: Any, format: Any = None, *more: Never, recipe: str | Path | Recipe | LinearConfig | None = None,
+    rules: Sequence[Rule] | str | Path = (), every: int = 1, **others: Never,
 ) -> ModelObservation | TensorStats:  # fmt: skip
     """Collect statistics of every operand of a model's products: ``with observe(model) as stats: ...``.
 
@@ -326,7 +327,7 @@ def observe(
     >>> observe(torch.tensor([1.0, 0.3, 1e-5]), "e4m3").underflow_percent
     33.333333333333336
     """
-    refuse_keywords(observe, others)
+    refuse_others(observe, more, others)
     if isinstance(model, Tensor):
         if format is None or recipe is not None or rules or every != 1:
             raise ArgumentError("observe of a tensor takes a format and nothing else; call observe(x, 'e4m3')")
@@ -349,9 +350,6 @@ def observe(
             "observe(torch.as_tensor(x), 'e4m3')"
         )
     return ModelObservation(model, recipe=recipe, format=format, rules=rules, every=every)
-
-
-observe.__signature__ = spelled(observe)  # type: ignore[attr-defined]
 
 
 def _scales_of(x: Tensor, quantizer: Quantizer) -> Tensor | None:

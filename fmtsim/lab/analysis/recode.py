@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,9 +22,10 @@ from fmtsim.formats.registry import get_format
 from fmtsim.formats.scaling import Block
 from fmtsim.lab.analysis.stats import Counts
 from fmtsim.ptq.export import open_checkpoint
+from fmtsim.ptq.export.checkpoint_files import Checkpoint
 from fmtsim.ptq.export.layouts import Reordered
 from fmtsim.spec.cast import EncodedParts
-from fmtsim.support.errors import ArgumentError, shown
+from fmtsim.support.errors import ArgumentError, FormatError, shown
 from fmtsim.support.progress import make_progress
 from fmtsim.support.records import located
 from fmtsim.support.table import Column, Record, Result, Rows, decibels, table_of
@@ -84,6 +86,7 @@ class Recode(Result):
             scale rule; None where that depends on other blocks, or they are too many.
         pairs: See ``by_rule``.
         weights: Weights of a checkpoint.
+        note: That the source is a format, where a file or folder of its name exists.
     """
 
     source: str
@@ -98,6 +101,7 @@ class Recode(Result):
     by_rule: int | None = None
     pairs: int = 0
     weights: tuple[WeightRecode, ...] = ()
+    note: str = ""
 
     @property
     def lossless(self) -> bool:
@@ -138,6 +142,8 @@ class Recode(Result):
             yield f"together they lose nothing if scales differ by powers of two, up to {self.span:g}"
         if self.by_rule is not None:
             yield f"by its scale rule {self.by_rule} of {self.pairs} pairs of scale and largest element lose nothing"
+        if self.note:
+            yield self.note
 
 
 _COLUMNS = (
@@ -157,7 +163,8 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
     sign. Where one tensor or block of b holds several scales of a, ``span`` says how far these may lie apart.
 
     Args:
-        a: A block format, an Encoded, or a checkpoint: its path, or what ``open_checkpoint`` returns.
+        a: A block format, an Encoded, or a checkpoint: its path (``"./mxfp4"`` where a format has its name), or what
+            ``open_checkpoint`` returns.
         b: The block format to recode to.
         scales: Of weights: as ``recode`` takes them.
 
@@ -176,14 +183,24 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
     together they lose nothing if scales differ by powers of two, up to 131072
     """
     target = block_format("b", b)
-    if isinstance(a, os.PathLike) or (isinstance(a, str) and os.path.exists(a)):
+    note = ""
+    if isinstance(a, str) and os.path.exists(a):
+        try:
+            a, note = (
+                get_format(a),
+                f"{a} is the format of this name; {os.path.join(os.curdir, a)} means the checkpoint",
+            )
+        except FormatError:
+            a = Path(a)
+    if isinstance(a, os.PathLike):
         a = open_checkpoint(a)
     if isinstance(a, Encoded | Reordered):
         a = {"": a}
     if not isinstance(a, Mapping):
         with located(f"there is no checkpoint {shown(a)}, and as a format"):
             a = get_format(a)
-        source = block_format("a", a)
+        with located(note):
+            source = block_format("a", a)
         # 1. Every multiple r of the source's elements that the target's elements hold; a block stands alone where no
         #    block of the target holds two of the source.
         ratios, power = _ratios(source.element, target.element), Fraction(2)
@@ -213,6 +230,7 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
             source=source.name, target=target.name, codes=len(_values(source.element)), ratios=ratios,
             scales=len(tried), held=len(held), span=None if span is None else float(span), by_rule=by_rule,
             pairs=pairs, lowest=float(held[0]) if held else 0.0, highest=float(held[-1]) if held else 0.0,
+            note=note,
         )  # fmt: skip
     weights = []
     with make_progress(None) as progress:
@@ -223,7 +241,8 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
                 weights.append(recode(name, value, target, scales)[1])
             progress.step(number + 1)
     if not weights:
-        raise ArgumentError(f"{shown(a)} has no quantised weights; pass a checkpoint that has some")
+        what = repr(a) if isinstance(a, Checkpoint) else shown(a)
+        raise ArgumentError(f"{what} has no quantised weights; pass a checkpoint that has some")
     return Recode(source="", target=target.name, weights=tuple(weights))
 
 

@@ -127,7 +127,7 @@ _RECIPES = "fmtsim train --recipe list has the names; a file ends in .json"
 _GPU = "choose a GPU with its library, such as h200, a plan file (.json)"
 targets = Catalogue(("targets",), _GPU, others=("units",))
 _UNIT = f"{_GPU}, a unit such as hopper.wgmma, or fields as --help shows"
-targets_and_units = Catalogue(("targets", "units"), _UNIT, others=("logarithms", "recipe"), metavar="TARGET")
+targets_and_units = Catalogue(("targets", "units", "datapaths"), _UNIT, others=("recipe",), metavar="TARGET")
 simulated = Catalogue(("simulated",), "choose h200 or h100", metavar="GPU")
 recipes = Catalogue(("recipes",), _RECIPES, ("recipe_aliases",), _ANY)
 _BOTH = "fmtsim formats and fmtsim train --recipe list have the names"

@@ -9,13 +9,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any, overload
+from typing import Any, Never, overload
 
 import numpy
 import torch
 
 from fmtsim.casts import numpy_arrays
-from fmtsim.casts.arguments import cast_options, check_dense, drawn_key
+from fmtsim.casts.arguments import cast_options, check_dense, drawn_key, refuse_others, spelled
 from fmtsim.casts.profile import check_alone
 from fmtsim.casts.quantize import encode, quantize
 from fmtsim.formats.block import FP32, Block, BlockFormat, Format, LogTileFormat, PackedFormat, with_block
@@ -339,10 +339,11 @@ def explain(
 def explain(
     x: Any, format: str | Format | Quantizer | torch.dtype, *, block_size: int | Block | None = ..., like: str
 ) -> LikeExplanation: ...
+@spelled
 def explain(
     x: float | Sequence[float] | torch.Tensor | numpy.ndarray[Any, Any],
     format: str | Format | Quantizer | torch.dtype,
-    *,
+    *more: Never,
     rounding: RoundingName | Rounding = "nearest_even",
     overflow: Overflow | None = None,
     generator: int | RandomKey = 0,
@@ -350,6 +351,7 @@ def explain(
     block_size: int | Block | None = None,
     scale_rule: ScaleRule | None = None,
     like: str | None = None,
+    **others: Never,
 ) -> Explanation | LikeExplanation:
     """Say how numbers get their bits: scale, neighbours, exact distances, and the rule that decided.
 
@@ -379,6 +381,7 @@ def explain(
     >>> e.bits, e.value, e.decision.rule
     ('0 1111 110', 896.0, 'saturated')
     """
+    refuse_others(explain, more, others)
     # The numbers as a tensor of one dimension.
     x = numpy_arrays.as_floats(x)
     if isinstance(x, torch.Tensor):

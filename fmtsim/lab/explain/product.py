@@ -2,12 +2,12 @@
 """Why a product has the bits it has: the unit, the accumulation order, and what stands behind both."""
 
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, Never, overload
 
 import torch
 from torch import Tensor, nn
 
-from fmtsim.casts.arguments import check_together
+from fmtsim.casts.arguments import check_together, refuse_others, spelled
 from fmtsim.gemm.products.explanation import MmExplanation, explained, runs
 from fmtsim.gemm.products.matmul import Options, check_call, checked_options
 from fmtsim.gemm.products.operands import check_tensor, inner_length, matrix_layout
@@ -28,10 +28,11 @@ def explain_mm(a: Tensor, b: Tensor, *, out_dtype: Any = ..., target: Any = ...,
                scale_a: Any = ..., scale_b: Any = ..., bias: Tensor | None = ...,
                scale_recipes: Any = ..., swizzles: Any = ...,
 ) -> MmExplanation: ...  # fmt: skip
+@spelled
 def explain_mm(
     a: Any,
     b: Any,
-    *,
+    *more: Never,
     out_dtype: torch.dtype | None = None,
     target: Any = None,
     plan: GemmPlan | None = None,
@@ -45,6 +46,7 @@ def explain_mm(
     bias: Tensor | None = None,
     scale_recipes: Any = None,
     swizzles: Any = None,
+    **others: Never,
 ) -> MmExplanation | LayerExplanation:
     """Explain what ``mm`` would compute, or the three products of a converted layer; nothing is multiplied.
 
@@ -77,6 +79,7 @@ def explain_mm(
     >>> explain_mm(layer, 512).wgrad.order
     'a fresh chain every 128 products, each added to an outer sum rounded to nearest'
     """
+    refuse_others(explain_mm, more, others)
     scaled = {
         "scale_a": scale_a, "scale_b": scale_b, "bias": bias, "scale_recipes": scale_recipes, "swizzles": swizzles
     }  # fmt: skip

@@ -7,12 +7,12 @@ import math
 import pkgutil
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
 
-from fmtsim.casts.arguments import cast_options
+from fmtsim.casts.arguments import cast_options, refuse_others, spelled
 from fmtsim.casts.quantize import decode, encode
 from fmtsim.casts.stored import restore
 from fmtsim.formats.block import FP32, BlockFormat, Format, PackedFormat, ScaledFormat
@@ -231,23 +231,28 @@ def check_part(vectors: Vectors, part: str, actual: Tensor, every: bool = False)
     return {"part": part, **counts, "other_nan": int((unequal & pair_of_nan).sum()), "first": differences}
 
 
-def vectors(format: Any, folder: str | Path | None = None, **options: Any) -> Vectors:
+@spelled
+def vectors(
+    format: Any, folder: str | Path | None = None, *more: Never, rounding: Any = None, overflow: Any = None,
+    random_bits: int | None = None, generator: Any = 0, **others: Never,
+) -> Vectors:  # fmt: skip
     """Return inputs of a format on which kernels go wrong, with their codes and values; write them into a folder.
 
-    ``fmtsim vectors --check`` compares a kernel's results with the folder. ``options`` are ``rounding``, ``overflow``,
-    ``random_bits`` and ``generator`` of ``fmtsim.encode``, whose errors they raise; the seed is 0 unless it is told.
+    ``fmtsim vectors --check`` compares a kernel's results with the folder. ``rounding``, ``overflow``, ``random_bits``
+    and ``generator`` are those of ``fmtsim.encode``, whose errors they raise; the seed is 0 unless it is told.
 
     >>> vectors("e2m1").tensors["codes"][:3].tolist()  # two codes a byte
     [239, 205, 171]
     """
+    refuse_others(vectors, more, others)
+    options = {"rounding": rounding, "overflow": overflow, "random_bits": random_bits}
     if isinstance(format, Quantizer):
-        seed = {name: options.pop(name) for name in ("generator",) if name in options}
         format, rounding, overflow, like = cast_options(format, **options)
         if rounding.variant != "a" or rounding.layout != "word":
             raise FormatError(f"vectors draw random bits as variant 'a' alone, not as {rounding}; choose that")
-        said = {"rounding": rounding.mode, "overflow": overflow, "random_bits": rounding.random_bits, "like": like}
-        options = {name: value for name, value in said.items() if value is not None} | seed
-    result, files = make_vectors(get_format(format), {"generator": 0} | options)
+        options = {"rounding": rounding.mode, "overflow": overflow, "random_bits": rounding.random_bits, "like": like}
+    said = {name: value for name, value in options.items() if value is not None}
+    result, files = make_vectors(get_format(format), {"generator": generator} | said)
     if folder is not None:
         write_folder(Path(folder), files)
     return result

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Never, get_args
 
 import torch
 from torch import Tensor, nn
 
-from fmtsim.casts.arguments import check_module
+from fmtsim.casts.arguments import check_module, refuse_others, spelled
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.tensor_file import DTYPES, TensorPlace, open_tensors, read_tensors, stored_tensor, tensor_content
 from fmtsim.nn.coverage import Coverage
@@ -33,6 +33,7 @@ from fmtsim.support.files import TEMPORARY, write_folder
 from fmtsim.support.records import located, parse_json, read_json
 from fmtsim.support.table import some
 
+_OTHER = "other tensors"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -42,6 +43,7 @@ class Reader(NamedTuple):
     name: str
     read: Callable[[], Any]
     decode: Callable[[Any], Tensor] = lambda value: value.decode()
+    plain: str = _OTHER  # what tensors are called that no layout stores
 
 
 class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
@@ -83,10 +85,9 @@ class Checkpoint(Mapping[str, "Encoded | Reordered | Tensor"]):
         return value if isinstance(value, Tensor) else self._readers[name].decode(value)
 
     def __repr__(self) -> str:
-        counts = Counter(reader.name for reader in self._readers.values())
-        plain = counts.pop("", 0)
-        coded = "".join(f"{count} weights of {layout}, " for layout, count in counts.items())
-        return f"Checkpoint({str(self.path)!r}: {coded}{plain} other tensors)"
+        counts = Counter(f"weights of {one.name}" if one.name else one.plain for one in self._readers.values())
+        counts[_OTHER] = counts.pop(_OTHER, 0)  # they come last
+        return f"Checkpoint({str(self.path)!r}: {', '.join(f'{n} {kind}' for kind, n in counts.items())})"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -149,7 +150,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             decode = partial(layout.decode, weight, config)
             readers[f"{weight.prefix}{layout.weight}"] = Reader(layout.name, read, decode)
         elif name not in taken:
-            readers[name] = Reader("", partial(read_tensor, name, place))
+            plain = f"tensors of {place.tag} without scales" if place.tag.startswith("F8") else _OTHER
+            readers[name] = Reader("", partial(read_tensor, name, place), plain=plain)
     if "tensor_names" in metadata:  # a list by torchao of all that belongs to a model
         try:
             names = parse_json(metadata["tensor_names"])
@@ -389,9 +391,10 @@ class Export:
         return "\n".join([*lines, *(f"layer {name!r}: {change}" for name, change in self.rescaled.items())])
 
 
+@spelled
 def export(
-    model: nn.Module, path: str | Path, layout: FileLayout, *, names: Mapping[str, str] | None = None,
-    allow_rescale: bool = False,
+    model: nn.Module, path: str | Path, layout: FileLayout | None = None, *more: Never,
+    names: Mapping[str, str] | None = None, allow_rescale: bool = False, **others: Never,
 ) -> Export:  # fmt: skip
     """Write a quantised model for another library: the codes and scales that its linear weights were rounded to.
 
@@ -429,10 +432,11 @@ def export(
     >>> found.coded, same
     ({'0': 'int4'}, True)
     """
+    refuse_others(export, more, others)
     check_module("export", model)
-    if layout not in get_args(FileLayout) and path in get_args(FileLayout):
+    if layout not in (None, *get_args(FileLayout)) and path in get_args(FileLayout):
         path, layout = layout, path  # type: ignore[assignment]  # the other way round
-    if layout not in get_args(FileLayout):
+    if layout is None or layout not in get_args(FileLayout):
         raise ArgumentError(f"layout={shown(layout)} is unknown; choose one of {', '.join(get_args(FileLayout))}")
     if names is not None and layout != "gguf":
         raise ArgumentError(f"names= with layout={layout!r}, whose names are the model's; leave names= out")

@@ -15,6 +15,7 @@ import fmtsim
 from fmtsim.gemm.layers import layer as layers
 from fmtsim.gemm.layers.config import OPERANDS, PRODUCTS
 from fmtsim.lab.analysis.bisect import Bisection, _with_values, bisect
+from fmtsim.lab.analysis.bisect_compiled import FusedDifference
 from fmtsim.lab.analysis.trace import CALL, Trace
 from fmtsim.spec.plan import GemmPlan
 from fmtsim.support.errors import ArgumentError
@@ -445,5 +446,52 @@ def test_compiled_code_is_bisected_by_the_operations_of_its_graph():
     assert not [row for row in found.rows if row.code == "y = torch.relu(x) * 1.7"]
     relu = nn.ReLU()
     assert bisect(torch.compile(relu), relu, x).equal
+
+
+class Erfs(nn.Module):
+    def forward(self, x, y):
+        return torch.erf(torch.erf(x) + y)
+
+
+def test_compiled_operations_are_held_to_eager_ones_of_the_inputs_that_they_got():
+    torch._dynamo.reset()
+    generator, model = torch.Generator().manual_seed(0), Erfs()
+    x, y = torch.randn(4096, generator=generator), torch.randn(4096, generator=generator)
+    found = bisect(model, torch.compile(model), (x, y))
+    # both functions are another one: the second has one input that differs, too
+    names = [row.operation for row in found.rows]
+    assert found.equal or names == ["erf: aten.erf.default", "erf_1: aten.erf.default"]
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return torch.sqrt(x)
+
+
+def test_nan_of_other_bits_are_named_in_compiled_code():
+    torch._dynamo.reset()
+    model = Root()
+    found = bisect(model, torch.compile(model), -torch.ones(64))  # code for one element and for vectors differ in sign
+    assert found.nan == found.different and all(row.nan == row.different for row in found.rows)
+    assert found.equal or f"{found.nan} are NaN in both" in str(found)
+    row = FusedDifference("sqrt", "", "float32", 34, 64, 32, False)
+    assert row.why.endswith("another one; 32 are NaN in both")
+    assert row._replace(nan=34).why == "both are NaN, with other bits" and "NaN" not in row._replace(nan=0).why
+
+
+def test_a_compiled_model_is_bisected_beside_the_model_that_was_compiled():
+    torch._dynamo.reset()
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    other = copy.deepcopy(model)
+    for pair in ((model, torch.compile(other)), (torch.compile(other), model)):
+        with pytest.raises(
+            ArgumentError, match="given another Linear than the model beside it, with equal weights; com"
+        ):
+            bisect(*pair, x)
+    nn.init.zeros_(other.bias)
+    with pytest.raises(ArgumentError, match="with other weights: bias differs; compile that very model"):
+        bisect(model, torch.compile(other), x)
+    with pytest.raises(ArgumentError, match="with other weights: bias differs"):
+        bisect(model, torch.compile(nn.Linear(8, 8, bias=False)), x)
     with pytest.raises(ArgumentError, match=r"fmtsim.bisect\(model, torch.compile\(model\), batch\) names"):
-        bisect(relu, torch.compile(model), x)
+        bisect(torch.compile(model), torch.compile(model), x)

@@ -48,6 +48,19 @@ def test_check_recode_prints_the_proof_and_the_blocks(folder, capsys):
     assert "--to e4m3 has no scales; choose e4m3_channel or" in capsys.readouterr().err
 
 
+def test_a_format_comes_before_a_folder_of_its_name(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mxfp4", "e4m3"):
+        (tmp_path / name).symlink_to(folder)
+    assert main(["convert-checkpoint", "mxfp4", "--to", "nvfp4"]) == 1
+    text = capsys.readouterr().out
+    assert "255 of 255 scales" in text and "mxfp4 is the format of this name; ./mxfp4 means the checkpoint" in text
+    assert main(["convert-checkpoint", "./mxfp4", "--to", "nvfp4"]) == 0
+    assert "loss: none" in capsys.readouterr().out
+    assert main(["convert-checkpoint", "e4m3", "--to", "nvfp4"]) == 2
+    assert "./e4m3 means the checkpoint: a=e4m3 has no scales" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("layout", "fmt", "scales"),
     [

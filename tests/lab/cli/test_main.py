@@ -136,7 +136,7 @@ def test_a_librarys_cast_says_how_it_rounds(capsys):
 
 def test_the_names_that_typos_are_compared_with_are_those_of_the_catalogues():
     assert NAMES_FILE.read_text() == recorded_names(), "run python -m tests.support.names"
-    assert set(names.targets_and_units()) == {*fmtsim.list_targets(), *fmtsim.list_units()}
+    assert set(names.targets_and_units()) == {*fmtsim.list_targets(), *fmtsim.list_units(), "integers", "logarithms"}
     assert set(names.recipes()) == set(fmtsim.list_recipes(kind="training"))
     assert set(names.schemes()) == set(fmtsim.list_recipes(kind="ptq"))
 
@@ -154,6 +154,7 @@ def test_words_that_are_no_typos(tmp_path, monkeypatch):
         for word in words:
             catalogue.check("--option", word)
     refused("--option 'e4m3' is unknown", names.recipes.check, "--option", "e4m3")
+    refused("did you mean 'integers'", names.targets_and_units.check, "--option", "integer")
     refused("--option 'logarithms' is unknown; choose a GPU", names.targets.check, "--option", "logarithms")
     refused("^--option .: there is no file .; pass a file", names.files.check, "--option", ".")
     refused("did you mean 'here.json'", names.recipes.check, "--option", "gone.json")

@@ -147,6 +147,8 @@ def test_records_on_the_command_line():
         a = x if text.startswith("integers") else x.float()
         assert torch.equal(fmtsim.mm(a, a.T, target=text), fmtsim.mm(a, a.T, target=record))
     assert AttentionConfig().on(text).target == record
+    with pytest.raises(ArgumentError, match="^unknown target 'integer'; did you mean 'integers' or 'int8'"):
+        fmtsim.mm(a, a.T, target="integer")
     with pytest.raises(ArgumentError, match=r"^target 'bits=3' is not FIELD=VALUE; fields are block, fraction_bits"):
         fmtsim.mm(a, a.T, target="bits=3")
 
@@ -157,6 +159,8 @@ def test_records_on_the_command_line():
         ((), "fmtsim mm needs --target; try --target h200, or --target hopper.wgmma for a unit alone"),
         (("--target", "3.json"), "--target 3.json: there is no file 3.json; pass a file that is there"),
         (("--target", "hoper.wgmma"), "--target 'hoper.wgmma' is unknown; did you mean 'hopper.wgmma'"),
+        (("--target", "integers"), "IntegerDatapath does not multiply e4m3 x e4m3; choose integer formats "
+         "(formats='int8'; fmtsim mm --dtype int8), or another datapath"),
         (("--target", "exact", "--dtype", "mxfp4"), "mxfp4 is neither a floating-point format nor int8"),
         (("--target", "volta.mma"), "unit volta.mma does not take e4m3 x e4m3"),
         (("--target", "exact", "--slow", "--plan", "split=1"), "--slow and --plan both give an accumulation order"),

@@ -14,7 +14,7 @@ import fmtsim
 from fmtsim.casts.encoded import Encoded
 from fmtsim.formats.tensor_file import TensorPlace, stored_tensor, write_tensors
 from fmtsim.ptq.export.layouts import Reordered
-from fmtsim.support.errors import DataError
+from fmtsim.support.errors import ArgumentError, DataError
 from tests.support.bits import assert_same_bits
 from tests.support.refusals import refused
 
@@ -50,6 +50,14 @@ def nibbles(packed):
 
 def spread(scale, height, width, shape):
     return scale.repeat_interleave(height, -2).repeat_interleave(width, -1)[..., : shape[-2], : shape[-1]]
+
+
+def test_a_float8_weight_without_scales_is_told_so(tmp_path):
+    tensors = {"l.weight": torch.ones(4, 32).to(torch.float8_e4m3fn), "l.bias": torch.ones(4), "norm": torch.ones(4)}
+    checkpoint = fmtsim.open_checkpoint(saved(tmp_path / "m", tensors))
+    assert "m': 1 tensors of F8_E4M3 without scales, 2 other tensors)" in repr(checkpoint)
+    with pytest.raises(ArgumentError, match="1 tensors of F8_E4M3 without scales, .* has no quantised weights"):
+        fmtsim.lab.check_recode(tmp_path / "m", "nvfp4")
 
 
 # Values, by what each source's own code computes
