@@ -411,6 +411,15 @@ def _index(array, row, k):  # type: ignore[no-untyped-def]
 
 
 @borrowing
+def are_neighbours(array, order):  # type: ignore[no-untyped-def]
+    """Return True if the slots of a row lie side by side in memory, in order."""
+    plain = array.strides[1] * _per_word(array) == 4
+    for slot in range(order.size):
+        plain &= order[slot] == order[0] + slot and order[slot] >= 0
+    return plain
+
+
+@borrowing
 def _fetch(array, row, first, count):  # type: ignore[no-untyped-def]
     """Ask for the cache lines of neighbours in a row: no processor foresees it, for rows lie far apart."""
     begin = _index(array, row, first)
@@ -450,7 +459,7 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
     slots = order.size
     padded = (slots + GROUP - 1) // GROUP * GROUP
     array, table, raw_scales, top = source.array, source.table, source.scales, rows.top
-    run, scaled = contiguous(order) and array.strides[1] == array.itemsize, raw_scales.size > 0
+    run, scaled = are_neighbours(array, order), raw_scales.size > 0
     for row in range(start, stop):
         first = row * padded
         if run:
@@ -486,15 +495,6 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
 
 
 @borrowing
-def contiguous(order):  # type: ignore[no-untyped-def]
-    """Return True if slots are plain neighbours along K."""
-    plain = True
-    for slot in range(order.size):
-        plain &= order[slot] == order[0] + slot and order[slot] >= 0
-    return plain
-
-
-@borrowing
 def _transpose(array, table, first, k, out, start, rows):  # type: ignore[no-untyped-def]
     """Write the slots of a cache line of rows, 16 or whole 16s of them, to out[start * 64:]; k is the first one's."""
     per_word, pitch = _per_word(array), _index(array, 1, 0)
@@ -527,7 +527,7 @@ def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-un
         return
     # 1. neighbours: cache lines of whole 16s of rows
     many, begin = 0, 0
-    if every == 1 and array.strides[1] == array.itemsize and contiguous(order):
+    if every == 1 and are_neighbours(array, order):
         per_line = _LINE_WORDS * _per_word(array)
         many, begin = rows // 16 * 16, order.size // per_line * per_line
         for row in range(rows):
