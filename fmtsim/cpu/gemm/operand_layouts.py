@@ -32,9 +32,11 @@ from fmtsim.cpu.runtime.simd import (
     as_f64,
     as_i32,
     as_i64,
+    ashr,
     fmul,
     gather,
     iadd,
+    int_to_f32,
     isub,
     largest,
     load,
@@ -194,6 +196,7 @@ GROUP = 64  # slots of a row that lie side by side, unless a block is longer
 _TILE = 32
 _LINE_WORDS = 16  # words of 32 bits of a cache line
 _AHEAD = 8  # rows
+_FETCHED = 4  # cache lines of a row at a time
 
 
 @borrowing
@@ -376,6 +379,8 @@ def _numbers(codes, array, table):  # type: ignore[no-untyped-def]
         return lambda codes, array, table: as_f32(codes)
     if array.dtype == types.int16:
         return lambda codes, array, table: as_f32(shl(codes, splat(np.int32(16))))
+    if array.dtype == types.int8:
+        return lambda codes, array, table: int_to_f32(ashr(shl(codes, splat(np.int32(24))), splat(np.int32(24))))
     if array.dtype == types.uint8:
         return lambda codes, array, table: gather(table, and_(codes, splat(np.int32(255))))
 
@@ -511,30 +516,45 @@ def _transpose(array, table, first, k, out, start, rows):  # type: ignore[no-unt
                 store(out, at + part * COLUMNS, _numbers(shifted, array, table))
 
 
+@overload
+def _gather_lines(array, table, first, rows, order, out):  # type: ignore[no-untyped-def]
+    """Write what whole cache lines of whole 16s of rows hold to out; return how many rows and slots that are."""
+    if array.dtype.bitwidth > 32 or out.dtype != types.float32:
+        return lambda array, table, first, rows, order, out: (0, 0)
+
+    def gather_lines(array, table, first, rows, order, out):  # type: ignore[no-untyped-def]
+        if not are_neighbours(array, order):
+            return 0, 0
+        per_line = _LINE_WORDS * _per_word(array)
+        many, slots = rows // 16 * 16, order.size // per_line * per_line
+        for start in range(0, slots, per_line):
+            if start % (_FETCHED * per_line) == 0:
+                for row in range(rows):
+                    _fetch(array, first + row, order[0] + start, min(_FETCHED * per_line, order.size - start))
+            _transpose(array, table, first, order[0] + start, out, start, many)
+        return many, slots
+
+    return gather_lines
+
+
 @borrowing
-def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-untyped-def]
-    """Write 64 rows of an array [N, K] from first on to out, float32 [slots][64]; ``every`` slots share an element."""
+def gather_panel(array, table, first, order, every, out):  # type: ignore[no-untyped-def]
+    """Write 64 rows of an array [N, K] from first on to out, [slots][64]; ``every`` slots share an element.
+
+    Numbers become float32, or float64 where ``out`` is. Rows behind the last are zeros.
+    """
     rows = min(COLUMNS, array.shape[0] - first)
     across = array.strides[0] < array.strides[1]  # neighbours along N are nearer in memory
     if rows < COLUMNS:
-        for at in range(0, order.size * COLUMNS, LANES):
-            store(out, at, splat(np.float32(0)))
+        for at in range(order.size * COLUMNS):
+            out[at] = 0
     if across:
         for slot in range(order.size):
             k = order[slot]
             for row in range(rows):
                 out[slot * COLUMNS + row] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
         return
-    # 1. neighbours: cache lines of whole 16s of rows
-    many, begin = 0, 0
-    if every == 1 and are_neighbours(array, order):
-        per_line = _LINE_WORDS * _per_word(array)
-        many, begin = rows // 16 * 16, order.size // per_line * per_line
-        for row in range(rows):
-            _fetch(array, first + row, order[0], order.size)
-        for start in range(0, begin, per_line):
-            _transpose(array, table, first, order[0] + start, out, start, many)
-    # 2. the rest one by one
+    many, begin = _gather_lines(array, table, first, rows, order, out) if every == 1 else (0, 0)
     for start in range(0, order.size, _TILE):
         for row in range(rows):
             line = np.uint64(first + row)  # unsigned: numba then does not look for negative indices
@@ -574,9 +594,9 @@ def pack_panel(source, first, order, block, given, factor, tiny, raw, scales, va
     or int8, which is left unfilled where the two lie too far apart for bytes. ``marks`` (int32 [64]) are added to.
     ``tiny`` says that zeros become TINY.
     """
-    _gather_panel(source.array, source.table, first, order, 1, raw)
+    gather_panel(source.array, source.table, first, order, 1, raw)
     if scales.size:
-        _gather_panel(source.scales, source.table, first, order, source.every, scales)
+        gather_panel(source.scales, source.table, first, order, source.every, scales)
     top, low = np.int32(source.emin), np.int32(-EMPTY)
     for n in range(0, COLUMNS, LANES):
         end, seen = order.size * COLUMNS, load(marks, n)
