@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hard numbers for fused units on the CPU engine: every code, cancellation, wide exponents, and which kernel ran."""
 
+import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import fmtsim.torch_engine
 from fmtsim import GemmPlan, RandomKey, get_format, get_unit
+from fmtsim.cpu.cast.blockwise import FLOAT8
 from fmtsim.cpu.gemm import exact_integer, tiles
 from fmtsim.cpu.gemm.engine import supports_gemm
+from fmtsim.cpu.gemm.operand_layouts import Source, _gather_row, are_neighbours, gather_panel, read_array
 from fmtsim.cpu.gemm.scaled_groups import Groups
+from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.formats.element import FloatFormat
 from fmtsim.rounding.modes import MODES, Rounding
 from fmtsim.spec.datapath import TERM_ROUNDINGS, Datapath, sum_dtype
@@ -341,3 +346,34 @@ def test_scaled_promotion_needs_the_scales_of_both_operands(missing):
     assert supports_gemm(spec, x, x) and product(x, x, spec, **scales).isfinite().all()
     with pytest.raises(ArgumentError, match="a plan with scaled_promotion needs scales; call scaled_mm, or pass anoth"):
         product(x, x, spec, **{name: scale for name, scale in scales.items() if name not in missing})
+
+
+# How operands are read.
+
+
+@kernel
+def gather_both(source, first, order, panel, row):
+    gather_panel(source.array, source.table, first, order, 1, panel)
+    _gather_row(source.array, source.table, first, order, are_neighbours(source.array, order), 1, row, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, *FLOAT8])
+def test_operands_are_read_as_they_lie(dtype):
+    """Every code, in rows of more and of fewer than a cache line, along and across, in order and not."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-(1 << 15), 1 << 15, (220, 300), generator=generator, dtype=torch.int32) << 16
+    codes |= torch.arange(220 * 300).view(220, 300) & 0xFFFF
+    whole = codes.view(torch.uint8).view(220, 300, 4)[..., : dtype.itemsize].contiguous().view(dtype).view(220, 300)
+    orders = [np.arange(k, k + count) for k, count in ((0, 300), (5, 128), (3, 31), (299, 1))]
+    orders += [np.arange(130)[::-1], np.where(np.arange(48) % 5, np.arange(48), -1)]
+    for x, order in itertools.product((whole, whole.mT.contiguous().mT, whole[:, :280:2], whole[:, 7:]), orders):
+        order = order[order < x.shape[1]].astype(np.int32)
+        wanted = torch.where(torch.tensor(order < 0), 0, x.float()[:, np.maximum(order, 0)])
+        source = Source(*read_array(x), 0, 0, 0, np.zeros((0, 0), np.float32), 1, 0)
+        for first in (0, 64, 131, 173, 219):
+            panel, row = np.full(64 * order.size, 7, np.float32), np.full(order.size, 7, np.float32)
+            gather_both(source, first, order, panel, row)
+            columns = torch.zeros(64, order.size)
+            columns[: 220 - first] = wanted[first : first + 64]
+            for found, right in ((torch.tensor(panel).view(-1, 64).T, columns), (torch.tensor(row), wanted[first])):
+                assert_same_bits(found.nan_to_num(7, 8, 9), right.nan_to_num(7, 8, 9))

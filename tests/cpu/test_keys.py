@@ -15,7 +15,7 @@ from numba import typeof
 
 import fmtsim.cpu
 from fmtsim.cpu.cast.elements import nearest_saturating
-from fmtsim.cpu.gemm.operand_layouts import contiguous
+from fmtsim.cpu.gemm.operand_layouts import are_neighbours
 from fmtsim.cpu.runtime import kernel_cache as keys
 from fmtsim.cpu.runtime.jit import device, kernel
 
@@ -68,8 +68,8 @@ ALL = {*BLOCKS, *SCALARS, *ROUNDED, "convert_rows", "multiply_add", "_ln"}
 EDITS = [
     ("cpu/cast/elements.py", "(bits & g.sign)", "(bits | g.sign)", {*SCALARS, "directed_flat"}, {*LOOKUPS, *ROUNDED}),
     # an overload, an intrinsic
-    ("cpu/gemm/ieee_chains.py", "kind(number(raw, table))", "kind(2 * number(raw, table))", {"convert_rows"},
-     {"multiply_add", "pack_rows"}),
+    ("cpu/gemm/ieee_chains.py", "if acc.dtype == types.float32", "if acc.dtype == types.float64", {"multiply_add"},
+     {"convert_rows", "pack_rows"}),
     ("cpu/runtime/simd.py", "align=1", "align=4", {"truncate_panels", "multiply_add", "_floats"}, {"_exp", "_ln"}),
     # not what runs outside kernels, nor moved lines
     ("cpu/gemm/ieee_chains.py", "scratch(\"rows\", height * k", "scratch(\"rows\",\n k * height", set(), ALL),
@@ -109,8 +109,8 @@ def test_an_edit_changes_the_keys_of_the_kernels_that_reach_it(edits):
 
 
 def test_helpers_of_kernels_are_not_called_from_python():
-    with pytest.raises(KeyError, match="contiguous is compiled for kernels, and only they call it"):
-        contiguous(np.zeros(1, np.int32))
+    with pytest.raises(KeyError, match="are_neighbours is compiled for kernels, and only they call it"):
+        are_neighbours(np.zeros((1, 1), np.float32), np.zeros(1, np.int32))
 
 
 def test_overloads_are_those_that_keys_find():

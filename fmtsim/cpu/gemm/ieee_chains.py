@@ -20,7 +20,7 @@ from fmtsim.cpu.gemm.accumulate import (
     reduce_parts,
     reduction_of,
 )
-from fmtsim.cpu.gemm.operand_layouts import read_array
+from fmtsim.cpu.gemm.operand_layouts import gather_panel, read_array
 from fmtsim.cpu.gemm.panels import Slabs, chain_scales, slabs_of, stacked
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import kernel, overload
@@ -36,7 +36,6 @@ from fmtsim.spec.schedule import adds_in_order
 RUN_BYTES = 32 << 10  # of a panel, between two visits of a running sum: they stay in the first-level cache
 _ROW_BYTES = 8 << 20  # converted rows that are kept at a time
 _ROWS = 512
-_GATHERED = 64
 _NO_FLOATS = np.zeros(0, np.float32)
 Scales = tuple[Tensor | None, Tensor | None]
 
@@ -71,7 +70,7 @@ def each_tile(
     """
     (m, k), n = a.shape, b.shape[0]
     (a_array, a_table), (b_array, b_table) = read_array(a, wide=True), read_array(b, wide=True)
-    panels, threads = -(-n // COLUMNS), pool.get_num_threads()
+    order, panels, threads = np.arange(k, dtype=np.int32), -(-n // COLUMNS), pool.get_num_threads()
     step = min(_ROW_BYTES // (k * np.dtype(dtype).itemsize), _ROWS, -(-m * min(panels, threads) // threads))
     step = max(-(-step // 4) * 4, 4)
 
@@ -83,7 +82,7 @@ def each_tile(
             row = slice(first, min(first + step, m))
             if index == start or column == 0:
                 convert_rows(a_array[row], a_table, rows)
-            convert_panel(b_array[column : column + COLUMNS], b_table, panel)
+            convert_panel(b_array[column : column + COLUMNS], b_table, order, panel)
             padded = -(-(row.stop - first) // 4) * 4
             columns = slice(column, min(column + COLUMNS, n))
             tile = Tile(rows[: padded * k], panel, padded, row, columns)
@@ -105,15 +104,6 @@ def _in_slots(tile: Tile, slots: np.ndarray) -> Tile:
     return tile._replace(rows=rows_in_slots.reshape(-1), panel=panel_in_slots.reshape(-1))
 
 
-@overload
-def lane(raw, like, table):  # type: ignore[no-untyped-def]
-    """Convert an element (as ``operands.number`` takes it, int8 or float64) to the type of ``like``."""
-    kind = np.float64 if like == types.float64 else np.float32
-    if raw in (types.float64, types.int8):
-        return lambda raw, like, table: kind(raw)
-    return lambda raw, like, table: kind(number(raw, table))
-
-
 @kernel
 def convert_rows(source, table, out):  # type: ignore[no-untyped-def]
     """Write rows [R, K] to out, flat, and zeros behind them."""
@@ -121,28 +111,14 @@ def convert_rows(source, table, out):  # type: ignore[no-untyped-def]
     for row in range(rows):
         line = out[row * k : (row + 1) * k]
         for i in range(k):
-            line[i] = lane(source[row, i], out[0], table)
+            line[i] = number(source[row, i], table)
     out[rows * k :] = 0
 
 
 @kernel
-def convert_panel(source, table, out):  # type: ignore[no-untyped-def]
+def convert_panel(source, table, order, out):  # type: ignore[no-untyped-def]
     """Write at most 64 rows [R, K] to out [K][64], flat, transposed; columns without a row are zeros."""
-    rows, k = source.shape
-    if rows < COLUMNS:
-        out[:] = 0
-    if source.strides[0] < source.strides[1]:
-        for i in range(k):
-            line = out[i * COLUMNS : i * COLUMNS + rows]
-            for row in range(rows):
-                line[row] = lane(source[row, i], out[0], table)
-        return
-    for start in range(0, k, _GATHERED):
-        stop = min(start + _GATHERED, k)
-        for row in range(rows):
-            column = out[start * COLUMNS + row :]
-            for i in range(stop - start):
-                column[i * COLUMNS] = lane(source[row, start + i], out[0], table)
+    gather_panel(source, table, 0, order, 1, out)
 
 
 # Chains of any unit, accumulated, promoted and reduced in the order of a plan.

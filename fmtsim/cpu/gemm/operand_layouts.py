@@ -19,7 +19,7 @@ import torch
 from numba import types
 from numba.extending import register_jitable
 
-from fmtsim.cpu.runtime.jit import device, kernel, overload, subroutine
+from fmtsim.cpu.runtime.jit import borrowing, kernel, overload, prefetch, subroutine
 from fmtsim.cpu.runtime.kernel_numbers import number
 from fmtsim.cpu.runtime.pool import array_of
 from fmtsim.cpu.runtime.simd import (
@@ -32,8 +32,11 @@ from fmtsim.cpu.runtime.simd import (
     as_f64,
     as_i32,
     as_i64,
+    ashr,
     fmul,
+    gather,
     iadd,
+    int_to_f32,
     isub,
     largest,
     load,
@@ -52,6 +55,7 @@ from fmtsim.cpu.runtime.simd import (
     swap1,
     to_f64,
     to_i32,
+    transpose_lines,
     trunc16,
     weave,
     where_below,
@@ -190,9 +194,12 @@ TINY64, TINY32 = 2.0**-900, 2.0**-100
 HAS_NAN, HAS_INF = 1, 2
 GROUP = 64  # slots of a row that lie side by side, unless a block is longer
 _TILE = 32
+_LINE_WORDS = 16  # words of 32 bits of a cache line
+_AHEAD = 8  # rows
+_FETCHED = 4  # cache lines of a row at a time
 
 
-@device
+@borrowing
 def _exponents(numbers, emin):  # type: ignore[no-untyped-def]
     # 1. the exponent field, subnormals at the lowest; 2. zeros, NaN and Inf count as empty
     bits = as_i32(numbers)
@@ -203,7 +210,7 @@ def _exponents(numbers, emin):  # type: ignore[no-untyped-def]
     return where_same(field, splat(np.int32(255)), nothing, e)
 
 
-@device
+@borrowing
 def _scaled_exponents(numbers, raw_scales, at, emin, scale_emin):  # type: ignore[no-untyped-def]
     """Return the exponents of numbers, plus those of the scales from ``at`` on, where there are scales."""
     e = _exponents(numbers, emin)
@@ -215,12 +222,12 @@ def _scaled_exponents(numbers, raw_scales, at, emin, scale_emin):  # type: ignor
     return where_same(e, nothing, nothing, both)
 
 
-@device
+@borrowing
 def _scale_at(scales, at):  # type: ignore[no-untyped-def]
     return load(scales, at) if scales.size else splat(np.float32(1))
 
 
-@device
+@borrowing
 def _range(raw, raw_scales, start, stop, step, emin, scale_emin, seen):  # type: ignore[no-untyped-def]
     """Return largest and smallest exponent of the vectors of raw at range(start, stop, step), and marks of lanes.
 
@@ -297,7 +304,7 @@ def _join_slots(values, at):  # type: ignore[no-untyped-def]
     return lambda values, at: store(values, at, _halves(load(values, at), load(values, at + COLUMNS)))
 
 
-@device
+@borrowing
 def _halves(low, high):  # type: ignore[no-untyped-def]
     return or_(and_(low, splat(np.int32(0xFFFF))), shl(high, splat(np.int32(16))))
 
@@ -319,87 +326,130 @@ def _put_exponents(exponents, at, e, top, woven):  # type: ignore[no-untyped-def
     return put_halves
 
 
-@device
-def _spread_row(raw, scales, start, row, at, block, source, factor, narrow, rows):  # type: ignore[no-untyped-def]
-    """Write 64 numbers of a row, raw[start:] of slots ``at`` ... ``at + 63``, to the layout of the first operand."""
-    count, pitch = rows.top.size, pitch_of(block)
-    group, signs = max(pitch, GROUP), np.uint64(0)
-    # 1. values and exponents
-    place = (at // group * count + row) * group + at % group
+@borrowing
+def _spread_row(raw, scales, start, place, source, factor, narrow, top, values, exponents):  # type: ignore[no-untyped-def]
+    """Write 64 numbers of a row, raw[start:], to ``place`` of the first operand; return their signs, a bit each."""
+    signs = np.uint64(0)
     for n in range(0, GROUP, LANES):
         numbers = load(raw, start + n)
         e = _scaled_exponents(numbers, scales, start + n, source.emin, source.scale_emin)
-        _put_values(rows.values, place + n, numbers, _scale_at(scales, start + n), e, factor, factor > 1)
-        _join_lanes(rows.values, place + n)
-        store(rows.exponents, place + n, _byte_copies(e, rows.top[row]) if narrow else _half_copies(e))
+        _put_values(values, place + n, numbers, _scale_at(scales, start + n), e, factor, factor > 1)
+        _join_lanes(values, place + n)
+        store(exponents, place + n, _byte_copies(e, top) if narrow else _half_copies(e))
         signs |= sign_bits(as_i32(numbers)) << np.uint64(n)
-    # 2. signs, a bit a slot, in words of 32 slots of a block
-    words = (block + 31) // 32
-    if pitch > GROUP:  # two words of one block
-        first = at // pitch * words + at % pitch // 32
-        for w in range(min(2, words - at % pitch // 32)):
-            rows.signs[(first + w) * count + row] = np.int32(signs >> np.uint64(32 * w))
-        return
-    for b in range(at // pitch, min((at + GROUP) // pitch, rows.signs.size // (words * count))):
-        for w in range(words):
-            taken = np.uint64((1 << min(32, block - w * 32)) - 1)
-            word = (signs >> np.uint64(b * pitch - at + w * 32)) & taken
-            rows.signs[(b * words + w) * count + row] = np.int32(word)
+    return signs
 
 
-@device
+@borrowing
+def _put_signs(words, at, step, signs, block, pitch, blocks):  # type: ignore[no-untyped-def]
+    """Write signs of 64 slots, a bit each, as words of 32 slots of a block, to words[at], words[at + step] ...
+
+    ``blocks`` begin in them at every ``pitch``, or one goes on, of which ``block`` slots are left.
+    """
+    for first in range(0, blocks * pitch, pitch):
+        for slot in range(0, min(block, GROUP), 32):
+            taken = np.uint64((1 << min(32, block - slot)) - 1)
+            words[at] = np.int32((signs >> np.uint64(first + slot)) & taken)
+            at += step
+
+
+@borrowing
 def _codes(e, top):  # type: ignore[no-untyped-def]
     """Return exponents as bytes below TOP_BYTE, 0 for zeros."""
     code = iadd(e, splat(np.int32(TOP_BYTE - top)))
     return where_same(e, splat(np.int32(EMPTY)), splat(np.int32(0)), code)
 
 
-@device
+@borrowing
 def _byte_copies(e, top):  # type: ignore[no-untyped-def]
     code = _codes(e, top)
     code = or_(code, shl(code, splat(np.int32(8))))
     return or_(code, shl(code, splat(np.int32(16))))
 
 
-@device
+@borrowing
 def _half_copies(e):  # type: ignore[no-untyped-def]
     return or_(and_(e, splat(np.int32(0xFFFF))), shl(e, splat(np.int32(16))))
 
 
 @overload
-def _copy_run(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
-    """Write ``count`` neighbours of a line as float32 to out[at:]."""
-    if line.dtype == types.int16:  # bfloat16: the upper half of a float32
+def _numbers(codes, array, table):  # type: ignore[no-untyped-def]
+    """Return the float32 of raw elements of an array, lane by lane: the lanes of ``codes`` begin with their bits."""
+    if array.dtype == types.float32:
+        return lambda codes, array, table: as_f32(codes)
+    if array.dtype == types.int16:
+        return lambda codes, array, table: as_f32(shl(codes, splat(np.int32(16))))
+    if array.dtype == types.int8:
+        return lambda codes, array, table: int_to_f32(ashr(shl(codes, splat(np.int32(24))), splat(np.int32(24))))
+    if array.dtype == types.uint8:
+        return lambda codes, array, table: gather(table, and_(codes, splat(np.int32(255))))
 
-        def copy(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
-            whole = count // LANES * LANES
-            for slot in range(0, whole, LANES):
-                store(out, at + slot, as_f32(shl(sext32(load(line, first + slot)), splat(np.int32(16)))))
-            for slot in range(whole, count):
-                out[at + slot] = number(line[first + slot], table)
+    def binary16(codes, array, table):  # type: ignore[no-untyped-def]
+        magnitude = and_(codes, splat(np.int32(0x7FFF)))
+        field = shl(magnitude, splat(np.int32(13)))
+        finite = as_i32(fmul(as_f32(field), splat(np.float32(2.0**112))))
+        bits = where_below(splat(np.int32(0x7BFF)), magnitude, or_(field, splat(np.int32(0x7F800000))), finite)
+        return as_f32(or_(bits, shl(and_(codes, splat(np.int32(0x8000))), splat(np.int32(16)))))
 
-        return copy
-
-    def copy_any(line, first, table, out, at, count):  # type: ignore[no-untyped-def]
-        source, place = np.uint64(first), np.uint64(at)  # unsigned: numba then does not look for negative indices
-        for slot in range(count):
-            out[place + np.uint64(slot)] = number(line[source + np.uint64(slot)], table)
-
-    return copy_any
+    return binary16
 
 
-@device
+@overload
+def _run(array, table, index):  # type: ignore[no-untyped-def]
+    """Return the float32 of neighbours in memory."""
+    if array.dtype == types.float32:
+        return lambda array, table, index: load(array, index)
+    return lambda array, table, index: _numbers(sext32(load(array, index)), array, table)
+
+
+@overload
+def _per_word(array):  # type: ignore[no-untyped-def]
+    """Return how many numbers of an array 32 bits hold: a constant, as ``itemsize`` is not."""
+    count = 32 // array.dtype.bitwidth
+    return lambda array: count
+
+
+@borrowing
+def _index(array, row, k):  # type: ignore[no-untyped-def]
+    """Return how many numbers behind the first of an array with contiguous rows array[row, k] lies in memory."""
+    return row * (array.strides[0] * _per_word(array) // 4) + k
+
+
+@borrowing
+def are_neighbours(array, order):  # type: ignore[no-untyped-def]
+    """Return True if the slots of a row lie side by side in memory, in order."""
+    plain = array.strides[1] * _per_word(array) == 4
+    for slot in range(order.size):
+        plain &= order[slot] == order[0] + slot and order[slot] >= 0
+    return plain
+
+
+@borrowing
+def _fetch(array, row, first, count):  # type: ignore[no-untyped-def]
+    """Ask for the cache lines of neighbours in a row: no processor foresees it, for rows lie far apart."""
+    begin = _index(array, row, first)
+    for at in range(begin, begin + count, _LINE_WORDS * _per_word(array)):
+        prefetch(array, at)
+
+
+@borrowing
 def _gather_row(array, table, row, order, run, every, out, at):  # type: ignore[no-untyped-def]
-    """Write a row in slot order to out[at:]; ``every`` slots share an element, ``run``: they are neighbours."""
+    """Write a row in slot order to out[at:]; ``every`` slots share an element, ``run``: neighbours in memory."""
     if row >= array.shape[0]:
         for slot in range(order.size):
             out[at + slot] = np.float32(0)
-    elif run and every == 1:
-        _copy_run(array[row], order[0], table, out, at, order.size)
-    else:
-        for slot in range(order.size):
-            k = order[slot]
-            out[at + slot] = number(array[row, k // every], table) if k >= 0 else np.float32(0)
+        return
+    # 1. neighbours, a vector at a time
+    begin = 0
+    if run and every == 1:
+        first, begin = _index(array, row, order[0]), order.size // LANES * LANES
+        for slot in range(0, begin, LANES):
+            store(out, at + slot, _run(array, table, first + slot))
+    # 2. the rest one by one
+    line = np.uint64(row)  # unsigned: numba then does not look for negative indices
+    for slot in range(begin, order.size):
+        k = order[slot]
+        out[at + slot] = number(array[line, np.uint64(k // every)], table) if k >= 0 else np.float32(0)
 
 
 @kernel
@@ -413,70 +463,108 @@ def pack_rows(source, start, stop, order, block, given, factor, narrow, raw, sca
     """
     slots = order.size
     padded = (slots + GROUP - 1) // GROUP * GROUP
-    run, scaled = contiguous(order), source.scales.size > 0
+    array, table, raw_scales, top = source.array, source.table, source.scales, rows.top
+    run, scaled = are_neighbours(array, order), raw_scales.size > 0
     for row in range(start, stop):
         first = row * padded
-        _gather_row(source.array, source.table, row, order, run, 1, raw, first)
+        if run:
+            _fetch(array, row + _AHEAD, order[0], slots)
+        _gather_row(array, table, row, order, run, 1, raw, first)
         if scaled:
-            _gather_row(source.scales, source.table, row, order, run, source.every, scales, first)
+            _gather_row(raw_scales, table, row, order, False, source.every, scales, first)
         for slot in range(first + slots, first + padded):
             raw[slot] = np.float32(0)
             if scaled:
                 scales[slot] = np.float32(0)
         # exponents of a row, and whether bytes can hold them
         none, end = splat(np.int32(0)), first + padded
-        top, low[row], mark = _range(raw, scales, first, end, LANES, source.emin, source.scale_emin, none)
-        rows.top[row] = max(top, source.emin) if given == EMPTY else given
+        most, low[row], mark = _range(raw, scales, first, end, LANES, source.emin, source.scale_emin, none)
+        top[row] = max(most, source.emin) if given == EMPTY else given
         marks[row] |= any_bits(mark)
-        if narrow and rows.top[row] - low[row] > TOP_BYTE // 2:
+        if narrow and top[row] - low[row] > TOP_BYTE // 2:
             return False
-    for at in range(0, padded, GROUP):  # 64 slots of all rows, then the next: memory is written in order
+    # 64 slots of all rows, then the next: memory is written in order
+    count, pitch, words = top.size, pitch_of(block), (block + 31) // 32
+    group, values, exponents, signs = max(pitch, GROUP), rows.values, rows.exponents, rows.signs
+    for at in range(0, padded, GROUP):
+        place = at // group * count * group + at % group
+        first_word = (at // pitch * words + at % pitch // 32) * count
+        blocks = min(max(GROUP // pitch, 1), signs.size // (words * count) - at // pitch)
+        left = block - at % pitch
         for row in range(start, stop):
-            _spread_row(raw, scales, row * padded + at, row, at, block, source, factor, narrow, rows)
+            bits = _spread_row(
+                raw, scales, row * padded + at, place + row * group, source, factor, narrow, top[row], values, exponents
+            )
+            _put_signs(signs, first_word + row, count, bits, left, pitch, blocks)
     return True
 
 
-@device
-def contiguous(order):  # type: ignore[no-untyped-def]
-    """Return True if slots are plain neighbours along K."""
-    plain = True
-    for slot in range(order.size):
-        plain &= order[slot] == order[0] + slot and order[slot] >= 0
-    return plain
+@borrowing
+def _transpose(array, table, first, k, out, start, rows):  # type: ignore[no-untyped-def]
+    """Write the slots of a cache line of rows, 16 or whole 16s of them, to out[start * 64:]; k is the first one's."""
+    per_word, pitch = _per_word(array), _index(array, 1, 0)
+    for row in range(0, rows, 16):
+        at = _index(array, first + row, k)
+        transpose_lines(array, at, pitch, out, start * COLUMNS + row, per_word * COLUMNS)
+    if per_word == 1:
+        return
+    for word in range(start, start + _LINE_WORDS * per_word, per_word):
+        for at in range(word * COLUMNS, (word + 1) * COLUMNS, LANES):
+            codes = as_i32(load(out, at))
+            for part in range(per_word):
+                shifted = lshr(codes, splat(np.int32(part * 32 // per_word)))
+                store(out, at + part * COLUMNS, _numbers(shifted, array, table))
 
 
-@device
-def _gather_panel(array, table, first, order, every, out):  # type: ignore[no-untyped-def]
-    """Write 64 rows of an array [N, K] from first on to out, float32 [slots][64]; ``every`` slots share an element."""
+@overload
+def _gather_lines(array, table, first, rows, order, out):  # type: ignore[no-untyped-def]
+    """Write what whole cache lines of whole 16s of rows hold to out; return how many rows and slots that are."""
+    if array.dtype.bitwidth > 32 or out.dtype != types.float32:
+        return lambda array, table, first, rows, order, out: (0, 0)
+
+    def gather_lines(array, table, first, rows, order, out):  # type: ignore[no-untyped-def]
+        if not are_neighbours(array, order):
+            return 0, 0
+        per_line = _LINE_WORDS * _per_word(array)
+        many, slots = rows // 16 * 16, order.size // per_line * per_line
+        for start in range(0, slots, per_line):
+            if start % (_FETCHED * per_line) == 0:
+                for row in range(rows):
+                    _fetch(array, first + row, order[0] + start, min(_FETCHED * per_line, order.size - start))
+            _transpose(array, table, first, order[0] + start, out, start, many)
+        return many, slots
+
+    return gather_lines
+
+
+@borrowing
+def gather_panel(array, table, first, order, every, out):  # type: ignore[no-untyped-def]
+    """Write 64 rows of an array [N, K] from first on to out, [slots][64]; ``every`` slots share an element.
+
+    Numbers become float32, or float64 where ``out`` is. Rows behind the last are zeros.
+    """
     rows = min(COLUMNS, array.shape[0] - first)
     across = array.strides[0] < array.strides[1]  # neighbours along N are nearer in memory
     if rows < COLUMNS:
-        for at in range(0, order.size * COLUMNS, LANES):
-            store(out, at, splat(np.float32(0)))
+        for at in range(order.size * COLUMNS):
+            out[at] = 0
     if across:
         for slot in range(order.size):
             k = order[slot]
             for row in range(rows):
                 out[slot * COLUMNS + row] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
         return
-    run = every == 1 and contiguous(order)
+    many, begin = _gather_lines(array, table, first, rows, order, out) if every == 1 else (0, 0)
     for start in range(0, order.size, _TILE):
-        count = min(_TILE, order.size - start)
         for row in range(rows):
-            at = np.uint64(start * COLUMNS + row)  # unsigned: numba then does not look for negative indices
-            if run:
-                line, source = array[first + row], np.uint64(order[start])
-                for slot in range(count):
-                    out[at] = number(line[source + np.uint64(slot)], table)
-                    at += np.uint64(COLUMNS)
-                continue
-            for slot in range(start, start + count):
+            line = np.uint64(first + row)  # unsigned: numba then does not look for negative indices
+            for slot in range(start if row >= many else max(start, begin), min(start + _TILE, order.size)):
                 k = order[slot]
-                out[at] = number(array[first + row, k // every], table) if k >= 0 else np.float32(0)
-                at += np.uint64(COLUMNS)
+                element = number(array[line, np.uint64(k // every)], table) if k >= 0 else np.float32(0)
+                out[slot * COLUMNS + row] = element
 
 
-@device
+@borrowing
 def _spread_panel(raw, scales, slots, block, source, top, factor, tiny, values, exponents, signs):  # type: ignore[no-untyped-def]
     words, pitch = (block + 31) // 32, pitch_of(block)
     woven = values.itemsize == 8 and exponents.itemsize == 1  # as ``truncate64`` takes them
@@ -506,9 +594,9 @@ def pack_panel(source, first, order, block, given, factor, tiny, raw, scales, va
     or int8, which is left unfilled where the two lie too far apart for bytes. ``marks`` (int32 [64]) are added to.
     ``tiny`` says that zeros become TINY.
     """
-    _gather_panel(source.array, source.table, first, order, 1, raw)
+    gather_panel(source.array, source.table, first, order, 1, raw)
     if scales.size:
-        _gather_panel(source.scales, source.table, first, order, source.every, scales)
+        gather_panel(source.scales, source.table, first, order, source.every, scales)
     top, low = np.int32(source.emin), np.int32(-EMPTY)
     for n in range(0, COLUMNS, LANES):
         end, seen = order.size * COLUMNS, load(marks, n)

@@ -16,9 +16,14 @@ _32 = uint64(32)
 
 @overload
 def number(raw, table):  # type: ignore[no-untyped-def]
-    """Return the float32 of a raw number: float32, uint8 code by table, bfloat16 as int16, binary16 as uint16."""
-    if raw == types.float32:
+    """Return the float32 of a raw number: float32, int8, uint8 code by table, bfloat16 as int16, binary16 as uint16.
+
+    float64 remains what it is.
+    """
+    if raw in (types.float32, types.float64):
         return lambda raw, table: raw
+    if raw == types.int8:
+        return lambda raw, table: np.float32(raw)
     if raw == types.uint8:
         return lambda raw, table: table[raw]
     if raw == types.int16:

@@ -123,20 +123,24 @@ def past_caches(x: torch.Tensor, out: torch.Tensor) -> bool:
 _KEPT = 32 << 20  # bytes of a buffer that is kept
 _LINE = 64
 _local = threading.local()
+_NOTHING = np.empty(0, np.uint8)
 
 
 def scratch(name: str, count: int, dtype: type) -> np.ndarray:
     """Return an uninitialised array of this thread that begins at a cache line; the next call by its name reuses it."""
-    size = count * np.dtype(dtype).itemsize
     buffers = _local.__dict__.setdefault("buffers", {})
-    buffer = buffers.get(name)
-    if buffer is None or buffer.size < size:
+    buffer, view = buffers.get(name, (_NOTHING, _NOTHING))
+    if view.size == count and view.dtype.type is dtype:  # as in the last call
+        return view
+    size = count * np.dtype(dtype).itemsize
+    if buffer.size < size:
         whole = np.empty(size + _LINE, np.uint8)
         start = -whole.ctypes.data % _LINE
         buffer = whole[start : start + size]
-        if size <= _KEPT:
-            buffers[name] = buffer
-    return buffer[:size].view(dtype)
+    view = buffer[:size].view(dtype)
+    if buffer.size <= _KEPT:
+        buffers[name] = buffer, view
+    return view
 
 
 def memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

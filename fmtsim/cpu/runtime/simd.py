@@ -169,8 +169,9 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any
 
 @intrinsic
 def load(typing_context, array, index):  # type: ignore[no-untyped-def]
-    """Return the numbers from array[index] on, of a contiguous one-dimensional array; nothing is checked."""
-    vector = Vector(array.dtype, LANES)
+    """Return the numbers from array[index] on, as they lie in memory; those without a sign as with one, unchecked."""
+    signed = {types.uint8: types.int8, types.uint16: types.int16}
+    vector = Vector(signed.get(array.dtype, array.dtype), LANES)
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         address = _address(context, builder, signature.args[0], *args)
@@ -189,6 +190,37 @@ def store(typing_context, array, index, vector):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(array, types.int64, vector), generate
+
+
+@intrinsic
+def transpose_lines(typing_context, array, index, pitch, out, place, step):  # type: ignore[no-untyped-def]
+    """Write the 16 words of 32 bits from array[index] on, and of 15 more lines ``pitch`` numbers apart, to float32 out.
+
+    Word w of the lines is a strip at out[place + w * step]. ``index`` counts numbers in memory; nothing is checked.
+    """
+    vector = ir.VectorType(ir.IntType(32), _STRIP)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        at, lines = args[1], []
+        for _ in range(_STRIP):
+            address = _address(context, builder, signature.args[0], args[0], at)
+            lines.append(builder.load(builder.bitcast(address, vector.as_pointer()), align=1))
+            at = builder.add(at, args[2])
+        # squares of 8 words of 8 lines that lie beside the diagonal change places, then those of 4, 2 and 1
+        for side in (8, 4, 2, 1):
+            upper = [lane if not lane & side else lane - side + _STRIP for lane in range(_STRIP)]
+            lower = [lane + side for lane in upper]
+            for one in (line for line in range(_STRIP) if not line & side):
+                both = lines[one], lines[one + side]
+                lines[one], lines[one + side] = (builder.shuffle_vector(*both, vector(x)) for x in (upper, lower))
+        at = args[4]
+        for line in lines:
+            address = _strip(context, builder, signature.args[3], args[3], at)
+            builder.store(line, builder.bitcast(address, vector.as_pointer()), align=4)
+            at = builder.add(at, args[5])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, out, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -336,7 +368,7 @@ zext32, sext32 = _conversion("zext", types.int32), _conversion("sext", types.int
 sext64, zext64 = _conversion("sext", types.int64), _conversion("zext", types.int64)
 trunc8, trunc16 = _conversion("trunc", types.int8), _conversion("trunc", types.int16)
 to_f64, to_f32 = _conversion("fpext", types.float64), _conversion("fptrunc", types.float32)
-int_to_f64 = _conversion("sitofp", types.float64)
+int_to_f64, int_to_f32 = _conversion("sitofp", types.float64), _conversion("sitofp", types.float32)
 to_i32 = _conversion("fptosi", types.int32)  # of numbers within its range
 as_i32, as_f32 = _conversion("bitcast", types.int32), _conversion("bitcast", types.float32)
 as_i64, as_f64 = _conversion("bitcast", types.int64), _conversion("bitcast", types.float64)
