@@ -4,6 +4,7 @@
 import argparse
 import os
 import re
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping
@@ -102,9 +103,14 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         check_file("--plot", Path(arguments.plot))
     actual, expected = load_tensors(arguments.actual), load_tensors(arguments.expected)
+    for text, tensors in ((arguments.actual, actual), (arguments.expected, expected)):
+        if not tensors:
+            raise ArgumentError(f"{text} has no tensors to compare; fmtsim bisect compares what fmtsim trace wrote")
     if len(actual) == len(expected) == 1:  # two tensors, whatever they are called
-        (name,) = expected
-        actual = {name: next(iter(actual.values()))}
+        (other,), (name,) = actual, expected
+        if other != name and ALONE not in (other, name) and ":" not in arguments.actual + arguments.expected:
+            print(f"{other} of {arguments.actual} is compared with {name} of {arguments.expected}", file=sys.stderr)
+        actual = {name: actual[other]}
     comparisons: dict[str, Comparison] = {}
     errors: dict[str, str] = {}
     for name in dict.fromkeys((*expected, *actual)):

@@ -37,6 +37,15 @@ def test_equal_files(files, capsys):
         assert "all bits agree" in (out := capsys.readouterr().out) or "equal bits  12 (100 %)" in out
 
 
+def test_two_tensors_of_other_names_are_named(files, capsys):
+    numpy.savez("one.npz", x=X)
+    numpy.savez("another.npz", y=X)
+    assert main(["compare", "one.npz", "another.npz"]) == 0
+    assert capsys.readouterr().err == "x of one.npz is compared with y of another.npz\n"
+    assert main(["compare", "two.npz:y", "another.npz:y"]) == 1
+    assert not capsys.readouterr().err
+
+
 def test_a_planted_bit_in_a_file_is_found(files, capsys):
     assert main(["compare", "y.npy", "x.npy"]) == 1
     text = capsys.readouterr().out
@@ -79,6 +88,7 @@ def test_the_plot(files, capsys):
         (("bad.npy", "x.npy"), "cannot read bad.npy: "),
         (("bad.npz", "x.npy"), "cannot read bad.npz: "),
         (("bad.safetensors", "x.npy"), "cannot read bad.safetensors: "),
+        (("none.npz", "none.npz"), "none.npz has no tensors to compare; fmtsim bisect compares what"),
         (("x.npy", "i.npy"), "actual has dtype float32, expected int64; bits compare within one dtype"),
     ],
 )
@@ -86,6 +96,7 @@ def test_bad_input_is_one_line(files, capsys, words, message):
     for name in ("x.txt", "bad.npy", "bad.npz", "bad.safetensors"):
         (files / name).write_bytes(b"not a tensor")
     numpy.save("i.npy", numpy.arange(12).reshape(3, 4))
+    numpy.savez("none.npz")
     assert main(["compare", *words]) == BAD_INPUT
     error = capsys.readouterr().err
     assert error.startswith(f"fmtsim: error: {message}") and error.count("\n") == 1
