@@ -89,6 +89,8 @@ def decode(parts: EncodedParts, spec: CastSpec, out: Tensor) -> None:
         _write_values(rows_of_bytes, fmt, rows)
     if not direct:
         target.copy_(values.view(*target.shape[:-1], -1)[..., : target.shape[-1]])
+        if out.dtype == torch.bfloat16:  # torch's vectorised conversion gives NaN all ones
+            target.masked_fill_(target.isnan(), torch.nan)
 
 
 def _pieces(rows: Tensor, fmt: PackedFormat) -> tuple[Tensor, ...]:

@@ -251,3 +251,11 @@ def test_a_missing_package_is_named(monkeypatch):
     for name in NEED_MATRIX:
         with pytest.raises(FmtsimError, match=rf"decoding {name} needs the package gguf; pip install 'fmtsim\[gguf\]'"):
             decoded(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_nan_is_canonical_in_every_dtype_and_layout(dtype):
+    x = torch.full((64, 128), torch.nan)
+    for out in (torch.empty(64, 128, dtype=dtype), torch.empty(128, 64, dtype=dtype).mT):
+        assert_same_bits(fmtsim.quantize(x, "hif4", out=out), torch.full((64, 128), torch.nan, dtype=dtype))
+    assert_same_bits(fmtsim.encode(x, "hif4").decode(out_dtype=dtype), torch.full((64, 128), torch.nan, dtype=dtype))
