@@ -242,7 +242,7 @@ REFUSED = {
 }  # fmt: skip
 LIBRARY = {  # what torch refuses, a target refuses
     ArgumentError: [
-        (scaled(WIDE_A, WIDE_A.t(), ONE, ONE, target="x"), "multiples of 16, not K=24, N=16; pad, or name a unit"),
+        (scaled(WIDE_A, WIDE_A.t(), ONE, ONE, target="x"), "multiples of 16, not K=24, N=16; pad, take another dtype"),
         (scaled(P, PT[:, :5], ONE, ONE, target="x"), "not K=32, N=5"),
         (scaled(PACKED, PACKED.t(), *[torch.zeros(512, dtype=torch.uint8).view(E4M3)] * 2, out_dtype=torch.bfloat16,
             use_fast_accum=True, target="x"),

@@ -136,6 +136,7 @@ def resolved(unit, a, b):
         (lambda: get_unit("hoper.wgmma"), ArgumentError, "unknown unit 'hoper.wgmma'; did you mean 'hopper.wgmma'"),
         (lambda: get_unit(7), ArgumentError, "unknown unit 7"),
         (lambda: get_unit("ampere.mma").mode("e4m3", "e4m3"), ArgumentError, "units that do: ada.mma, hopper.mma"),
+        (lambda: get_unit("hopper.wgmma").mode("bf16", "fp32"), ArgumentError, "units that do: exact, fp32_fma"),
         (lambda: get_unit("ada.mma").mode("bf16", "bf16", "fp16"), ArgumentError, "does not take bf16 x bf16 -> fp16"),
         (lambda: get_unit("hopper.wgmma").mode("e4m3", "e4m3", scale="e8m0"), ArgumentError,
          "does not take e4m3 x e4m3 with e8m0 scales; .*; units that do: blackwell.tcgen05.mxf8f6f4"),

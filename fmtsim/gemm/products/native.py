@@ -215,7 +215,7 @@ def check_library(
     if k % SCALED_MULTIPLE or n % SCALED_MULTIPLE:
         raise ArgumentError(
             f"torch._scaled_mm takes K and N that are multiples of {SCALED_MULTIPLE}, not K={k}, N={n}; "
-            "pad, or name a unit as target="
+            f"pad, take another dtype than {names[0]}, or name a unit as target="
         )
     if rows_per_scale == (_BLOCK, _BLOCK):
         raise FormatError(

@@ -186,14 +186,14 @@ class Unit:
 
 def units_that_take(a: Format, b: Format, accumulate: str | None, scale: str | None) -> str:
     """Return an error's hint on units that multiply two formats: their names, or what to pass where none does."""
-    # units that take every float format (None) are no hardware
-    modes = ((unit.name, mode) for unit in _units.values() for mode in unit.modes if mode.inputs)
-    names = dict.fromkeys(
-        name for name, mode in modes
-        if mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale)
-    )  # fmt: skip
-    if names:
-        return f"units that do: {', '.join(names)}"
+    # units that take every float format (None) are no hardware: they come last
+    names: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    for unit in _units.values():
+        for mode in unit.modes:
+            if mode.takes(a, b) and accumulate in (None, mode.accumulate) and scale in (None, mode.scale):
+                names[mode.inputs is not None][unit.name] = None
+    if any(names.values()):
+        return f"units that do: {', '.join(names[True] | names[False])}"
     record = "LogDatapath" if isinstance(a, LogFormat) and isinstance(b, LogFormat) else "Datapath"
     return f"no unit does; pass target={record}(...), a unit of your own"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fmtsim.lab.analysis.losses import Losses, LossScale, Measure, list_losses, max_loss_scale, plot_losses, worst
 from fmtsim.lab.analysis.stats import Counts, OperandStats, Sample, in_order
-from fmtsim.support.errors import FmtsimError
+from fmtsim.support.errors import FmtsimError, did_you_mean
 from fmtsim.support.files import StrPath
 from fmtsim.support.records import checked
 from fmtsim.support.table import Result, Rows
@@ -93,6 +93,8 @@ class Observation(Result):
         return {step: _map_operands(Sample.of, layers) for step, layers in self.counts.items()}
 
     def __getitem__(self, layer: str) -> dict[str, OperandStats]:
+        if layer not in self.layers:
+            raise KeyError(f"no layer {layer!r} was observed{did_you_mean(layer, self.layers)}; .layers has all")
         return self.layers[layer]
 
     def _content(self) -> tuple[Rows | str, ...]:

@@ -47,9 +47,7 @@ def tensors_of(weight: CodedWeight, allow_rescale: bool = False) -> tuple[Tensor
         mx = {"e2m1": "mxfp4-pack", "e2m3": "mxfp6-pack", "e4m3": "mxfp8"}
         element = next((element for element in mx if weight.is_mx(element)), "")
         if not element:
-            raise weight.refuse(
-                f"compressed-tensors has no {weight.element.name} in blocks of {weight.block}", _CHOICES
-            )
+            raise weight.refuse(f"compressed-tensors has no {weight.kind}", _CHOICES)
         _scales(weight)
         codes = weight.codes.view(torch.float8_e4m3fn) if element == "e4m3" else pack(weight.codes, weight.element.bits)
         name = "weight" if element == "e4m3" else "weight_packed"

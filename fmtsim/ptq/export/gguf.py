@@ -62,7 +62,7 @@ def blocks_of(weight: CodedWeight) -> tuple[Tensor, str]:
             )
         scales, halves, kind = half, weight.integers.to(torch.int16) + 8, "Q4_0"
     else:
-        raise weight.refuse(f"GGUF has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
+        raise weight.refuse(f"GGUF has no {weight.kind}", _CHOICES)
     if weight.is_integer and weight.element.bits == 8:
         codes, kind = weight.integers.view(torch.uint8).reshape(fours), "Q8_0"
     else:  # element i of a block shares a byte with element i + 16

@@ -47,7 +47,7 @@ def tensors_of(weight: CodedWeight) -> tuple[Tensors, dict[str, Any]]:
     elif weight.is_element("e4m3") and weight.tensor_scale is None:
         kind, tensors, fields = _float8(weight)
     else:
-        raise weight.refuse(f"torchao has no {weight.element.name} in blocks of {weight.block}", _CHOICES)
+        raise weight.refuse(f"torchao has no {weight.kind}", _CHOICES)
     return tensors, {"_type": kind, "_data": fields, "_tensor_data_names": list(tensors)}
 
 

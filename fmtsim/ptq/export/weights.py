@@ -69,6 +69,12 @@ class CodedWeight:
         second = 1.0 if self.tensor_scale is None else self.tensor_scale.double()
         return (spread_over(elements, self.scale.double()) * second).float()
 
+    @property
+    def kind(self) -> str:
+        """Its elements and what shares a scale, in words."""
+        name = self.element.name
+        return name if self.blocks is not None else f"{name} in blocks of {self.block}"
+
     def check_blocks(self) -> None:
         """Raise ArgumentError where blocks do not divide the weight."""
         rows, columns = self.elements.shape

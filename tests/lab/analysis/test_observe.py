@@ -43,6 +43,8 @@ def test_a_step_is_counted_by_layer_and_operand(model):
     # The input needs no gradient, so the first layer computes no dgrad.
     assert list(stats["0"]) == ["x_f", "w_f", "g_w", "x_w"]
     assert list(stats["2"]) == ["x_f", "w_f", "g_d", "w_d", "g_w", "x_w"]
+    with pytest.raises(KeyError, match="no layer 'o' was observed; .layers has all"):
+        stats["o"]
     assert stats["0"]["x_f"].elements == 30 and stats["0"]["x_f"].amax == float(x.abs().max())
     small = (model[0].weight != 0) & (model[0].weight.abs() <= 0.25)
     assert stats["0"]["w_f"].underflow_percent == pytest.approx(100 * float(small.float().mean()))

@@ -202,6 +202,8 @@ BAD = [
     (lambda: quantised(PtqRecipe(name="w", w=Quantizer(format="hif4"))), "gguf",
      r"layer '0': the package gguf has no type hif4; choose q8_0, q4_k or"),
     (lambda: quantised("q2_0"), "gguf", r"layer '0': the package gguf has no type Q2_0; choose q8_0, q4_k or"),
+    (lambda: quantised(PtqRecipe(name="w", w=Quantizer(format="hif4"))), "torchao",
+     r"layer '0': torchao has no hif4; "),
     (lambda: quantised("hif4"), "gguf", r"layer '0': GGUF stores weights alone, and inputs are"),
     (lambda: quantised("mxfp4_weights", model=nn.Linear(64, 64)), "gguf", r"wrap it in nn.Sequential"),
     (lambda: fmtsim.convert(net(), recipe="halo1"), "torchao", r"its weight is Hadamard .*, not one set of codes"),
