@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fmtsim.scaling.repeats import repeat_under, stretch
 from fmtsim.support.dispatch import OwnMode
 
 Multiply = Callable[..., Tensor]  # x [..., K], w [N, K] and a bias [N] to x w^T + bias
@@ -326,6 +327,15 @@ class ModelMode(OwnMode):
     A method gets the function and its arguments, and returns the result; those that a subclass does not define call
     the function. What a method calls itself is not seen. Several modes nest: the innermost is asked first.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun_in = stretch()
+
+    def repeat(self, *arguments: Any) -> None:
+        """Let a checkpointed stretch that began inside this mode run again under one of these arguments."""
+        if not torch.compiler.is_compiling():
+            repeat_under((type(self), arguments[0]), partial(type(self), *arguments), self._begun_in)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look a function up."""

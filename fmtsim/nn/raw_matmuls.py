@@ -25,7 +25,6 @@ from fmtsim.nn.forward import is_of_torch, names_in_forward
 from fmtsim.nn.modules import EmulatedModule, emulated_class
 from fmtsim.nn.operations import EMULATED_NAMES, GROUPED_NAMES, RULES, ModelMode, Multiply
 from fmtsim.recipes.layer_plan import LayerPlan
-from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import constant_in_graphs
 
 _VERBS: Final = EMULATED_NAMES | {"multi_head_attention_forward"}
@@ -253,8 +252,7 @@ class RawMatmuls(ModelMode):
         y = RULES[func](self.find, *args, **kwargs)
         if y is None:  # neither side or both are Parameters, or the rule lacks an argument
             return self.other_product(func, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            repeat_under(self._module, partial(RawMatmuls, self._module, self._read))
+        self.repeat(self._module, self._read)
         return y
 
     def other_product(self, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,6 @@ from fmtsim.nn.conversion import wrap
 from fmtsim.nn.forward import Substituted
 from fmtsim.nn.operations import ModelMode
 from fmtsim.recipes.build import SavedActivations
-from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.dispatch import without_own_modes
 
 _ACTIVATIONS: Final = (F.silu, F.gelu)  # gated products multiply their outputs
@@ -85,8 +84,8 @@ class SavingMode(ModelMode):
         return self._saved("gated products", torch.mul, args)
 
     def _saved(self, name: str, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        self.repeat(self._root, self._how)
         if not torch.compiler.is_compiling():
-            repeat_under(("saving", self._root), partial(SavingMode, self._root, self._how))
             self._how.seen.setdefault(name)
         return saved(self._how.how, run, inputs)
 

@@ -34,7 +34,6 @@ from fmtsim.nn.forward import Substituted, running_modules, undisturbed
 from fmtsim.nn.modules import EmulatedModule, register_emulated
 from fmtsim.nn.operations import ACTIVATIONS, MEANINGS, PRODUCT_NAMES, ModelMode
 from fmtsim.nn.unit_scaling import Factors, scaled_product
-from fmtsim.scaling.repeats import repeat_under
 from fmtsim.support.errors import ArgumentError, CoverageWarning
 from fmtsim.support.records import checked
 
@@ -103,8 +102,7 @@ class ScaledOperations(ModelMode):
         meaning = MEANINGS.get(func, "other")
         if meaning not in self._scaled:
             return func(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            repeat_under(("scaled", self._root), partial(ScaledOperations, self._root, self._how))
+        self.repeat(self._root, self._how)
         return getattr(self, meaning)(func, *args, **kwargs)
 
     def norm(self, module: nn.Module, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -325,8 +323,10 @@ def _scaled(how: ScaledModel, model: nn.Module, forward: Callable[..., Any], *ar
     if how.taus is None:
         if torch.compiler.is_compiling():
             raise ArgumentError(f"{how.recipe} has to see one batch before torch.compile; call the model once")
-        # run a batch to find the residual branches, and what each weighs
-        with undisturbed(model), torch.enable_grad(), running_modules() as running:
+        # Run a batch to find the residual branches, and what each weighs. It has saved-tensor hooks of its own, because
+        # those of activation checkpointing would count its tensors.
+        own = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
+        with undisturbed(model), torch.enable_grad(), own, running_modules() as running:
             trace = _Trace(model, how, running)
             with trace:
                 forward(*args, **kwargs)

@@ -107,10 +107,18 @@ class Calls(Generic[T]):
         return results[number] if number < len(results) else self._last
 
 
-def repeat_under(key: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Let the checkpointed stretch that this call is in, if any, run again under a context; once for each key."""
+def stretch() -> Any:
+    """Return the checkpointed stretch that eager code is in, or None."""
+    return None if torch.compiler.is_compiling() else _place().frame
+
+
+def repeat_under(key: Any, context: Callable[[], AbstractContextManager[Any]], begun_in: Any) -> None:
+    """Let the checkpointed stretch that this call is in, if any, run again under a context; once for each key.
+
+    ``begun_in`` is the ``stretch`` in which the context began: where it is this one, to run it again begins it anyway.
+    """
     place = _place()
-    if place.frame is None or place.run is not None:
+    if place.frame is None or place.frame is begun_in or place.run is not None:
         return
     contexts = place.frame.__dict__.setdefault("fmtsim_contexts", set())
     if key in contexts:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fmtsim
 from fmtsim.lab.training.decoders import GPT, GPTConfig
@@ -295,3 +296,21 @@ def test_models_of_hugging_face(kind, name):
     y.backward()
     assert y.item() == pytest.approx(math.log(256), abs=0.1)
     assert all(p.grad is not None and p.grad.count_nonzero() for p in model.parameters() if p.dim() > 1)
+
+
+@pytest.mark.parametrize("recipe", ["unit_scaling", "mu_s"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:.*loss")
+def test_a_checkpoint_around_the_model_keeps_gradients(recipe, reentrant):
+    """From the first batch on, which the model sees twice."""
+    plain, again = (
+        fmtsim.convert(nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 80, bias=False)), recipe=recipe)
+        for _ in range(2)
+    )
+    again.load_state_dict(plain.state_dict())
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for _ in range(2):
+        plain(x).square().mean().backward()
+        checkpoint(again, x, use_reentrant=reentrant).square().mean().backward()
+    for one, two in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
