@@ -74,6 +74,7 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
 
 
 def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, log: bool) -> torch.Tensor:
+    arrays.check_shapes("the gradient of softmax", g=(g, y.shape))
     inner, rows = math.prod(y.shape[dim % max(y.ndim, 1) + 1 :]), _rows(y, dim)
     plan = None if inner == 1 else softmax.spatial_plan(rows.shape[-1], inner, g.element_size())
     dx = softmax.backward(_rows(g, dim), rows, log, dtype, plan)
@@ -109,10 +110,21 @@ def _extreme(extreme: Callable) -> Callable:
     return call
 
 
+def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **like: torch.Tensor) -> None:
+    """Refuse tensors of attention that do not fit: k and v by q, and tensors that are ``like`` the output."""
+    count, heads, _, d = q.shape
+    groups = k.shape[1] if k.ndim == q.ndim and k.shape[1] and heads % k.shape[1] == 0 else heads
+    shape = count, groups, k.shape[-2]
+    check = arrays.check_shapes
+    check("attention", k=(k, (*shape, d)), v=(v, (*shape, v.shape[-1])))
+    check("attention", **{name: (x, (*q.shape[:-1], v.shape[-1])) for name, x in like.items()})
+
+
 def _attention(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False, *,
     attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    _check_attention(q, k, v)
     backends, options = torch.backends.cuda, (attn_mask, dropout, causal, scale)
     if q.dtype == torch.float32 and attention_efficient.takes_math_path(q, k):
         return attention_efficient.math_forward(run, q, k, v, *options)
@@ -137,6 +149,7 @@ def _attention_gradient(
     run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
     logsumexp: torch.Tensor, dropout: float, causal: bool, *, attn_mask: Any = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
+    _check_attention(q, k, v, g=g, output=output)
     options = attn_mask, dropout, causal, scale
     if q.dtype != torch.float32 and q.shape[-1] % 8 and attn_mask is None and not dropout:
         return attention_flash.backward(g, q, k, v, output, logsumexp, causal, scale)
@@ -170,6 +183,7 @@ def _efficient(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, _: bool, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    _check_attention(q, k, v)
     output, sums = attention_efficient.forward(q, k, v, bias, dropout, causal, scale)
     seed = torch.zeros((), dtype=torch.int64)
     # the GPU stores rows of multiples of 32
@@ -181,6 +195,7 @@ def _efficient_gradient(
     logsumexp: torch.Tensor, seed: Any, offset: Any, dropout: float, mask: Any, causal: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
+    _check_attention(q, k, v, g=g, output=output)
     sums = logsumexp[..., : q.shape[2]].contiguous()
     options = bias, dropout, causal, scale, mask[0], mask[3]
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
@@ -192,6 +207,7 @@ def _flash(
 ) -> tuple[Any, ...]:  # fmt: skip
     if dropout:
         raise UnknownOrder("attention with dropout")
+    _check_attention(q, k, v)
     output, logsumexp = attention_flash.forward(q, k, v, causal, scale)
     nothing, state = output.new_empty(0), torch.zeros(2, dtype=torch.uint64)
     return output, logsumexp, None, None, q.shape[2], k.shape[2], state, torch.zeros((), dtype=torch.uint64), nothing
@@ -203,6 +219,7 @@ def _flash_gradient(
 ) -> Any:  # fmt: skip
     if state[4]:
         raise UnknownOrder("attention with dropout")
+    _check_attention(q, k, v, g=g, output=output)
     return attention_flash.backward(g, q, k, v, output, logsumexp, state[5], scale)
 
 
@@ -435,7 +452,7 @@ def _addmm(
     dtype = out_dtype or a.dtype
     if beta != 1 or alpha != 1 or a.dtype == torch.float64:
         raise UnknownOrder("addmm with factors, or of float64")
-    if c.ndim == 1 and dtype == a.dtype:
+    if c.shape == b.shape[1:] and dtype == a.dtype:
         return _known_product(linear, a, b.t(), c, target=target)
     if c.shape != (a.shape[0], b.shape[1]):
         raise UnknownOrder("addmm of a row or column, or of a vector to another dtype")
@@ -479,6 +496,9 @@ def _grouped_mm(
             return guess.args[1]  # type: ignore[no-any-return]
 
     ends = [0, *offs.tolist()]
+    arrays.check_shapes("_grouped_mm", b=(b, (*b.shape[:-2], a.shape[-1], b.shape[-1])))
+    if ends[-1] != a.shape[0 if b.ndim == 3 else 1]:
+        raise UnknownOrder("_grouped_mm of groups that leave a part out, which a GPU does not write")
     groups = list(zip(ends, ends[1:], strict=False))
     if b.ndim == 3:
         result = torch.cat([product(a[i:j], b[n]) for n, (i, j) in enumerate(groups)])
