@@ -49,7 +49,8 @@ new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ c
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
 index index_select _reshape_alias reshape histc argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
-resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
+resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex to unsqueeze_
+is_same_size _has_same_storage_numel _efficientzerotensor _new_zeros_with_same_feature_meta
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
@@ -226,50 +227,6 @@ def _flash_gradient(
 STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too
 
 
-# On a GPU rms_norm is one kernel with a gradient of its own; a CPU has no such operator.
-_TYPES = "Tensor x, int[] shape, Tensor? weight"
-_LIBRARY = torch.library.Library("fmtsim", "FRAGMENT")
-_LIBRARY.define(f"rms_norm({_TYPES}, float? eps) -> (Tensor, Tensor)")
-_LIBRARY.define(f"rms_norm_backward(Tensor g, {_TYPES}, Tensor rstd, bool[2] mask) -> (Tensor, Tensor)")
-
-
-@torch.library.impl(_LIBRARY, "rms_norm", "CompositeExplicitAutograd")
-def _host_rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:
-    """Return (y, rstd) in the host's order of sums."""
-    dims = list(range(-len(shape), 0))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    least = torch.finfo(wide).eps if eps is None else eps
-    rstd = torch.rsqrt(x.to(wide).square().mean(dims, keepdim=True) + least)
-    return (x * rstd if weight is None else x * rstd * weight).to(x.dtype), rstd
-
-
-@torch.library.impl(_LIBRARY, "rms_norm_backward", "CompositeExplicitAutograd")
-def _host_rms_norm_backward(
-    g: torch.Tensor, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, rstd: torch.Tensor, mask: Any
-) -> Any:
-    """Return the gradients of (x, weight) in the host's order of sums."""
-    dims = list(range(-len(shape), 0))
-    g_wide = g.to(rstd.dtype)
-    weighted, normal = g_wide if weight is None else g_wide * weight, x * rstd
-    dx = (weighted - normal * (weighted * normal).mean(dims, keepdim=True)) * rstd
-    return dx.to(x.dtype), (g_wide * normal).reshape(-1, *shape).sum(0).to(x.dtype)
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.shape, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _rms_norm_gradient(ctx: Any, g: torch.Tensor, _: Any) -> Any:
-    x, weight, rstd = ctx.saved_tensors
-    mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-    dx, dweight = torch.ops.fmtsim.rms_norm_backward(g, x, ctx.shape, weight, rstd, mask)
-    return dx, None, dweight if mask[1] else None, None
-
-
-torch.library.register_autograd("fmtsim::rms_norm", _rms_norm_gradient, setup_context=_save, lib=_LIBRARY)
-
-
 def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any, rstd: torch.Tensor, mask: Any) -> Any:
     return norm.layer_norm_backward(g, x, shape, None, rstd, weight, [True, True, False])[:2]
 
@@ -293,8 +250,6 @@ def _packets(table: dict[str, Callable]) -> dict[Any, Callable]:
 
 _UNARY = "exp exp2 expm1 log log2 log10 log1p tanh erf sin cos rsqrt sqrt sigmoid silu"
 KNOWN: dict[Any, Callable] = {
-    torch.ops.fmtsim.rms_norm: norm.rms_norm,
-    torch.ops.fmtsim.rms_norm_backward: _rms_norm_backward,
     _ATEN._fused_rms_norm: norm.rms_norm,
     _ATEN._fused_rms_norm_backward: lambda g, x, shape, rstd, weight, mask: _rms_norm_backward(
         g, x, shape, weight, rstd, mask
@@ -379,10 +334,7 @@ KNOWN: dict[Any, Callable] = {
 
 _NORMS = "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"
 _SOFTMAX = "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data gelu gelu_backward silu_backward"
-KERNELS = frozenset(
-    [getattr(_ATEN, name) for name in f"{_NORMS} {_SOFTMAX} {_UNARY}".split()]
-    + [torch.ops.fmtsim.rms_norm, torch.ops.fmtsim.rms_norm_backward]
-)
+KERNELS = frozenset(getattr(_ATEN, name) for name in f"{_NORMS} {_SOFTMAX} {_UNARY}".split())
 """Operators of KNOWN whose kernels write the GPU's NaN: their results are not searched for others."""
 
 
