@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from fmtsim.gemm.products.resolver import gemm_call, resolve
 from fmtsim.machine.unknown import UnknownOrder
 from fmtsim.spec.call import Operands
 from fmtsim.spec.gemm_spec import GemmSpec
+from fmtsim.support.errors import ArgumentError
 
 
 def chain_spec(unit: str, fmt: str | torch.dtype, instruction_k: int | None = None) -> GemmSpec:
@@ -44,6 +46,17 @@ _SMALLEST = float32(2.0**-126)  # normal number
 _INF_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 
+def check_shapes(operator: str, **tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
+    """Refuse tensors of other shapes than those given with them: a kernel counts its elements by one of them alone.
+
+    Raises:
+        ArgumentError: A tensor has another shape.
+    """
+    for name, (x, shape) in tensors.items():
+        if x is not None and tuple(x.shape) != tuple(shape):
+            raise ArgumentError(f"{operator}: {name} has shape {tuple(x.shape)}; pass it in shape {tuple(shape)}")
+
+
 def to_f32(x: torch.Tensor) -> np.ndarray:
     """Return a tensor's values as a contiguous float32 array.
 
@@ -60,6 +73,31 @@ def from_f32(x_f32: np.ndarray, dtype: torch.dtype, shape: Sequence[int] | None 
     x = torch.from_numpy(np.ascontiguousarray(x_f32)).to(dtype)
     x = x if shape is None else x.reshape(tuple(shape))
     return canonical(x)
+
+
+def _fold(a: Any, b: Any) -> torch.Tensor:
+    # torch.add's kernel for meta tensors is another in 16 bits: it takes strides of 0 for those of the result
+    return torch.addcmul(a, b, b) if torch.is_tensor(a) and torch.is_tensor(b) else torch.add(a, b)
+
+
+_FOLDED: dict[int, Callable] = {1: torch.neg, 2: _fold, 3: torch.addcmul}
+
+
+def result_of(*operands: Any) -> torch.Tensor:
+    """Return an empty tensor with TensorIterator's dtype, shape and strides for tensors and numbers that broadcast.
+
+    Raises:
+        UnknownOrder: It would be of another dtype than float32, bfloat16 and float16.
+    """
+    shapes = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if torch.is_tensor(x) else x
+        for x in operands
+    ]
+    result = _FOLDED[len(shapes)](*(shapes if torch.is_tensor(shapes[0]) else shapes[::-1]))
+    dtype = result.dtype if result.is_floating_point() else torch.float32
+    if dtype not in NAN_BITS:
+        raise UnknownOrder(f"an operator on elements of {dtype}")
+    return torch.empty_strided(result.shape, result.stride(), dtype=dtype)
 
 
 _WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.uint16, torch.float32: torch.float32}
@@ -188,19 +226,20 @@ def _run_over(function: Callable, words: list[np.ndarray], y: np.ndarray) -> np.
 
 
 def mapped(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
-    """Return a compiled float32 function of tensors of one shape and dtype, rounded once, in the first one's layout."""
+    """Return a compiled float32 function of tensors that broadcast, rounded once, as ``result_of`` lays it out."""
     first = tensors[0]
-    y = torch.empty(first.shape, dtype=first.dtype)
-    words = [words_of(x.contiguous()).reshape(-1) for x in tensors]
+    equal = all((x.shape, x.stride(), x.dtype) == (first.shape, first.stride(), first.dtype) for x in tensors)
+    result = torch.empty_like(first) if equal else result_of(*tensors)
+    y = torch.empty(result.shape, dtype=result.dtype)
+    # the kernels read as many elements of each tensor as the result has
+    words = [words_of(x.to(y.dtype).expand(y.shape).contiguous()).reshape(-1) for x in tensors]
     target = words_of(y).reshape(-1)
     if len(tensors) == 1 and first.dtype != torch.float32:
         table, codes, results = _table(function, first.dtype), words[0].view(np.uint16), target.view(np.uint16)
         run(lambda start, stop: _look_up(codes, table, results, start, stop), y.numel(), 64)
     else:
         _run_over(function, words, target)
-    if first.is_contiguous():
-        return y
-    return torch.empty_like(first, memory_format=torch.preserve_format).copy_(y)
+    return y if result.is_contiguous() else result.copy_(y)
 
 
 @device
@@ -225,6 +264,17 @@ def apply(function: Callable, *operands: np.ndarray | np.float32 | float) -> np.
     usable = [array.shape == shape and array.flags.c_contiguous and array.flags.writeable for array in arrays]
     flat = [(a if ok else np.broadcast_to(a, shape).copy()).reshape(-1) for a, ok in zip(arrays, usable, strict=True)]
     return _run_over(function, flat, np.empty_like(flat[0])).reshape(shape)
+
+
+def written(y_f32: np.ndarray, *operands: torch.Tensor) -> torch.Tensor:
+    """Return float32 results of operands that broadcast, rounded once, as ``result_of`` lays them out."""
+    first = operands[0]
+    if all(x.is_contiguous() and (x.shape, x.dtype) == (first.shape, first.dtype) for x in operands):
+        return from_f32(y_f32, first.dtype, first.shape)
+    y = result_of(*operands)
+    if any(x.ndim == 0 < y.ndim and x.dtype != y.dtype for x in operands):
+        raise UnknownOrder("a tensor without dimensions, of another dtype than the result")
+    return y.copy_(from_f32(y_f32, y.dtype, y.shape))
 
 
 def fma(a: np.ndarray | float, b: np.ndarray | np.float32, c: np.ndarray | float) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch
 from numpy import float32
 
 from fmtsim.machine import library
-from fmtsim.machine.arrays import SIXTEEN_BITS, apply, chain, fma, from_f32, to_f32
+from fmtsim.machine.arrays import SIXTEEN_BITS, apply, chain, check_shapes, fma, from_f32, to_f32
 from fmtsim.machine.reduce import Plan, sums
 from fmtsim.machine.unknown import UnknownOrder
 
@@ -226,6 +226,8 @@ def batch_norm(
         UnknownOrder: A layout that is not known, or cuDNN's order for large images; cuDNN computes float32, and float16
             with float32 weights, of 3 dimensions or more.
     """
+    vectors = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    check_shapes("batch_norm", **{name: (t, x.shape[1:2]) for name, t in vectors.items()})
     cudnn = _takes_cudnn(x, weight, running_mean, train)
     if cudnn and bias is None:
         raise UnknownOrder("batch_norm with a weight alone")
@@ -319,6 +321,10 @@ def batch_norm_backward(
     """
     if mean is None or rstd is None:
         raise UnknownOrder("the gradient of batch_norm without saved statistics")
+    vectors = {"weight": weight, "running_mean": running_mean, "running_var": running_var}
+    vectors |= {name: t for name, t in (("mean", mean), ("rstd", rstd)) if t.numel()}  # evaluation may keep none
+    shapes = {name: (t, x.shape[1:2]) for name, t in vectors.items()}
+    check_shapes("the gradient of batch_norm", g=(g, x.shape), **shapes)
     if train and _takes_cudnn(x, weight, running_mean, train):
         assert weight is not None
         return _cudnn_backward(g.contiguous(), x, weight, to_f32(mean), to_f32(rstd), mask)

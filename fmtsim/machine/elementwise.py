@@ -12,17 +12,12 @@ import numpy as np
 import torch
 
 from fmtsim.machine import reduce
-from fmtsim.machine.arrays import NAN_BITS, from_f32, to_f32, words_of
+from fmtsim.machine.arrays import from_f32, result_of, to_f32, words_of
 from fmtsim.machine.ptx.execute import execute
 from fmtsim.machine.ptx.parse import Module, parse
 from fmtsim.machine.unknown import UnknownOrder
 
 _BLOCK = 1024  # threads
-_FOLDED: dict[int, Callable] = {
-    1: torch.neg,
-    2: torch.add,
-    3: torch.addcmul,
-}  # operators with TensorIterator's dtype, shape and strides
 
 
 @cache
@@ -64,13 +59,8 @@ def elementwise(name: str, *operands: Any, numbers: tuple[float, ...] = ()) -> t
     """
     # 1. the result as a kernel of the library would have it
     tensors = [x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64) for x in operands]
-    shapes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in tensors]
-    given = [shape if torch.is_tensor(x) else x for shape, x in zip(shapes, operands, strict=True)]
-    result = _FOLDED[len(given)](*(given if torch.is_tensor(given[0]) else given[::-1]))
-    dtype = result.dtype if result.is_floating_point() else torch.float32
-    if dtype not in NAN_BITS:
-        raise UnknownOrder(f"an operator on elements of {dtype}")
-    y = torch.empty_strided(result.shape, result.stride(), dtype=dtype)
+    y = result_of(*operands)
+    dtype = y.dtype
     # 2. elements in the order in which they are counted
     if len(tensors) == 1 and dtype != torch.float32:
         words = torch.from_numpy(words_of(tensors[0].contiguous()).view(np.uint16).astype(np.int64))
@@ -92,8 +82,20 @@ def _share(reduction: int, x: torch.Tensor) -> float:
     return 1.0 / x.numel() if reduction == 1 else 1.0
 
 
+def _check_entropy(x: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """Raise UnknownOrder where the result of binary_cross_entropy would be larger than x: torch does not fill it."""
+    if any(t is not None and torch.broadcast_shapes(x.shape, t.shape) != x.shape for t in others):
+        raise UnknownOrder("binary_cross_entropy of tensors that are larger than the first")
+
+
+def _bce(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1) -> torch.Tensor:
+    _check_entropy(x, y, weight)
+    return _reduced(_weighted(elementwise("binary_cross_entropy", x, y), weight), reduction)
+
+
 def _bce_gradient(g: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1) -> torch.Tensor:
-    gradient = _weighted(elementwise("binary_cross_entropy_backward", g.expand_as(x), x, target), weight)
+    _check_entropy(x, target, g, weight)
+    gradient = _weighted(elementwise("binary_cross_entropy_backward", g, x, target), weight)
     return gradient * float(np.float32(1.0) / np.float32(x.numel())) if reduction == 1 else gradient
 
 
@@ -208,23 +210,21 @@ OPERATORS: dict[str, Callable] = {
     "logit_backward": _logit("_backward"),
     "mse_loss": lambda x, y, reduction=1: _reduced(elementwise("mse_loss", x, y), reduction),
     "mse_loss_backward": lambda g, x, y, reduction: elementwise(
-        "mse_loss_backward", g.expand_as(x), x, y, numbers=(2 * _share(reduction, x),)
+        "mse_loss_backward", g, x, y, numbers=(2 * _share(reduction, x),)
     ),
     "smooth_l1_loss": lambda x, y, reduction=1, beta=1.0: _reduced(
         elementwise("smooth_l1_loss", x, y, numbers=(beta,)), reduction
     ),
     "smooth_l1_loss_backward": lambda g, x, y, reduction, beta: elementwise(
-        "smooth_l1_loss_backward", g.expand_as(x), x, y, numbers=(_share(reduction, x), beta)
+        "smooth_l1_loss_backward", g, x, y, numbers=(_share(reduction, x), beta)
     ),
     "huber_loss": lambda x, y, reduction=1, delta=1.0: _reduced(
         elementwise("huber_loss", x, y, numbers=(delta,)), reduction
     ),
     "huber_loss_backward": lambda g, x, y, reduction, delta: elementwise(
-        "huber_loss_backward", g.expand_as(x), x, y, numbers=(_share(reduction, x), delta)
+        "huber_loss_backward", g, x, y, numbers=(_share(reduction, x), delta)
     ),
-    "binary_cross_entropy": lambda x, y, weight=None, reduction=1: _reduced(
-        _weighted(elementwise("binary_cross_entropy", x, y), weight), reduction
-    ),
+    "binary_cross_entropy": _bce,
     "binary_cross_entropy_backward": _bce_gradient,
 }
 """Operators of ATen by name, each with the operator's arguments."""

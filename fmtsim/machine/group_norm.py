@@ -6,7 +6,7 @@ import torch
 from numpy import float32
 
 from fmtsim.machine import library
-from fmtsim.machine.arrays import apply, fma, from_f32, to_f32
+from fmtsim.machine.arrays import apply, check_shapes, fma, from_f32, to_f32
 from fmtsim.machine.reduce import Plan, moments, sums
 from fmtsim.machine.unknown import UnknownOrder
 
@@ -31,6 +31,8 @@ def group_norm(
     """
     if (weight is None and bias is not None) or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         raise UnknownOrder("group_norm with a bias alone, or with parameters of another dtype")
+    whole = (count, channels, *x.shape[2:])
+    check_shapes("group_norm", x=(x, whole), weight=(weight, [channels]), bias=(bias, [channels]))
     rows, size = to_f32(x).reshape(count * groups, -1), channels // groups
     # 1. Welford's moments; eps is rounded to x's dtype
     mean, squares = moments(rows, threads_of_a_row(rows.shape[1]))
@@ -60,6 +62,7 @@ def group_norm_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Return the gradients of (x, weight, bias) of native_group_norm."""
     size = channels // groups
+    check_shapes("the gradient of group_norm", g=(g, x.shape), weight=(weight, [channels]))
     g_f32, x_f32 = (to_f32(t.contiguous()).reshape(count * channels, inner) for t in (g, x))
     w = np.broadcast_to(_affine(weight, channels, 1.0).reshape(1, groups, size), (count, groups, size))
     centre, scale = to_f32(mean).reshape(count, groups, 1), to_f32(rstd).reshape(count, groups, 1)

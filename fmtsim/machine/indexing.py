@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmtsim.machine.arrays import fma, from_f32, to_f32
+from fmtsim.machine.arrays import check_shapes, fma, from_f32, to_f32
 from fmtsim.machine.loss import MOST_EXACT, add_in_turn, rounding
 from fmtsim.machine.unknown import Guess, Nondeterministic, UnknownOrder
 
@@ -32,6 +32,7 @@ def _added(x: torch.Tensor, places: torch.Tensor, values: torch.Tensor, name: st
     Raises:
         Nondeterministic: Places that get several. It holds a result that is possible.
     """
+    check_shapes(name, values=(values if x.ndim else values.reshape(places.shape), places.shape))
     flat, added = places.reshape(-1).numpy(), to_f32(values).reshape(-1)
     total = to_f32(x).reshape(-1).copy()
     counts = np.bincount(flat, minlength=total.size)
@@ -106,7 +107,7 @@ def _scatter_reduce(
 def _put(x: torch.Tensor, index: torch.Tensor, values: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
     places = index.reshape(-1) % x.numel()
     if accumulate:
-        return _added(x, places, values, "put")
+        return _added(x, places, values.reshape(-1), "put")
     return _placed(lambda: _ATEN.put(x, index, values), places, values)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fmtsim.machine.arrays import chain, fma, from_f32, to_f32, tree
+from fmtsim.machine.arrays import chain, check_shapes, fma, from_f32, to_f32, tree
 from fmtsim.machine.unknown import BySource, Nondeterministic, UnknownOrder
 
 _FEW_INDICES = 3072  # of an embedding's gradient: more are sorted
@@ -22,12 +22,14 @@ def _picked(
     log_probabilities: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore: int
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
     """Return each target's logarithm and weight, zeros where it is ignored, and where it is not."""
+    *images, classes = log_probabilities.movedim(min(log_probabilities.ndim - 1, 1), -1).shape
+    check_shapes("nll_loss", target=(target if images else target.reshape(-1)[0], images), weight=(weight, [classes]))
     valid = target != ignore
     places = target.masked_fill(~valid, 0)
     # classes are the second dimension; of a vector the first
-    classes = log_probabilities.gather(min(target.ndim, 1), places.unsqueeze(min(target.ndim, 1))).reshape(target.shape)
-    weights = torch.ones_like(classes) if weight is None else weight[places]
-    return to_f32(classes.masked_fill(~valid, 0)), to_f32(weights.masked_fill(~valid, 0)), valid
+    chosen = log_probabilities.gather(min(target.ndim, 1), places.unsqueeze(min(target.ndim, 1))).reshape(target.shape)
+    weights = torch.ones_like(chosen) if weight is None else weight[places]
+    return to_f32(chosen.masked_fill(~valid, 0)), to_f32(weights.masked_fill(~valid, 0)), valid
 
 
 def _minus(products: tuple[np.ndarray, np.ndarray], threads: int, dtype: torch.dtype) -> np.ndarray:
@@ -88,6 +90,8 @@ def nll_loss_backward(
     reduction: int, ignore: int, total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of the logarithms: -g / total at each target, times its weight, each step rounded."""
+    each = reduction == NONE and log_probabilities.ndim > 1
+    check_shapes("the gradient of nll_loss", g=(g, target.shape) if each else (g.reshape(-1), [1]))
     dx = torch.zeros_like(log_probabilities, memory_format=torch.contiguous_format)
     _, weights, valid = _picked(log_probabilities, target, weight, ignore)
     wide = torch.promote_types(g.dtype, torch.float32)
@@ -129,6 +133,7 @@ def embedding_backward(
     if by_frequency:
         raise UnknownOrder("the gradient of an embedding, scaled by frequency")
     dtype, width = g.dtype, g.shape[-1]
+    check_shapes("the gradient of an embedding", g=(g, [*indices.shape, width]))
     labels = indices.reshape(-1).numpy()
     counted = labels != padding_index
     places = np.arange(len(labels))[counted]

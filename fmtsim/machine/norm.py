@@ -10,7 +10,7 @@ from numpy import float32, int64
 from fmtsim.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library
-from fmtsim.machine.arrays import add_threads, apply, fma, from_f32, to_f32, tree
+from fmtsim.machine.arrays import add_threads, apply, check_shapes, fma, from_f32, to_f32, tree
 from fmtsim.machine.reduce import Plan, moments
 
 _THREADS, _ONE = 128, float32(1.0)
@@ -120,6 +120,8 @@ def layer_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (y, mean, rstd) of native_layer_norm; a width that 4 does not divide has another kernel."""
+    whole = [*x.shape[: max(x.ndim - len(shape), 0)], *shape]
+    check_shapes("layer_norm", x=(x, whole), weight=(weight, shape), bias=(bias, shape))
     rows = _flat(x, shape)
     width = rows.shape[1]
     w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)
@@ -145,6 +147,8 @@ def rms_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (y, rstd) of _fused_rms_norm; a width that 4 does not divide has another kernel, of Welford's moments."""
+    whole = [*x.shape[: max(x.ndim - len(shape), 0)], *shape]
+    check_shapes("rms_norm", x=(x, whole), weight=(weight, shape))
     rows = _flat(x, shape)
     width = rows.shape[1]
     w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)
@@ -166,8 +170,11 @@ def layer_norm_backward(
     weight: torch.Tensor | None, mask: list[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Return the gradients of (x, weight, bias) of native_layer_norm; without a mean, of rms_norm."""
-    gradients, rows = _flat(g, shape), _flat(x, shape)
+    rows = _flat(x, shape)
     count, width = rows.shape
+    statistics = {name: (t if t is None else t.reshape(-1), [count]) for name, t in (("mean", mean), ("rstd", rstd))}
+    check_shapes("the gradient of a norm", g=(g, x.shape), weight=(weight, shape), **statistics)
+    gradients = _flat(g, shape)
     rstds = to_f32(rstd).reshape(-1)
     means = np.zeros_like(rstds) if mean is None else to_f32(mean).reshape(-1)
     w = np.ones(width, np.float32) if weight is None else to_f32(weight).reshape(-1)

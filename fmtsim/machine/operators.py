@@ -49,7 +49,8 @@ new_full new_ones new_empty_strided slice_backward select_backward fill_ zero_ c
 lift_fresh tril triu logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not repeat_interleave gather
 index index_select _reshape_alias reshape histc argmax argmin isnan isinf isfinite nan_to_num eye _foreach_neg
 _foreach_sub_ leaky_relu leaky_relu_backward sgn unbind flip roll repeat as_strided sign floor ceil round trunc set_
-resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex
+resize_ _amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ complex view_as_real view_as_complex to unsqueeze_
+is_same_size _has_same_storage_numel _efficientzerotensor _new_zeros_with_same_feature_meta
 """
 SAME = frozenset(getattr(_ATEN, name) for name in _NAMES.split())
 
@@ -74,6 +75,7 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: Any = None) -> torch.Tensor:
 
 
 def _softmax_gradient(g: torch.Tensor, y: torch.Tensor, dim: int, dtype: torch.dtype, log: bool) -> torch.Tensor:
+    arrays.check_shapes("the gradient of softmax", g=(g, y.shape))
     inner, rows = math.prod(y.shape[dim % max(y.ndim, 1) + 1 :]), _rows(y, dim)
     plan = None if inner == 1 else softmax.spatial_plan(rows.shape[-1], inner, g.element_size())
     dx = softmax.backward(_rows(g, dim), rows, log, dtype, plan)
@@ -109,10 +111,21 @@ def _extreme(extreme: Callable) -> Callable:
     return call
 
 
+def _check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **like: torch.Tensor) -> None:
+    """Refuse tensors of attention that do not fit: k and v by q, and tensors that are ``like`` the output."""
+    count, heads, _, d = q.shape
+    groups = k.shape[1] if k.ndim == q.ndim and k.shape[1] and heads % k.shape[1] == 0 else heads
+    shape = count, groups, k.shape[-2]
+    check = arrays.check_shapes
+    check("attention", k=(k, (*shape, d)), v=(v, (*shape, v.shape[-1])))
+    check("attention", **{name: (x, (*q.shape[:-1], v.shape[-1])) for name, x in like.items()})
+
+
 def _attention(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False, *,
     attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    _check_attention(q, k, v)
     backends, options = torch.backends.cuda, (attn_mask, dropout, causal, scale)
     if q.dtype == torch.float32 and attention_efficient.takes_math_path(q, k):
         return attention_efficient.math_forward(run, q, k, v, *options)
@@ -137,6 +150,7 @@ def _attention_gradient(
     run: Any, g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
     logsumexp: torch.Tensor, dropout: float, causal: bool, *, attn_mask: Any = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
+    _check_attention(q, k, v, g=g, output=output)
     options = attn_mask, dropout, causal, scale
     if q.dtype != torch.float32 and q.shape[-1] % 8 and attn_mask is None and not dropout:
         return attention_flash.backward(g, q, k, v, output, logsumexp, causal, scale)
@@ -170,6 +184,7 @@ def _efficient(
     run: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, _: bool, dropout: float = 0.0,
     causal: bool = False, *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    _check_attention(q, k, v)
     output, sums = attention_efficient.forward(q, k, v, bias, dropout, causal, scale)
     seed = torch.zeros((), dtype=torch.int64)
     # the GPU stores rows of multiples of 32
@@ -181,6 +196,7 @@ def _efficient_gradient(
     logsumexp: torch.Tensor, seed: Any, offset: Any, dropout: float, mask: Any, causal: bool = False, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
+    _check_attention(q, k, v, g=g, output=output)
     sums = logsumexp[..., : q.shape[2]].contiguous()
     options = bias, dropout, causal, scale, mask[0], mask[3]
     return attention_efficient.backward(g, q, k, v, output, sums, *options)
@@ -192,6 +208,7 @@ def _flash(
 ) -> tuple[Any, ...]:  # fmt: skip
     if dropout:
         raise UnknownOrder("attention with dropout")
+    _check_attention(q, k, v)
     output, logsumexp = attention_flash.forward(q, k, v, causal, scale)
     nothing, state = output.new_empty(0), torch.zeros(2, dtype=torch.uint64)
     return output, logsumexp, None, None, q.shape[2], k.shape[2], state, torch.zeros((), dtype=torch.uint64), nothing
@@ -203,54 +220,11 @@ def _flash_gradient(
 ) -> Any:  # fmt: skip
     if state[4]:
         raise UnknownOrder("attention with dropout")
+    _check_attention(q, k, v, g=g, output=output)
     return attention_flash.backward(g, q, k, v, output, logsumexp, state[5], scale)
 
 
 STABLE = frozenset((_ATEN.sort, _ATEN.topk))  # of integers, too
-
-
-# On a GPU rms_norm is one kernel with a gradient of its own; a CPU has no such operator.
-_TYPES = "Tensor x, int[] shape, Tensor? weight"
-_LIBRARY = torch.library.Library("fmtsim", "FRAGMENT")
-_LIBRARY.define(f"rms_norm({_TYPES}, float? eps) -> (Tensor, Tensor)")
-_LIBRARY.define(f"rms_norm_backward(Tensor g, {_TYPES}, Tensor rstd, bool[2] mask) -> (Tensor, Tensor)")
-
-
-@torch.library.impl(_LIBRARY, "rms_norm", "CompositeExplicitAutograd")
-def _host_rms_norm(x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:
-    """Return (y, rstd) in the host's order of sums."""
-    dims = list(range(-len(shape), 0))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    least = torch.finfo(wide).eps if eps is None else eps
-    rstd = torch.rsqrt(x.to(wide).square().mean(dims, keepdim=True) + least)
-    return (x * rstd if weight is None else x * rstd * weight).to(x.dtype), rstd
-
-
-@torch.library.impl(_LIBRARY, "rms_norm_backward", "CompositeExplicitAutograd")
-def _host_rms_norm_backward(
-    g: torch.Tensor, x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, rstd: torch.Tensor, mask: Any
-) -> Any:
-    """Return the gradients of (x, weight) in the host's order of sums."""
-    dims = list(range(-len(shape), 0))
-    g_wide = g.to(rstd.dtype)
-    weighted, normal = g_wide if weight is None else g_wide * weight, x * rstd
-    dx = (weighted - normal * (weighted * normal).mean(dims, keepdim=True)) * rstd
-    return dx.to(x.dtype), (g_wide * normal).reshape(-1, *shape).sum(0).to(x.dtype)
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.shape, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-
-
-def _rms_norm_gradient(ctx: Any, g: torch.Tensor, _: Any) -> Any:
-    x, weight, rstd = ctx.saved_tensors
-    mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-    dx, dweight = torch.ops.fmtsim.rms_norm_backward(g, x, ctx.shape, weight, rstd, mask)
-    return dx, None, dweight if mask[1] else None, None
-
-
-torch.library.register_autograd("fmtsim::rms_norm", _rms_norm_gradient, setup_context=_save, lib=_LIBRARY)
 
 
 def _rms_norm_backward(g: torch.Tensor, x: torch.Tensor, shape: Any, weight: Any, rstd: torch.Tensor, mask: Any) -> Any:
@@ -276,8 +250,6 @@ def _packets(table: dict[str, Callable]) -> dict[Any, Callable]:
 
 _UNARY = "exp exp2 expm1 log log2 log10 log1p tanh erf sin cos rsqrt sqrt sigmoid silu"
 KNOWN: dict[Any, Callable] = {
-    torch.ops.fmtsim.rms_norm: norm.rms_norm,
-    torch.ops.fmtsim.rms_norm_backward: _rms_norm_backward,
     _ATEN._fused_rms_norm: norm.rms_norm,
     _ATEN._fused_rms_norm_backward: lambda g, x, shape, rstd, weight, mask: _rms_norm_backward(
         g, x, shape, weight, rstd, mask
@@ -362,10 +334,7 @@ KNOWN: dict[Any, Callable] = {
 
 _NORMS = "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"
 _SOFTMAX = "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data gelu gelu_backward silu_backward"
-KERNELS = frozenset(
-    [getattr(_ATEN, name) for name in f"{_NORMS} {_SOFTMAX} {_UNARY}".split()]
-    + [torch.ops.fmtsim.rms_norm, torch.ops.fmtsim.rms_norm_backward]
-)
+KERNELS = frozenset(getattr(_ATEN, name) for name in f"{_NORMS} {_SOFTMAX} {_UNARY}".split())
 """Operators of KNOWN whose kernels write the GPU's NaN: their results are not searched for others."""
 
 
@@ -435,7 +404,7 @@ def _addmm(
     dtype = out_dtype or a.dtype
     if beta != 1 or alpha != 1 or a.dtype == torch.float64:
         raise UnknownOrder("addmm with factors, or of float64")
-    if c.ndim == 1 and dtype == a.dtype:
+    if c.shape == b.shape[1:] and dtype == a.dtype:
         return _known_product(linear, a, b.t(), c, target=target)
     if c.shape != (a.shape[0], b.shape[1]):
         raise UnknownOrder("addmm of a row or column, or of a vector to another dtype")
@@ -479,6 +448,9 @@ def _grouped_mm(
             return guess.args[1]  # type: ignore[no-any-return]
 
     ends = [0, *offs.tolist()]
+    arrays.check_shapes("_grouped_mm", b=(b, (*b.shape[:-2], a.shape[-1], b.shape[-1])))
+    if ends[-1] != a.shape[0 if b.ndim == 3 else 1]:
+        raise UnknownOrder("_grouped_mm of groups that leave a part out, which a GPU does not write")
     groups = list(zip(ends, ends[1:], strict=False))
     if b.ndim == 3:
         result = torch.cat([product(a[i:j], b[n]) for n, (i, j) in enumerate(groups)])

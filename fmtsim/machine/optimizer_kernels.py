@@ -12,7 +12,7 @@ from numpy import float32
 from fmtsim.cpu.runtime.jit import device, fma32, kernel
 from fmtsim.cpu.runtime.pool import run
 from fmtsim.machine import library, pointwise
-from fmtsim.machine.arrays import add_strided, apply, canonical, chain, fma, from_f32, to_f32, tree
+from fmtsim.machine.arrays import add_strided, apply, canonical, chain, check_shapes, fma, to_f32, tree, written
 from fmtsim.machine.unknown import UnknownOrder
 
 _ONE, _HALF = float32(1.0), float32(0.5)
@@ -56,6 +56,8 @@ def fused_adamw_(
         return
     numbers = [float32(float(n)) for n in (lr, beta1, beta2, weight_decay, eps)]
     for p, g, m, v, step in zip(parameters, gradients, first, second, steps, strict=True):
+        moments = {"first moment": (m, p.shape), "second moment": (v, p.shape)}
+        check_shapes("fused AdamW", gradient=(g, p.shape), **moments)
         corrections = [float32(apply(_correction, float(beta), float(step))) for beta in (beta1, beta2)]
         arrays = [to_f32(t).reshape(-1).copy() for t in (p, g, m, v)]
         if grad_scale is not None:
@@ -70,19 +72,19 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
     """Return start + weight (end - start), fused, from the nearer end."""
     a, b, difference, w = to_f32(start), to_f32(end), to_f32(end.float() - start.float()), float32(weight)
     total = fma(difference, w, a) if abs(w) < _HALF else fma(-difference, _ONE - w, b)
-    return from_f32(total, start.dtype)
+    return written(total, start, end)
 
 
 def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, value: float = 1) -> torch.Tensor:
     """Return x + value (a b): the product rounded, then fused; fused itself where value is 1."""
     if value == 1:
-        return from_f32(fma(to_f32(a), to_f32(b), to_f32(x)), x.dtype)
-    return from_f32(fma(value, to_f32(a.float() * b.float()), to_f32(x)), x.dtype)
+        return written(fma(to_f32(a), to_f32(b), to_f32(x)), x, a, b)
+    return written(fma(value, to_f32(a.float() * b.float()), to_f32(x)), x, a, b)
 
 
 def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, value: float = 1) -> torch.Tensor:
     """Return x + value (a / b): the quotient rounded, then fused."""
-    return from_f32(fma(value, to_f32(a.float() / b.float()), to_f32(x)), x.dtype)
+    return written(fma(value, to_f32(a.float() / b.float()), to_f32(x)), x, a, b)
 
 
 def foreach(function: Callable, in_place: bool = True) -> Callable:

@@ -50,6 +50,9 @@ _KEY: Any = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU  # asked behind the key of forks
 _BELOW = torch._C._dispatch_keyset_full_after(_AUTOCAST)
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+# A backend of no device here, for operators whose gradients torch has for devices with a kernel of them alone.
+_GPU: Any = torch._C.DispatchKey.IPU  # type: ignore[attr-defined]
+_ON_GPU = torch._C.DispatchKeySet(_GPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.Dense)  # type: ignore[attr-defined]
 
 
 def _is_cast(x: Any) -> bool:
@@ -163,6 +166,11 @@ def _register() -> tuple[torch.library.Library, ...]:
     fallback.fallback(torch.library.fallthrough_kernel, _KEY.name)
     for name, fork in table.items():
         forks_of_aten.impl(name, partial(_kernel, fork, _overload(name)), _KEY.name, with_keyset=True)
+    # 3. rms_norm as on a GPU: one operator with gradients of its own. The host makes it of others, which have theirs.
+    fused = _overload("_fused_rms_norm")
+    forks_of_aten.impl("_fused_rms_norm", fused.decompose, _GPU.name)
+    forks_of_aten.impl("_fused_rms_norm", partial(_fused_rms_norm, fused), _KEY.name, with_keyset=True)
+    forks_of_aten.impl("_fused_rms_norm_backward", _host_rms_norm_backward, "CPU")
     return fallback, forks_of_aten
 
 
@@ -185,7 +193,23 @@ def _rms_norm(
     """Return rms_norm by one operator, as on a GPU; torch's operators remain for mixed dtypes and a nested x."""
     if x.is_nested or (weight is not None and weight.dtype != x.dtype):
         return host(x, shape, weight, eps)  # type: ignore[no-any-return]
-    return torch.ops.fmtsim.rms_norm(x, list(shape), weight, eps)[0]
+    return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+
+
+def _fused_rms_norm(operator: Any, keys: Any, *args: Any) -> Any:
+    """Call the operator with its own gradients, which torch has for devices with a kernel of it alone."""
+    return operator.redispatch(keys & _BELOW | _ON_GPU, *args)
+
+
+def _host_rms_norm_backward(
+    g: torch.Tensor, x: torch.Tensor, shape: list[int], rstd: torch.Tensor, weight: torch.Tensor | None, mask: Any
+) -> Any:
+    """Return the gradients of (x, weight) in the host's order of sums."""
+    dims = list(range(-len(shape), 0))
+    g_wide = g.to(rstd.dtype)
+    weighted, normal = g_wide if weight is None else g_wide * weight, x * rstd
+    dx = (weighted - normal * (weighted * normal).mean(dims, keepdim=True)) * rstd
+    return dx.to(x.dtype), (g_wide * normal).reshape(-1, *shape).sum(0).to(x.dtype)
 
 
 def _softmax(operator: Callable) -> Callable:

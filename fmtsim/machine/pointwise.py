@@ -11,7 +11,7 @@ from numpy import float32
 
 from fmtsim.cpu.runtime.jit import device, fma32
 from fmtsim.machine import elementwise, library
-from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, from_f32, mapped, to_f32
+from fmtsim.machine.arrays import NAN_BITS, SIXTEEN_BITS, apply, from_f32, mapped, to_f32, written
 from fmtsim.machine.unknown import Guess, UnknownOrder
 
 _ONE, _HALF = float32(1.0), float32(0.5)
@@ -53,8 +53,8 @@ def _add_scaled(a, b, alpha):
 
 
 def _elementwise(function: Callable, *tensors: torch.Tensor) -> torch.Tensor:
-    if tensors[0].dtype not in NAN_BITS:
-        raise UnknownOrder(f"an operator on elements of {tensors[0].dtype}")
+    if any(x.dtype not in NAN_BITS for x in tensors):
+        raise UnknownOrder(f"an operator on elements of {' and '.join(str(x.dtype) for x in tensors)}")
     return mapped(function, *tensors)
 
 
@@ -81,7 +81,11 @@ def silu_backward(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def tanh_backward(g: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return tanh's gradient: fused in float32; in 16 bits every operation is rounded."""
-    return _elementwise(_tanh_gradient, g, y) if y.dtype == torch.float32 else g * (1.0 - y * y)
+    dtype = torch.result_type(g, y)
+    if dtype == torch.float32:
+        return _elementwise(_tanh_gradient, g, y)
+    g, y = g.to(dtype), y.to(dtype)
+    return g * (1.0 - y * y)
 
 
 def _number(x: Any, other: Any) -> Any:
@@ -133,9 +137,7 @@ def add(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:
         return torch.add(a, b) if alpha == 1 else torch.sub(a, b) if alpha == -1 else torch.add(a, b, alpha=alpha)
     if a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnknownOrder(f"add of {a.dtype} and {b.dtype} with alpha")
-    return from_f32(
-        apply(_add_scaled, to_f32(a), to_f32(b), float(alpha)), a.dtype, torch.broadcast_shapes(a.shape, b.shape)
-    )
+    return written(apply(_add_scaled, to_f32(a), to_f32(b), float(alpha)), a, b)
 
 
 def subtract_from(a: Any, b: Any, *, alpha: float = 1) -> torch.Tensor:

@@ -192,6 +192,8 @@ class simulate(TorchDispatchMode):  # noqa: N801, a verb that is used as a conte
                 return result
             args = tuple(x.float() if torch.is_tensor(x) else x for x in args)  # as a GPU converts them
         device = next((x.device for x in tensors if x.device.type != "cpu"), None)
+        if device is not None and device.type == "meta" and _in_meta_kernel():
+            return func(*args, **kwargs)
         if device is not None and name != "_to_copy":
             raise ArgumentError(
                 f"{name}{_place()} has a tensor on {device}; simulate computes on the CPU: move model and batch there"
@@ -376,6 +378,14 @@ def _in_compiled_code(outermost: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _in_meta_kernel() -> bool:
+    """Return True if torch looks for a shape: forward-mode derivatives multiply zeros without numbers on meta."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(("torch._refs", "torch._prims")):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _place() -> str:

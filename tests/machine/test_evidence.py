@@ -18,7 +18,6 @@ ROWS = (DATA / "h200_operators.csv").read_text("utf-8").splitlines()[1:]
 CASES = dict(row.split(",", 1) for row in ROWS)  # operator to a recorded case that calls it
 SAMPLE = 15  # operators that lie this many apart are looked for in their cases by default
 KERNELS = {  # operators that launch the kernel of another one
-    "_fused_rms_norm": "fmtsim.rms_norm", "_fused_rms_norm_backward": "fmtsim.rms_norm_backward",
     "selu": "elu", "selu_": "elu", "rand_like": "rand", "randn_like": "randn",
     "randint_like": "randint", "random_": "randint",
     "_scaled_dot_product_flash_attention": "_scaled_dot_product_flash_attention_for_cpu",

@@ -113,7 +113,7 @@ def test_other_threads_have_the_host_s_functions():
             torch.rms_norm(x, (64,))
         others_done.set()
         waiting.result()
-    assert first.exact["fmtsim.rms_norm"] == second.exact["fmtsim.rms_norm"] == 1
+    assert first.exact["_fused_rms_norm"] == second.exact["_fused_rms_norm"] == 1
     after = functional.dropout, functional.scaled_dot_product_attention, torch.rms_norm, torch.autocast.__init__
     assert after == host
 
@@ -268,7 +268,7 @@ def test_functions_that_were_imported_by_name_fork_as_on_the_gpu():
         assert torch.equal(*results[-2:]), name
         assert not results[-1].isnan().any(), name  # where the host's attention has a row of NaN
     assert [set(run) for run in runs[::2]] == [set(run) for run in runs[1::2]]
-    assert runs[2]["native_dropout"] == runs[4]["fmtsim.rms_norm"] == 1
+    assert runs[2]["native_dropout"] == runs[4]["_fused_rms_norm"] == 1
     with fmtsim.simulate() as run:  # dropout inside attention: the host has three operators, the GPU one
         imported_attention(q, q, q, dropout_p=0.5)
         nn.MultiheadAttention(32, 2, dropout=0.5, dtype=q.dtype)(q[0], q[0], q[0], need_weights=False)
@@ -482,7 +482,7 @@ def test_softmax_of_one_number_is_one():
         ("_softmax", lambda x: x.softmax(-1)), ("_log_softmax", lambda x: x.log_softmax(-1)),
         ("lerp", lambda x: torch.lerp(x, x * 3, 0.3)), ("addcmul", lambda x: torch.addcmul(x, x, x, value=0.3)),
         ("addcdiv", lambda x: torch.addcdiv(x, x, x.abs() + 1, value=0.3)), ("pow", lambda x: x**1.5),
-        ("fmtsim.rms_norm", lambda x: functional.rms_norm(x, (32,), x[0])), ("cumsum", lambda x: x.cumsum(-1)),
+        ("_fused_rms_norm", lambda x: functional.rms_norm(x, (32,), x[0])), ("cumsum", lambda x: x.cumsum(-1)),
         ("nll_loss_forward", lambda x: functional.nll_loss(x, torch.arange(6))),
     ],
 )  # fmt: skip
@@ -541,3 +541,50 @@ with fmtsim.simulate():
 print('torch._dynamo' in sys.modules)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_derivatives_by_transforms_are_those_of_the_operators():
+    func, rms_norm = torch.func, functional.rms_norm
+    x, weights, batch = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 1.0, 2.0]), numbers(4, 3).float()
+
+    def loss(v, w=weights):
+        return (rms_norm(v, (3,), w) ** 3).sum()
+
+    def gradient_twice():
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        return torch.autograd.grad(first.sum(), leaf)[0]
+
+    def forward():
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(torch.autograd.forward_ad.make_dual(x, x + 1) * 2).tangent
+
+    calls = {
+        "jvp": lambda: func.jvp(lambda v: v * 2, (x,), (x,))[1],
+        "forward": forward,
+        "jacfwd": lambda: func.jacfwd(lambda v: v * 2)(x),
+        "hessian": lambda: func.hessian(lambda v: (v**3).sum())(x),
+        "grad": lambda: func.grad(loss)(x),
+        "jvp of rms_norm": lambda: func.jvp(lambda v: rms_norm(v, (3,)), (x,), (weights,))[1],
+        "jacfwd of rms_norm": lambda: func.jacfwd(lambda v: rms_norm(v, (3,)))(x),
+        "jacrev of rms_norm": lambda: func.jacrev(lambda v: rms_norm(v, (3,)))(x),
+        "hessian of rms_norm": lambda: func.hessian(loss)(x),
+        "samples": lambda: func.vmap(func.grad(loss))(batch),
+        "weights of samples": lambda: func.vmap(func.grad(loss, 1), (0, None))(batch, weights),
+        "gradient twice": gradient_twice,
+    }
+    for name, call in calls.items():
+        with fmtsim.simulate(strict=True):
+            result = call()
+        torch.testing.assert_close(result, call(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_gradients_by_transforms_have_the_bits_of_a_graph_of_gradients():
+    x, weight = numbers(4, 8).float(), numbers(8).float()
+    results = []
+    with fmtsim.simulate(strict=True) as run:
+        results.append(torch.func.grad(lambda v: functional.rms_norm(v, (8,), weight).sum())(x))
+        leaf = x.clone().requires_grad_()
+        results += torch.autograd.grad(functional.rms_norm(leaf, (8,), weight).sum(), leaf, create_graph=True)
+    assert torch.equal(*results)
+    assert run.exact["_fused_rms_norm"] == 2 and not run.exact["_fused_rms_norm_backward"]
