@@ -158,6 +158,16 @@ def _multiply_on_machine(
         elements = [element_format(last_cast(x.quantizer).format) for x in (a, b)]
         after = all(fmt is None or is_representable(fmt, layer_dtype) for fmt in elements)
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
+    row_levels = a.has_row_level, b.has_row_level
+    if route.how == "elements" and any(row_levels):
+        # no library takes scales of rows above those of blocks: they multiply its float32 sums, as in Transformer
+        # Engine, at once where the other operand has one scale, else a's rows first
+        rows, columns = a.tensor_scale, b.tensor_scale
+        a, b = a._replace(tensor_scale=None), b._replace(tensor_scale=None)
+        if not row_levels[1]:
+            rows, columns = rows if columns is None else rows * columns, None  # type: ignore[operator]
+        elif not row_levels[0]:
+            rows, columns = None, columns if rows is None else columns * rows  # type: ignore[operator]
     # 4. the product of integers, whose sums are exact, of elements with their scales, or of values
     if route.how == "integers":
         a_int8, b_int8 = a.elements.to(torch.int8), b.elements.to(torch.int8)
@@ -178,6 +188,8 @@ def _multiply_on_machine(
         if columns is rows is rest is None:
             return _multiply_elements(layer, name, a, b, bias, dtype, last=True, bare=not traced)
         y = _multiply_elements(layer, name, a, b, None, wide, last=False, bare=not traced)
+        if rows is not None and columns is not None and all(row_levels):
+            y, rows = y.float() * rows, None
     # 5. scales, rest and bias
     y = y if y.dtype == torch.float64 else y.float()
     return finish_sums(y, columns, rows, rest, bias, y.dtype if gemm.out.format is not None else dtype, traced)
