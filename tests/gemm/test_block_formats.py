@@ -7,6 +7,7 @@ import torch
 import fmtsim
 from fmtsim import EmulatedGEMM, Gemm, LinearConfig, Quantizer, get_format
 from fmtsim.formats.block import BlockFormat
+from fmtsim.formats.scaling import Scaling
 from fmtsim.support.errors import FmtsimError, FormatError
 from tests.support.operands import normal
 
@@ -34,8 +35,9 @@ def operands():
 def error(a, b, target):
     """Return the largest relative error of a row or column against the product without a target."""
     x, w = operands()
+    quantizers = [fmt if isinstance(fmt, Quantizer) else Quantizer(fmt) for fmt in (a, b)]
     y, expected = (
-        EmulatedGEMM.apply(x, w, None, LinearConfig(fprop=Gemm(a=Quantizer(a), b=Quantizer(b), target=machine)))
+        EmulatedGEMM.apply(x, w, None, LinearConfig(fprop=Gemm(a=quantizers[0], b=quantizers[1], target=machine)))
         for machine in (target, None)
     )
     off = [((y - expected).norm(dim=d) / expected.norm(dim=d).clamp(1e-9)).max().item() for d in (0, 1)]
@@ -54,6 +56,18 @@ def test_every_accepted_pair_has_the_values_of_the_product_without_a_target(targ
             continue
     assert {pair: off for pair, off in accepted.items() if not off < 1e-4} == {}
     assert len(accepted) >= TARGETS[target]
+
+
+@pytest.mark.parametrize("target", ["b200", "blackwell.tcgen05.nvf4"])
+def test_an_operand_without_a_scale_of_the_tensor_takes_one_that_has_it(target):
+    bare = BlockFormat("bare", get_format("e2m1"), Scaling(block=(1, 16), scale="e4m3", arithmetic="divide"))
+    for other in ("nvfp4", "nvfp4_row"):
+        assert error(bare, other, target) < 1e-4
+        assert error(other, bare, target) < 1e-4
+    # a rule's multiplier likewise
+    rule = Scaling(block=(1, 32), top=4.0, arithmetic="divide", power_of_two="floor", multiplier=4 / 3)
+    if target == "b200":
+        assert error("mxfp4", Quantizer("e2m1", scaling=rule), target) < 1e-4
 
 
 @pytest.mark.parametrize("target", ["b200", "blackwell.tcgen05.nvf4"])
@@ -95,6 +109,7 @@ def test_recipes_with_scales_of_rows_run_on_their_own_machine(recipe):
         given = x.clone().requires_grad_()
         y = model(given)
         y.sum().backward()
+        assert torch.equal(torch.compile(model, backend="aot_eager")(x), y)
         results.append((y.detach(), given.grad, model.experts[0].weight.grad))
     # sums in another order
     for got, expected in zip(*results, strict=True):

@@ -221,8 +221,11 @@ def _multiply_elements(
     elif kind != "none" and not (a.scale is b.scale is None):
         each = a.block[0], b.block[0]
         kind = "row_block_128" if kind == "block_128" and each == (1, 1) else kind
-        scales = a.tensor_scale, b.tensor_scale, a.scale, b.scale
-        operands = Operands(a.elements, b.elements, bias, *scales, rows_per_scale=each)
+        levels = a.tensor_scale, b.tensor_scale
+        if not levels[0] is levels[1] is None:  # products take the scales of both tensors, or of none
+            one = torch.ones((), device=a.elements.device)
+            levels = one if levels[0] is None else levels[0], one if levels[1] is None else levels[1]
+        operands = Operands(a.elements, b.elements, bias, *levels, a.scale, b.scale, rows_per_scale=each)
     # 2. the function of the library, the dtype of its result, and whether it adds the bias
     operation: Operation = "scaled_mm" if scaled else "linear" if last and name == "fprop" else "mm"
     operation, out_dtype, adds = _library_call(operation, elements_dtype, bias, gemm, dtype)
