@@ -234,6 +234,8 @@ def scales_of(slot: Slot) -> tuple[Tensor | None, Tensor | None]:
     """Return the scales of blocks and of the tensor that a weight is rounded with, before it is overwritten."""
     w = slot.w if slot.clipped is None else slot.clipped
     operand = quantize_operand(widened(w, slot.shared_amax), slot.quantizer)
+    if operand.has_row_level:  # stored weights have one scale of the tensor
+        return None, None
     scale = None if operand.scale is None else operand.scale[: -1 if len(operand.scale) > len(w) else None]
     return tuple(None if s is None else s.clone() for s in (scale, operand.tensor_scale))  # type: ignore[return-value]
 

@@ -75,7 +75,8 @@ def grid_of(w: Tensor, quantizer: Quantizer) -> Grid:
     """
     fmt = quantizer.format
     blocks = isinstance(fmt, BlockFormat)
-    hidden = blocks and quantize_operand(w[:1, :1], quantizer, Keys()).scale is None
+    first = quantize_operand(w[:1, :1], quantizer, Keys()) if blocks else None
+    hidden = first is not None and (first.scale is None or first.has_row_level)
     if fmt is None or isinstance(fmt, LogTileFormat | PackedFormat) or hidden:
         raise ArgumentError(
             f"weights = {quantizer} have no scales apart from their elements; choose an element format with "

@@ -202,7 +202,8 @@ class PtqRecipe:
         without such scales (a format that keeps none, scales that moved with GPTQ), the stored values are multiplied.
         """
         x = fixed(x) if self.calibration is not None and is_static(x) else x
-        apart = w.scaling is not None or keeps_scales(w, folded=False, on_gpu=False)
+        keeps = keeps_scales(w, folded=False, on_gpu=False)
+        apart = w.scaling is not None or (keeps and w.format.scaling.level_block == (None, None))  # type: ignore[union-attr]
         stored = bool(self.machine) and apart and not self.moves_scales
         return self.product(x, dataclasses.replace(w, source="stored", transforms=()) if stored else Quantizer())
 

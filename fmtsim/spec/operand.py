@@ -37,7 +37,7 @@ class Operand(NamedTuple):
             of blocks in them.
         quantizer: What made them.
         scale: float32 [row blocks, inner blocks], or None.
-        tensor_scale: float32, 0-d: the scale of the whole matrix, or None.
+        tensor_scale: float32, 0-d: the scale of the whole matrix, or [rows, 1]: those of its rows; or None.
         block: Rows and columns of a block.
         slope: float32, or bool for 1 and 0: what the gradient of an element is multiplied with; or None.
         rest: float32: what ``Clamp(compensate=True)`` cut off, or None.
@@ -53,15 +53,23 @@ class Operand(NamedTuple):
 
     def transposed(self) -> "Operand":
         """Return the transposed matrix, with the same elements and scales."""
-        scale = None if self.scale is None else self.scale.mT
-        return Operand(self.elements.mT, self.quantizer, scale, self.tensor_scale, self.block[::-1])
+        scale, second = None if self.scale is None else self.scale.mT, self.tensor_scale
+        second = second.mT if second is not None and self.has_row_level else second
+        return Operand(self.elements.mT, self.quantizer, scale, second, self.block[::-1])
 
     def head(self, rows: int) -> "Operand":
         """Return the first rows, whole blocks of them: as many as asked for, or a block more."""
         if self.scale is None or self.scale.shape[0] == 1:
             return self._replace(elements=self.elements[:rows])
-        blocks = -(-rows // self.block[0])
-        return self._replace(elements=self.elements[: blocks * self.block[0]], scale=self.scale[:blocks])
+        blocks, second = -(-rows // self.block[0]), self.tensor_scale
+        second = second[:rows] if second is not None and self.has_row_level else second  # blocks are of one row then
+        elements = self.elements[: blocks * self.block[0]]
+        return self._replace(elements=elements, scale=self.scale[:blocks], tensor_scale=second)
+
+    @property
+    def has_row_level(self) -> bool:
+        """Whether each row has a scale of its own above those of its blocks (``nvfp4_row``)."""
+        return self.tensor_scale is not None and self.tensor_scale.dim() > 0
 
     @property
     def scales_rows(self) -> bool:

@@ -27,10 +27,19 @@ def product(a, b, gemm, out_dtype, bias=None, generator=None):
     if kinds <= {"none"} and not narrow:
         return _plain(a, b, bias, gemm, out_dtype, machine | {"generator": generator})
     (a_codes, a_scales, a_format), (b_codes, b_scales, b_format) = _encoded(a, gemm.a), _encoded(b, gemm.b)
+    options = machine | _recipes(gemm, kinds) | {"formats": (a_format, b_format), "generator": generator}
+    rows, columns = (s[1] if isinstance(s, list) else torch.ones(()) for s in (a_scales, b_scales))
+    if rows.dim() or columns.dim():  # scales of rows above those of blocks follow a product without them
+        one = torch.ones(())
+        y = fmtsim.scaled_mm(
+            a_codes, b_codes.mT, [a_scales[0], one], [b_scales[0], one], None, None, torch.float32, **options
+        )
+        columns = columns.reshape(1, -1)
+        y = y * rows * columns if rows.dim() and columns.numel() > 1 else y * (rows * columns)
+        return (y if bias is None else y + bias).to(out_dtype)
     return fmtsim.scaled_mm(
-        a_codes, b_codes.mT, a_scales, _turned(b_scales, b.shape), bias, None, out_dtype, gemm.fast_accum, **machine,
-        **_recipes(gemm, kinds), formats=(a_format, b_format), generator=generator,
-    )  # fmt: skip
+        a_codes, b_codes.mT, a_scales, _turned(b_scales, b.shape), bias, None, out_dtype, gemm.fast_accum, **options
+    )
 
 
 def _plain(a, b, bias, gemm, out_dtype, options):

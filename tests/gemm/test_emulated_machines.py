@@ -84,6 +84,9 @@ UNITS = {
     "mxfp4": config("mxfp4", target="blackwell.tcgen05.mxf4"),
     "nvfp4": config("nvfp4", target="blackwell.tcgen05.nvf4"),
     "nvfp4 squares": config("nvfp4", "nvfp4_16x16", target="blackwell.tcgen05.nvf4"),
+    "nvfp4 of rows": config("nvfp4_row", g="nvfp4_per_token", target="blackwell.tcgen05.nvf4"),
+    "nvfp4 of one's rows": config("nvfp4_row", "nvfp4", target="blackwell.tcgen05.nvf4"),
+    "nvfp4 of the other's": config("nvfp4", "nvfp4_row", target="blackwell.tcgen05.nvf4"),
     "fnuz": config("e4m3fnuz", g="e5m2fnuz", target="cdna3.mfma"),
     "pairs": config("bf16", target="cdna2.mfma"),
     "exact": config("e3m4", target="exact"),
@@ -102,6 +105,7 @@ TARGETS = {
     "blocks": config("e4m3_1x128", "e4m3_128x128", target="h200"),
     "mxfp8": config("mxfp8_e4m3", g="mxfp8_e5m2", target="chain"),
     "nvfp4": config("nvfp4", target="chain"),
+    "nvfp4 of rows": config("nvfp4_row", "nvfp4", target="b200"),
 }
 
 
@@ -153,7 +157,7 @@ def test_empty_operands_have_no_scales_and_zeros_for_a_product(name, sizes):
 
 
 def test_ragged_sizes_and_several_batch_dimensions_on_a_unit():
-    for name in ("bf16", "tensor", "mxfp8", "nvfp4", "blocks"):
+    for name in ("bf16", "tensor", "mxfp8", "nvfp4", "nvfp4 of rows", "blocks"):
         check(UNITS[name], sizes=(21, 40, 34))
     x, w, bias, g = tensors()
     flat = run(x, w, bias, g, UNITS["tensor"])

@@ -105,6 +105,18 @@ def test_weights_alone_are_products_of_the_tensors_dtype(dtype):
         assert_same_bits(model(x), fmtsim.linear(x, model.weight, target="h200"))
 
 
+def test_weights_with_scales_of_rows_above_those_of_blocks_are_stored_as_values(tmp_path):
+    w = fmtsim.Quantizer("nvfp4_row")
+    recipe = PtqRecipe(name="rows", w=w, target="b200")
+    model = fmtsim.ptq(nn.Sequential(linear()), recipe, DATA)
+    assert_same_bits(model[0].weight, fmtsim.quantize(linear().weight, "nvfp4_row"))
+    assert_same_bits(model(X), fmtsim.linear(X, model[0].weight, target="b200"))
+    with pytest.raises(ArgumentError, match="weights are nvfp4_row, whose scales are not kept apart"):
+        fmtsim.export(model, tmp_path / "w.safetensors", "torchao")
+    with pytest.raises(ArgumentError, match="weights = nvfp4_row have no scales apart from their elements"):
+        fmtsim.ptq(linear(), dataclasses.replace(recipe, weights=Gptq()), DATA)
+
+
 @pytest.mark.skipif(not is_native("h200"), reason="needs an NVIDIA H200")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["e4m3_static", "nemotron", "e4m3_token", "int8_static", "int4_g32", "int4_channel"])

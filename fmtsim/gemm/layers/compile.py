@@ -378,9 +378,11 @@ def _fake_operand(t, dim, quantizer, folded, *_):  # type: ignore[no-untyped-def
     outer, inner = block_of(q)
     # None is the whole axis, which has one block
     blocks = (1 if outer is None else -(-rows // outer), 1 if inner is None else -(-columns // inner))
+    fmt = last_cast(q).format
+    level = (rows, 1) if isinstance(fmt, BlockFormat) and fmt.scaling.level_block == (1, None) else ()
     parts = []
     for field, part in operand_layout(q, t.dtype, is_on_gpu(t), dim, folded).items():
-        shape = {"scale": blocks, "tensor_scale": ()}.get(field, (rows, columns))
+        shape = {"scale": blocks, "tensor_scale": level}.get(field, (rows, columns))
         x = t.new_empty(shape[::-1] if part[1] else shape, dtype=part[0])
         parts.append(x.mT if part[1] else x)
     return parts

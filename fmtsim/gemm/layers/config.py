@@ -15,7 +15,7 @@ from fmtsim.casts.profile import get_profile
 from fmtsim.formats.block import BlockFormat, Format, LogTileFormat, PackedFormat, ScaledFormat, scaled
 from fmtsim.formats.element import ElementFormat, FloatFormat, IntFormat, LogFormat, Overflow
 from fmtsim.formats.registry import get_format
-from fmtsim.formats.scaling import SCALINGS, ScalingName
+from fmtsim.formats.scaling import SCALINGS, ScalingName, block_text
 from fmtsim.gemm.products.operand_scales import check_unit_scales, product_kind
 from fmtsim.gemm.products.resolver import call_name, check_target, gemm_call, resolve
 from fmtsim.gemm.targets.target import get_target
@@ -133,6 +133,15 @@ def _kind(quantizer: Quantizer, transposed: bool) -> ScaleKind:
             f"no unit multiplies {element.name} in blocks of {(outer, inner)} with {scaling.scale.name} scales; units "  # type: ignore[union-attr]
             "and libraries take one scale a tensor or row, and for floating point E8M0 for 1x32 (MX), E4M3 for 1x16 or "
             f"16x16 (NVFP4) and float32 for 1x128 or 128x128; {_HINT}"
+        )
+    # scales of the tensor or of rows multiply sums; others, and elements of two formats, have no place behind a unit
+    if isinstance(fmt, BlockFormat) and (fmt.alternative or fmt.scaling.level_block not in ((None, None), (1, None))):
+        level = block_text(fmt.scaling.level_block)
+        why = "blocks of two element formats" if fmt.alternative else f"float32 scales of {level} inside the sums"
+        raise FormatError(
+            f"no unit multiplies {fmt.name}, which has {why}; choose a format with one scale a tensor or row above "
+            "those of blocks, such as nvfp4 or nvfp4_row, pass Gemm(dequantized=True), which multiplies values, or "
+            "leave target= out"
         )
     return kind
 

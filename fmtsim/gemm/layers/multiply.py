@@ -158,6 +158,16 @@ def _multiply_on_machine(
         elements = [element_format(last_cast(x.quantizer).format) for x in (a, b)]
         after = all(fmt is None or is_representable(fmt, layer_dtype) for fmt in elements)
     columns, rows = (b.row_scales(), a.row_scales()) if after else (None, None)
+    row_levels = a.has_row_level, b.has_row_level
+    if route.how == "elements" and any(row_levels):
+        # no library takes scales of rows above those of blocks: they multiply its float32 sums, as in Transformer
+        # Engine, at once where the other operand has one scale, else a's rows first
+        rows, columns = a.tensor_scale, b.tensor_scale
+        a, b = a._replace(tensor_scale=None), b._replace(tensor_scale=None)
+        if not row_levels[1]:
+            rows, columns = rows if columns is None else rows * columns, None  # type: ignore[operator]
+        elif not row_levels[0]:
+            rows, columns = None, columns if rows is None else columns * rows  # type: ignore[operator]
     # 4. the product of integers, whose sums are exact, of elements with their scales, or of values
     if route.how == "integers":
         a_int8, b_int8 = a.elements.to(torch.int8), b.elements.to(torch.int8)
@@ -178,6 +188,8 @@ def _multiply_on_machine(
         if columns is rows is rest is None:
             return _multiply_elements(layer, name, a, b, bias, dtype, last=True, bare=not traced)
         y = _multiply_elements(layer, name, a, b, None, wide, last=False, bare=not traced)
+        if rows is not None and columns is not None and all(row_levels):
+            y, rows = y.float() * rows, None
     # 5. scales, rest and bias
     y = y if y.dtype == torch.float64 else y.float()
     return finish_sums(y, columns, rows, rest, bias, y.dtype if gemm.out.format is not None else dtype, traced)
@@ -209,8 +221,11 @@ def _multiply_elements(
     elif kind != "none" and not (a.scale is b.scale is None):
         each = a.block[0], b.block[0]
         kind = "row_block_128" if kind == "block_128" and each == (1, 1) else kind
-        scales = a.tensor_scale, b.tensor_scale, a.scale, b.scale
-        operands = Operands(a.elements, b.elements, bias, *scales, rows_per_scale=each)
+        levels = a.tensor_scale, b.tensor_scale
+        if not levels[0] is levels[1] is None:  # products take the scales of both tensors, or of none
+            one = torch.ones((), device=a.elements.device)
+            levels = one if levels[0] is None else levels[0], one if levels[1] is None else levels[1]
+        operands = Operands(a.elements, b.elements, bias, *levels, a.scale, b.scale, rows_per_scale=each)
     # 2. the function of the library, the dtype of its result, and whether it adds the bias
     operation: Operation = "scaled_mm" if scaled else "linear" if last and name == "fprop" else "mm"
     operation, out_dtype, adds = _library_call(operation, elements_dtype, bias, gemm, dtype)

@@ -262,8 +262,8 @@ def keeps_scales(quantizer: Quantizer, folded: bool, on_gpu: bool) -> bool:
     fmt = quantizer.format
     if not isinstance(fmt, BlockFormat) or fmt.zero_point or fmt.alternative:
         return False
-    if fmt.scaling.level_block != (None, None):
-        return False
+    if fmt.scaling.level_block != (None, None):  # scales of rows follow the sums of a unit
+        return not folded and fmt.scaling.level_block == (1, None) and isinstance(fmt.element, FloatFormat)
     if isinstance(fmt.element, IntFormat | LogFormat):
         return not folded
     return isinstance(fmt.element, FloatFormat) and (on_gpu or not folded)
@@ -304,7 +304,7 @@ def saved_operand(saved: tuple[Tensor | None, ...], quantizer: Quantizer) -> Ope
 
 def dequantize(x: Operand, dtype: torch.dtype, buffer: str | None = None) -> Tensor:
     """Return ``x.values(dtype)``, by a CPU kernel if it covers x, in memory by the name ``buffer``, which is reused."""
-    if dtype == torch.float64 or not x.elements.is_cpu:
+    if dtype == torch.float64 or not x.elements.is_cpu or x.has_row_level:
         return x.values(dtype)
     if x.scale is not None:
         return times_blocks(x.elements, x.scale, x.block, tensor_scale=x.tensor_scale, buffer=buffer)

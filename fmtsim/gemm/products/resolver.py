@@ -352,6 +352,11 @@ def check_plan(path: Arithmetic, plan: GemmPlan, call: GemmCall) -> None:
             f"a plan with scaled_promotion={plan.scaled_promotion} does not fit scaling {shown(call.scaling)}; "
             "scaled_promotion belongs to 1x128 and 128x128 scales"
         )
+    if plan.scaled_promotion and isinstance(path, Datapath) and path.scale is not None:
+        raise FormatError(
+            f"the operands have scales every 128 products, the unit has {path.scale.name} scales every "
+            f"{path.scale_block}; choose another unit (fmtsim.list_units()), or a Datapath without scale="
+        )
     if plan.scaled_promotion and plan.promote_every != 128:
         raise ArgumentError(f"promote_every={plan.promote_every} does not fit scales of 128 products; choose 128")
     if plan.scaled_promotion and plan.k_tile is not None and plan.k_tile % 128:

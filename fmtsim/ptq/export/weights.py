@@ -244,7 +244,7 @@ def _with_codes(name: str, operand: Operand) -> Operand:
     """Refuse an operand whose elements have no codes, or whose scales are multiplied in."""
     fmt = operand.quantizer.format
     element = fmt.element if isinstance(fmt, BlockFormat) else fmt
-    hidden = isinstance(fmt, BlockFormat) and operand.scale is None
+    hidden = isinstance(fmt, BlockFormat) and (operand.scale is None or operand.has_row_level)
     if hidden or not isinstance(element, FloatFormat | IntFormat | PackedFormat):
         raise ArgumentError(
             f"layer {name!r}: weights are {operand.quantizer}, whose scales are not kept apart; choose floating-point "
