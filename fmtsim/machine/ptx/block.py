@@ -15,14 +15,18 @@ from fmtsim.machine.ptx.block_memory import (
     atomic,
     call_row,
     copy,
+    count_at,
     fail,
     found,
+    learn,
     load,
+    meet,
     operand_address,
     peek8,
     peek64,
     place,
     poke64,
+    publish,
     register,
     set_register,
     store,
@@ -52,10 +56,13 @@ def mbarrier(memory, row, running, threads, state):
 
     Return 1 where all threads go on, 2 where threads that wait are to look again, 3 where this group has to wait.
     """
-    outcome, kind = 1, row[b.FUNCTION]
+    outcome, kind, met = 1, row[b.FUNCTION], -1
     for t in range(threads):
         if not running[t]:
             continue
+        if met != t >> 5:
+            met = t >> 5
+            meet(memory, state, met)
         address = operand_address(memory, row, t)
         at = place(memory, row[b.SPACE], address, 8, t, 8)
         if not found(state, at, row, t, address):
@@ -114,7 +121,7 @@ def _move(threads, count, at):
 
 
 @device
-def _release(threads, count, number):
+def _release(memory, threads, count, number):
     """Let the threads go that wait at a barrier to which all have come; number below 0: look at all barriers."""
     alive = 0
     for t in range(count):
@@ -124,9 +131,13 @@ def _release(threads, count, number):
             needed = threads.arrived[16 + i]
             if threads.arrived[i] >= (alive if needed < 0 else needed):
                 threads.arrived[i] = 0
+                met, warps = -1, count // 32
                 for t in range(count):
                     if threads.waits[t] == 1 + i:
                         threads.waits[t] = 0
+                        if met != t >> 5:
+                            met = t >> 5
+                            learn(memory.known, met, warps + i)
 
 
 @device
@@ -142,9 +153,9 @@ def _answer(rows, threads, count, state):
 
 
 @subroutine
-def _barrier(memory, row, threads, count, at):
+def _barrier(memory, rows, threads, count, at, state):
     """bar.sync and bar.arrive (9.7.13.1): DATA the barrier, DATA + 1 how many threads (below 0: all that live)."""
-    running, leader = threads.running, 0
+    row, running, leader = rows[at], threads.running, 0
     while not running[leader]:
         leader += 1
     number = int64(register(memory, row[b.DATA], leader, 4)) & 15
@@ -157,10 +168,20 @@ def _barrier(memory, row, threads, count, at):
             if running[t] and row[b.KIND] == b.BARRIER:
                 threads.waits[t] = 1 + number
         arrived += 32 if lanes and needed >= 0 else lanes  # a number of threads counts whole warps
+        if lanes:
+            publish(memory, state, first >> 5, count // 32 + number)
+            for t in range(first, first + 32):  # a warp's threads may come one by one, but to one instruction
+                if threads.waits[t] == 1 + number and not running[t] and threads.counters[t] != at + 1:
+                    count_at(state, b.SKIPPED)
+                    break
     threads.arrived[number] += arrived
     threads.arrived[16 + number] = needed
     _move(threads, count, at + 1)
-    _release(threads, count, number)
+    for t in range(count):  # threads that only have to return have ended
+        stands = min(threads.counters[t], len(rows) - 1)
+        if threads.waits[t] == 0 and rows[stands, b.KIND] == b.EXIT and rows[stands, b.PREDICATE] < 0:
+            threads.counters[t] = b.ENDED
+    _release(memory, threads, count, number)
     return True
 
 
@@ -263,12 +284,15 @@ def run_block(rows, memory, threads, count, state):
                 ok, parted = _branch_index(memory, row, threads, count, at, state), True
             elif kind == b.EXIT:
                 parted = True
+                for i in range(16):  # others wait at a barrier of all threads, to which these did not come
+                    if threads.arrived[i] > 0 and threads.arrived[16 + i] < 0:
+                        count_at(state, b.SKIPPED)
                 for t in range(count):
                     if active[t]:
                         counters[t] = b.ENDED if running[t] else at + 1
-                _release(threads, count, -1)
+                _release(memory, threads, count, -1)
             elif kind in (b.BARRIER, b.ARRIVE):
-                ok, parted = _barrier(memory, row, threads, count, at), True
+                ok, parted = _barrier(memory, rows, threads, count, at, state), True
             elif kind == b.MBARRIER:
                 outcome = mbarrier(memory, row, running, count, state)
                 state[b.ANSWERS] = int64(0) if outcome == 2 else state[b.ANSWERS]
@@ -284,6 +308,15 @@ def run_block(rows, memory, threads, count, state):
                 parted = True
                 _move(threads, count, at + row[b.COUNT])
                 state[b.STATUS] = b.CALL_HOST
+            elif kind == b.FENCE:
+                for t in range(0, count, 32):
+                    for i in range(t, t + 32):
+                        if running[i]:
+                            if row[b.FLAGS]:  # what waits learns, what arrives tells
+                                learn(memory.known, t >> 5, len(memory.known) - 1)
+                            else:
+                                publish(memory, state, t >> 5, len(memory.known) - 1)
+                            break
             elif kind == b.TRAP:
                 for t in range(count):
                     if running[t]:

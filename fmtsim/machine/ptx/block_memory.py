@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy import int32, int64, uint32, uint64
 
-from fmtsim.cpu.runtime.jit import bits32, bits64, device, float32_of, float64_of, kernel, subroutine
+from fmtsim.cpu.runtime.jit import bits32, bits64, borrowing, device, float32_of, float64_of, kernel, subroutine
 from fmtsim.cpu.runtime.kernel_numbers import number
 from fmtsim.machine.arrays import put
 from fmtsim.machine.ptx import row_layout as b
@@ -184,12 +184,93 @@ def note_access(memory, state, address, size, value, writes):
             return
 
 
-@subroutine
+@borrowing
+def count_at(state, what):
+    """Count what makes a launch uncertain, and keep the first row that did."""
+    state[what] += 1
+    if state[b.FIRST + what - b.RACES] == 0:
+        state[b.FIRST + what - b.RACES] = 1 + state[b.ROW]
+
+
+@borrowing
+def learn(known, to, source):
+    """Let a row of ``known`` know what another knows."""
+    for v in range(known.shape[1]):
+        known[to, v] = max(known[to, v], known[source, v])
+
+
+@borrowing
+def publish(memory, state, warp, place):
+    """Let a place (a barrier, or the last) know a warp and all that this knows; what the warp does next is later.
+
+    Return the time up to which the warp is known there.
+    """
+    learn(memory.known, place, warp)
+    time = state[b.TIME]
+    memory.known[place, warp] = time
+    state[b.TIME] = time + 1
+    return time
+
+
+@borrowing
+def meet(memory, state, warp):
+    """Order a warp behind all that published where mbarriers, atomics and flags do: any of them may have told it."""
+    last = len(memory.known) - 1
+    learn(memory.known, warp, last)
+    return publish(memory, state, warp, last)
+
+
+@borrowing
+def note_shared(memory, state, at, size, warp, time, writes, strong):
+    """Count reads of shared memory that nobody wrote, and accesses that race with another warp's (``Memory.pieces``).
+
+    Accesses of two warps race where no barrier, and nothing else that orders, is between; strong ones do not race with
+    each other. To write what is there already is no race. ``writes``: 0 reads, 1 writes, 2 writes what is there.
+    """
+    first = (at - memory.shared) >> memory.piece_shift
+    for piece in range(first, ((at + size - 1 - memory.shared) >> memory.piece_shift) + 1):
+        i = uint64(piece)  # numba asks whether signed ones are below 0
+        writer, reader = memory.pieces[i, 0], memory.pieces[i, 1]
+        other = uint64(writer & 63)
+        free = int64(other) == warp or writer >> 7 <= memory.known[uint64(warp), other]
+        free = free or (strong and writer & (b.STRONG << 1) != 0)
+        if writer == 0 and writes == 0:
+            count_at(state, b.UNWRITTEN)
+            memory.pieces[i, 0] = 1
+        if writes == 2 and writer != 0:
+            memory.pieces[i, 0] = writer if free else 1  # two warps wrote one value: it is there for both
+            continue
+        if not free:
+            count_at(state, b.RACES)
+        if writes == 0:
+            if not strong:
+                mask = int64(1) << warp
+                seen = reader | mask if reader >> 32 == time else time << 32 | mask
+                if seen != reader:
+                    memory.pieces[i, 1] = seen
+            continue
+        mask = reader & int64(0xFFFFFFFF) & ~(int64(1) << warp)
+        if mask != 0:
+            for v in range(memory.known.shape[1] - 1):
+                if (mask >> v) & 1 and reader >> 32 > memory.known[warp, v]:
+                    count_at(state, b.RACES)
+                    break
+        memory.pieces[i, 0] = time << 7 | (b.STRONG << 1 if strong else 0) | warp
+
+
+@borrowing
+def is_shared(memory, at):
+    """Return True for an address of this process that lies in the block's shared memory, if accesses are noted."""
+    return len(memory.pieces) > 0 and memory.shared <= at < memory.shared + memory.shared_bytes
+
+
+@borrowing
 def load(memory, row, running, threads, state):
     """ld: COUNT numbers of SIZE bytes each into registers of FLAGS & 15 bytes, signed ones by FLAGS & 16."""
     size, count, wide, signed = row[b.SIZE], row[b.COUNT], row[b.FLAGS] & 15, row[b.FLAGS] & 16
     notes = len(memory.writers) > 0 and row[b.SPACE] <= b.GLOBAL
     space, total = row[b.SPACE], row[b.SIZE] * row[b.COUNT]
+    strong, met, time, last = row[b.FLAGS] & b.STRONG != 0, int64(-1), state[b.TIME], int64(-1)
     for t in range(threads):
         if not running[t]:
             continue
@@ -197,6 +278,12 @@ def load(memory, row, running, threads, state):
         at = place(memory, space, address, total, t, total)
         if not found(state, at, row, t, address):
             return False
+        if at != last or met != t >> 5:  # else as the thread before it
+            if strong and met != t >> 5:
+                time = meet(memory, state, t >> 5)
+            met, last = t >> 5, at
+            if is_shared(memory, at):
+                note_shared(memory, state, at, total, met, time, 0, strong)
         for i in range(count):
             value = peek(at + i * size, size)
             if notes and at == address:
@@ -209,23 +296,30 @@ def load(memory, row, running, threads, state):
     return True
 
 
-@subroutine
+@borrowing
 def store(memory, row, running, threads, state):
     """st: COUNT numbers of SIZE bytes each from registers of FLAGS & 15 bytes."""
     size, count, wide = row[b.SIZE], row[b.COUNT], row[b.FLAGS] & 15
     space, total = row[b.SPACE], row[b.SIZE] * row[b.COUNT]
     notes = len(memory.writers) > 0 and space <= b.GLOBAL
     mask = (uint64(1) << uint64(8 * size)) - uint64(1) if size < 8 else ~uint64(0)
+    strong, met, time = row[b.FLAGS] & b.STRONG, -1, state[b.TIME]
     for t in range(threads):
         if running[t]:
             address = operand_address(memory, row, t)
             at = place(memory, space, address, total, t, total)
             if not found(state, at, row, t, address):
                 return False
+            if strong and met != t >> 5:
+                met, time = t >> 5, meet(memory, state, t >> 5)
+            shared = is_shared(memory, at)
             for i in range(count):
                 value = register(memory, row[b.DATA + i], t, wide) & mask
                 if notes and at == address:
                     note_access(memory, state, at + i * size, size, value, True)
+                if shared:
+                    same = 2 if peek(at + i * size, size) == value else 1
+                    note_shared(memory, state, at + i * size, size, t >> 5, time, same, strong != 0)
                 poke(at + i * size, size, value)
     if space == b.LOCAL:
         return True
@@ -265,8 +359,14 @@ def copy(memory, row, running, threads, state):
             at = place(memory, b.GLOBAL, source, count, t, size)
             if not found(state, at, row, t, source):
                 return False
+        writes = 2
         for i in range(size):
-            poke8(to + i, peek8(at + i) if i < count else np.uint8(0))
+            value = peek8(at + i) if i < count else np.uint8(0)
+            if value != peek8(to + i):
+                writes = 1
+            poke8(to + i, value)
+        if is_shared(memory, to):
+            note_shared(memory, state, to, size, t >> 5, state[b.TIME], writes, False)
     return True
 
 
@@ -349,9 +449,12 @@ def combined(kind, old, value, other, size, flush):
 def atomic(memory, row, running, threads, state):
     """atom and red: DATA is the old value (below 0: none), then COUNT operands; threads in order."""
     size, kind, space = row[b.SIZE], row[b.FUNCTION], row[b.SPACE]
+    met, time = -1, state[b.TIME]
     for t in range(threads):
         if not running[t]:
             continue
+        if met != t >> 5:
+            met, time = t >> 5, meet(memory, state, t >> 5)
         address = operand_address(memory, row, t)
         for i in range(row[b.COUNT]):
             at = place(memory, space, address + i * size, size, t, size)
@@ -365,6 +468,9 @@ def atomic(memory, row, running, threads, state):
                         cell = memory.touched_starts[j] + (at - memory.starts[j]) // 2
                         state[b.REPEATED] += memory.touched[cell]
                         memory.touched[cell] = 1
+            if is_shared(memory, at):
+                note_shared(memory, state, at, size, t >> 5, time, 0, True)
+                note_shared(memory, state, at, size, t >> 5, time, 1, True)
             old = peek(at, size)
             value = register(memory, row[b.DATA + 4 + i], t, size)
             other = register(memory, row[b.DATA + 4 + i + 1], t, size) if kind == A_COMPARE else value

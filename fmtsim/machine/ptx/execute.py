@@ -42,6 +42,8 @@ class Execution:
     repeated_atomics: int  # sums of floats whose order a GPU does not fix
     shared_accesses: int  # to elements that another block wrote
     clashes: int  # numbers in shared memory that two threads of one instruction wrote differently
+    doubts: tuple[tuple[int, str], ...]  # races of warps, reads of what nobody wrote, barriers that threads left out:
+    # how many, and an instruction
     contraction: Contraction  # products that are fused into sums
     reasons: tuple[str, ...]  # of the program: why results may not be a GPU's
 
@@ -138,7 +140,7 @@ class Block:
         self.shared_bytes = program.shared_bytes + shared_bytes
         self.shared = _aligned(self.shared_bytes + -self.shared_bytes % 16, 1024)  # whole pieces of 16 bytes
         self.local = _aligned(max(program.local_bytes * threads, 8), 64)
-        self.state = np.zeros(16, np.int64)
+        self.state = np.zeros(b.STATES, np.int64)
         self._fragments: dict[tuple[str, ...], np.ndarray | None] = {}
         self.pending: list[Any] = []  # products that were collected (``matrix_instructions``)
         self.notes: list[Note] | None = None  # of watched lines, where this block is to note them
@@ -146,6 +148,8 @@ class Block:
         ends = starts + np.array([r.nbytes for r in memory.ranges], np.int64)
         sizes = [r.nbytes // 2 + 1 if program.has_atomics else 0 for r in memory.ranges]
         self.touched = np.zeros(max(sum(sizes), 1), np.uint8)
+        pieces = -(-len(self.shared) >> program.piece_shift) if program.piece_shift >= 0 else 0
+        self.pieces = np.zeros((pieces, 2), np.int64)
         self._memory = b.Memory(
             np.int64(self.registers.ctypes.data), np.int64(self.shared.ctypes.data), np.int64(self.shared_bytes),
             np.int64(self.local.ctypes.data), np.int64(program.local_bytes), starts, ends, self.touched,
@@ -153,6 +157,9 @@ class Block:
             writers,
             np.cumsum([0, *(r.nbytes // r.itemsize + 1 for r in memory.ranges[:-1])]).astype(np.int64),
             np.array([r.itemsize for r in memory.ranges], np.int64),
+            self.pieces,
+            np.int64(program.piece_shift),
+            np.zeros((threads // 32 + 17, threads // 32 + 1), np.int64),
         )  # fmt: skip
         self._threads = b.Threads(
             np.zeros(threads, np.int32),
@@ -189,6 +196,13 @@ class Block:
             self._fragments[names] = raw.view(kind).reshape(len(names), self.threads) if whole else None
         return self._fragments[names]
 
+    def note_copy(self, places: np.ndarray | slice) -> None:
+        """Note that the copy engine writes 16 bytes at each place of shared memory; an mbarrier orders readers."""
+        if len(self.pieces):
+            time = self._memory.known[-1, -1] = self.state[b.TIME]
+            self.pieces.reshape(-1, 16 >> self.program.piece_shift, 2)[places, :, 0] = time << 7 | self.threads // 32
+            self.state[b.TIME] += 1
+
     def wake(self) -> None:
         """Let threads look again at the mbarriers that they wait for."""
         self._threads.waits[self._threads.waits == -1] = 0
@@ -203,6 +217,7 @@ class Block:
             register[:] = index[axis]
         threads, state = self._threads, self.state
         threads.counters[:], threads.waits[:], threads.arrived[:] = 0, 0, 0
+        self.pieces[:], self._memory.known[:], state[b.TIME] = 0, 0, 1
         threads.counters[self.live :] = b.ENDED
         state[b.BLOCK] = 1 + index[0] + self.grid[0] * (index[1] + self.grid[1] * index[2])
         while True:
@@ -365,7 +380,9 @@ def run_grid(
     for r, first, last in zip(memory.ranges, starts, starts[1:], strict=False):
         watch.writers[r.start] = writers[first:last]
     total: Any = np.sum(states, 0, dtype=np.int64).tolist()
+    firsts = [max(state[b.FIRST + i] for state in states) - 1 for i in range(3)]
+    doubts = [(total[b.RACES + i], str(program.instructions[at]) if at >= 0 else "") for i, at in enumerate(firsts)]
     return Execution(
-        total[b.STEPS], total[b.UNDEFINED], total[b.REPEATED], total[b.SHARES], total[b.CLASHES], program.contraction,
-        program.reasons,
+        total[b.STEPS], total[b.UNDEFINED], total[b.REPEATED], total[b.SHARES], total[b.CLASHES], tuple(doubts),
+        program.contraction, program.reasons,
     )  # fmt: skip

@@ -46,9 +46,9 @@ SPACES = {
     "local": b.LOCAL,
     "param::func": b.LOCAL,
 }
+FENCES = ("membar", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "barrier.cluster")
 NOTHING = [
     "fence",
-    "membar",
     "wgmma.fence",
     "wgmma.commit_group",
     "wgmma.wait_group",
@@ -66,7 +66,6 @@ NOTHING = [
     "applypriority",
     "discard",
     "bar.warp",
-    "barrier.cluster",
     "mbarrier.inval",
 ]
 
@@ -88,6 +87,7 @@ class Program:
     shared_bytes: int = 0  # of static ones
     local_bytes: int = 0
     has_atomics: bool = False
+    piece_shift: int = -1  # log2 of the smallest access to shared memory; -1: none
     reasons: tuple[str, ...] = ()  # why results may not be a GPU's
 
 

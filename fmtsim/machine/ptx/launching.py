@@ -24,6 +24,11 @@ from fmtsim.support.errors import ArgumentError, DtypeError, did_you_mean, shown
 TARGETS = ("h100", "h200")
 _MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)  # CUDA C++ Programming Guide, technical specifications of 9.0
 _MOST_THREADS = (1_024, 1_024, 64)
+_DOUBTS = (
+    "warps of a block access shared memory that another writes, without a barrier between",
+    "shared memory is read before it was written",
+    "threads never reach a barrier at which others of their block wait, or another one",
+)
 _parsed = lru_cache(maxsize=256)(parse)
 
 
@@ -250,6 +255,9 @@ def run(program: Program, target: str, seen: Watch | None = None) -> Launch:
             f"{done.clashes:,} numbers in shared memory had two threads' different values: "
             "the last thread's were taken",
         )
+    for (count, where), what in zip(done.doubts, _DOUBTS, strict=True):
+        if count:
+            reasons += (f"{what}: {count:,} times, first at {where}",)
     if done.undefined_shuffles:
         reasons += (f"{done.undefined_shuffles:,} shuffles read threads that did not take part",)
     if done.shared_accesses:

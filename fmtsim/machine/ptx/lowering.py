@@ -17,6 +17,7 @@ from fmtsim.machine.ptx.instruction_table import TABLE
 from fmtsim.machine.ptx.instructions import SIGN_ONLY, clamped, fused_factors, fused_sum, scaled_product, with_operand
 from fmtsim.machine.ptx.integer_instructions import logic_of_three
 from fmtsim.machine.ptx.kernel_program import (
+    FENCES,
     NOTHING,
     SPACES,
     Builder,
@@ -140,6 +141,8 @@ def build(
             if is_product:
                 builder.host(instruction, prepare_product(instruction))
                 pending |= set(register_names(instruction.operands[:1]))
+            elif ".".join(instruction.opcode).startswith(FENCES):
+                builder.add(instruction, b.FENCE)[b.FLAGS] = int("wait" in instruction.opcode)
             elif any(".".join(instruction.opcode).startswith(prefix) for prefix in NOTHING):
                 builder.add(instruction, b.NOTHING)
             elif name in _handlers():
@@ -167,7 +170,27 @@ def build(
     for at, key in builder.keys:
         builder.rows[at][b.FUNCTION] = tracer.address(key)
     program.rows = np.array(builder.rows, np.int64)
+    program.piece_shift = _piece_shift(program)
     return program
+
+
+def _piece_shift(program: Program) -> int:
+    """Mark loads and stores that may put warps in order; return log2 of the smallest access to shared memory, or -1."""
+    fenced = (program.rows[:, b.KIND] == b.FENCE).any()
+    smallest = 0
+    for row, instruction in zip(program.rows, program.instructions, strict=True):
+        kind, parts = row[b.KIND], instruction.opcode
+        if kind in (b.LOAD, b.STORE) and (
+            {"relaxed", "acquire", "release"} & set(parts) or ("volatile" in parts and fenced)
+        ):
+            row[b.FLAGS] |= b.STRONG  # a flag, which threads wait for
+        nbytes = 16 if kind in (b.LOAD_MATRIX, b.STORE_MATRIX) else int(row[b.SIZE])
+        nbytes *= int(row[b.COUNT]) if kind in (b.LOAD, b.STORE) else 1
+        if kind in (b.LOAD, b.STORE, b.ATOMIC) and row[b.SPACE] not in (b.SHARED, b.GENERIC):
+            continue
+        if kind in (b.LOAD, b.STORE, b.ATOMIC, b.COPY, b.LOAD_MATRIX, b.STORE_MATRIX):
+            smallest = min(smallest or 16, nbytes)
+    return smallest.bit_length() - 1
 
 
 def _is_product(instruction: Instruction) -> bool:

@@ -135,7 +135,9 @@ def _load_box(block: "Block", tensor_map: int, coordinates: Sequence[int], targe
     if view is not None:
         data[inside] = view
     pieces = data.reshape(-1, 16)
-    block.shared.reshape(-1, 16)[_chunks(len(pieces), target // 16, int(record["swizzle_mode"]))] = pieces
+    places = _chunks(len(pieces), target // 16, int(record["swizzle_mode"]))
+    block.shared.reshape(-1, 16)[places] = pieces
+    block.note_copy(places)
     return data.size
 
 
@@ -227,6 +229,7 @@ def prepare_bulk_copy(instruction: Instruction, builder: "Builder") -> Handler:
             outside, inside = _bytes_at(block, outer, count, "a bulk copy"), block.shared[inner : inner + count]
             if to_shared:
                 inside[:] = outside
+                block.note_copy(slice(inner // 16, -(-(inner + count) // 16)))
                 complete(block, int(operands[3](block)[0][t]) & 0xFFFFFFFF, count)
             else:
                 outside[:] = inside

@@ -9,6 +9,8 @@ from fmtsim.machine.ptx import row_layout as b
 from fmtsim.machine.ptx.block_memory import (
     combined,
     found,
+    is_shared,
+    note_shared,
     operand_address,
     peek16,
     place,
@@ -171,8 +173,14 @@ def matrices(memory, row, running, threads, state):
                     at = place(memory, b.SHARED, address, 16, t, 16)
                     if not found(state, at, row, t, address):
                         return False
+                    value = np.uint16(pair >> uint64(16 * half))
+                    if is_shared(memory, at) and (storing or k == 0):
+                        writes = 0 if not storing else 2 if peek16(at + 2 * k) == value else 1
+                        note_shared(
+                            memory, state, at + 2 * k, 2 if storing else 16, first >> 5, state[b.TIME], writes, False
+                        )
                     if storing:
-                        poke16(at + 2 * k, np.uint16(pair >> uint64(16 * half)))
+                        poke16(at + 2 * k, value)
                     else:
                         pair |= uint64(peek16(at + 2 * k)) << uint64(16 * half)
                 if not storing:
