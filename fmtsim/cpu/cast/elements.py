@@ -34,7 +34,7 @@ from fmtsim.cpu.cast.grid import Grid, fill_words, grid_of, words_of
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import bits32, device, float32_of, kernel, max32, min32, prefetch, whole_part
 from fmtsim.cpu.runtime.pool import array_of, past_caches, scratch
-from fmtsim.cpu.runtime.simd import fence, put
+from fmtsim.cpu.runtime.strips import fence, put
 from fmtsim.formats.element import ElementFormat, IntFormat
 from fmtsim.formats.packing import code_dtype
 from fmtsim.rounding.modes import RULES

@@ -19,7 +19,7 @@ from fmtsim.cpu.cast.codes import code_of_number, code_of_value
 from fmtsim.cpu.cast.elements import limited, magic_addition, nearest_magic, stochastic_steps
 from fmtsim.cpu.cast.grid import fill_words
 from fmtsim.cpu.runtime.jit import bits32, borrowing, device, float32_of, kernel, max32, min32, prefetch
-from fmtsim.cpu.runtime.simd import fence, put, repeat, strip_amaxes
+from fmtsim.cpu.runtime.strips import fence, put, repeat, strip_amaxes
 from fmtsim.formats.block import BlockFormat
 from fmtsim.formats.element import FloatFormat, IntFormat
 

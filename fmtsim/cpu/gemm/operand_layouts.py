@@ -55,13 +55,13 @@ from fmtsim.cpu.runtime.simd import (
     swap1,
     to_f64,
     to_i32,
-    transpose_lines,
     trunc16,
     weave,
     where_below,
     where_same,
     xor,
 )
+from fmtsim.cpu.runtime.strips import transpose_lines
 from fmtsim.formats.element import FloatFormat
 from fmtsim.spec.datapath import Datapath
 
