@@ -13,7 +13,8 @@ from fmtsim import GemmPlan, RandomKey, get_format, get_unit
 from fmtsim.cpu.cast.blockwise import FLOAT8
 from fmtsim.cpu.gemm import exact_integer, tiles
 from fmtsim.cpu.gemm.engine import supports_gemm
-from fmtsim.cpu.gemm.operand_layouts import Source, _gather_row, are_neighbours, gather_panel, read_array
+from fmtsim.cpu.gemm.operand_layouts import Source
+from fmtsim.cpu.gemm.operand_reads import are_neighbours, gather_panel, gather_row, read_array
 from fmtsim.cpu.gemm.scaled_groups import Groups
 from fmtsim.cpu.runtime.jit import kernel
 from fmtsim.formats.element import FloatFormat
@@ -354,7 +355,7 @@ def test_scaled_promotion_needs_the_scales_of_both_operands(missing):
 @kernel
 def gather_both(source, first, order, panel, row):
     gather_panel(source.array, source.table, first, order, 1, panel)
-    _gather_row(source.array, source.table, first, order, are_neighbours(source.array, order), 1, row, 0)
+    gather_row(source.array, source.table, first, order, are_neighbours(source.array, order), 1, row, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, *FLOAT8])

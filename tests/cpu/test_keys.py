@@ -15,7 +15,7 @@ from numba import typeof
 
 import fmtsim.cpu
 from fmtsim.cpu.cast.elements import nearest_saturating
-from fmtsim.cpu.gemm.operand_layouts import are_neighbours
+from fmtsim.cpu.gemm.operand_reads import are_neighbours
 from fmtsim.cpu.runtime import kernel_cache as keys
 from fmtsim.cpu.runtime.jit import device, kernel
 

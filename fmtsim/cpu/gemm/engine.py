@@ -18,7 +18,8 @@ from fmtsim.cpu.cast.grid import key_words
 from fmtsim.cpu.gemm import cdna, exact_integer, ieee_chains, int8
 from fmtsim.cpu.gemm.accumulate import Promotion, Reduction, grid_of, promotion_of, reduction_of
 from fmtsim.cpu.gemm.aligned import FLOOR, NEAREST, TRUNCATE, Draw, Nearby, Unit
-from fmtsim.cpu.gemm.operand_layouts import EMPTY, HAS_INF, HAS_NAN, Source, is_fixed, limits_of, read_array, source_of
+from fmtsim.cpu.gemm.operand_layouts import EMPTY, HAS_INF, HAS_NAN, Source, is_fixed, limits_of, source_of
+from fmtsim.cpu.gemm.operand_reads import read_array
 from fmtsim.cpu.gemm.panels import SLOTS, Constants, Slabs, chain_scales, slabs_of
 from fmtsim.cpu.gemm.scaled_groups import Groups, groups_of
 from fmtsim.cpu.gemm.tiles import Job, is_small, run_batch, run_tiles

@@ -20,7 +20,7 @@ from fmtsim.cpu.gemm.accumulate import (
     reduce_parts,
     reduction_of,
 )
-from fmtsim.cpu.gemm.operand_layouts import gather_panel, read_array
+from fmtsim.cpu.gemm.operand_reads import gather_panel, read_array
 from fmtsim.cpu.gemm.panels import Slabs, chain_scales, slabs_of, stacked
 from fmtsim.cpu.runtime import pool
 from fmtsim.cpu.runtime.jit import kernel, overload
