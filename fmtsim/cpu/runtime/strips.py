@@ -10,7 +10,6 @@ import llvmlite.ir as ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np import arrayobj
 
 from fmtsim.cpu.runtime.simd import LANES, address_of
 
@@ -25,9 +24,9 @@ _PAIRINGS = {
 
 def _strip(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     """Return the address of array[index], of a contiguous array of 32-bit numbers, as that of a vector."""
-    address = builder.gep(arrayobj.make_array(kind)(context, builder, array).data, [index])
     number = ir.FloatType() if kind.dtype == types.float32 else ir.IntType(32)
-    return builder.bitcast(address, ir.VectorType(number, _STRIP).as_pointer())
+    vector = ir.VectorType(number, _STRIP)
+    return builder.bitcast(address_of(context, builder, kind, array, index), vector.as_pointer())
 
 
 @intrinsic
@@ -146,7 +145,7 @@ def transpose_lines(typing_context, array, index, pitch, out, place, step):  # t
                 lines[one], lines[one + side] = (builder.shuffle_vector(*both, vector(x)) for x in (upper, lower))
         at = args[4]
         for line in lines:
-            address = _strip(context, builder, signature.args[3], args[3], at)
+            address = address_of(context, builder, signature.args[3], args[3], at)
             builder.store(line, builder.bitcast(address, vector.as_pointer()), align=4)
             at = builder.add(at, args[5])
         return context.get_dummy_value()

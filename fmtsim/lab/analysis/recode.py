@@ -185,11 +185,9 @@ def check_recode(a: Any, b: Any, *, scales: str = "best") -> Recode:
     target = block_format("b", b)
     note = ""
     if isinstance(a, str) and os.path.exists(a):
+        path = os.path.join(os.curdir, a)
         try:
-            a, note = (
-                get_format(a),
-                f"{a} is the format of this name; {os.path.join(os.curdir, a)} means the checkpoint",
-            )
+            a, note = get_format(a), f"{a} is the format of this name; {path} means the checkpoint"
         except FormatError:
             a = Path(a)
     if isinstance(a, os.PathLike):
